@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from batch_bench import first_request, memory, overhead, upload_online, validate
-from batch_bench.options import PARTS, Options, parse_options
+from batch_bench.options import PARTS, BatchBenchOptions, parse_options
 from batch_bench.setting import Setting
 from common.batch_server import BatchServer
 from common.failures import exit_status
@@ -55,7 +55,7 @@ def measure(part: str, setting: Setting) -> list[Figure] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def run(options: Options, console: Console) -> bool:
+def run(options: BatchBenchOptions, console: Console) -> bool:
     """Measure every part and write what came of it; return whether all targets were met."""
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def run(options: Options, console: Console) -> bool:
     return all(not isinstance(result, str) for result in found.values()) and all_met(figures)
 
 
-def write(options: Options, found: Mapping[str, list[Figure] | str]) -> None:
+def write(options: BatchBenchOptions, found: Mapping[str, list[Figure] | str]) -> None:
     """Write the figures so far."""
     parts = {part: found[part] for part in PARTS if part in found}
     write_results(

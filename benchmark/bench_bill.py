@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench_interference import TRAFFIC, run
 from common.results import write_results
-from interference_bench.engine import Outcome
+from interference_bench.engine import RunOutcome
 from interference_bench.load import Load
 from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
 from interference_bench.systems import ALONE, SYSTEMS
@@ -63,7 +63,7 @@ def main() -> None:
     print_table(rows)
 
 
-def compared(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
+def compared(outcome: RunOutcome, alone: RunOutcome) -> dict[str, Any]:
     """Return what was measured and what was billed, in seconds over all requests of a run."""
     assert not outcome.num_unfinished, "all online requests end"
     assert not alone.num_unfinished, "all online requests end"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.results import write_results
-from interference_bench.engine import Outcome
+from interference_bench.engine import RunOutcome
 from interference_bench.load import Load, OnlineTraffic
 from interference_bench.session import OFFLINE, engine_flags, engines
 from interference_bench.systems import SYSTEMS
@@ -38,7 +38,7 @@ def main() -> None:
                 for minute in range(options.minutes):
                     seed = (start + minute) % options.minutes
                     load = Load(TRAFFIC, options.rate, options.seconds, seed, **OFFLINE)
-                    outcome: Outcome = running["coserve"].call("run", load)
+                    outcome: RunOutcome = running["coserve"].call("run", load)
                     minutes.append(
                         {
                             "start": start,

@@ -52,7 +52,7 @@ MACHINE: Final = ExecutorConfig(
 
 
 @dataclass(frozen=True)
-class Latencies:
+class OnlineLatencies:
     """P50 and P99 in seconds, and what offline work got."""
 
     ttft_p50_s: float
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def targets(alone: Latencies) -> dict[str, tuple[str, str]]:
+def targets(alone: OnlineLatencies) -> dict[str, tuple[str, str]]:
     """Return SLOs by name: the server's default, and limits of 1.2 x the P99s alone."""
     limits = (1.2e3 * alone.ttft_p99_s, 1.2e3 * alone.itl_p99_s)
     return {
@@ -102,7 +102,7 @@ def targets(alone: Latencies) -> dict[str, tuple[str, str]]:
 
 def run(
     seconds: float, seed: int, policy: str, slos: Sequence[str], *, has_offline: bool = True
-) -> Latencies:
+) -> OnlineLatencies:
     """Simulate the bundled trace for so long."""
     trace = [r for r in read_trace(sample_path("online")) if r.arrival_s < seconds]
     online, _ = fit_to_context(trace, CONTEXT_TOKENS)
@@ -125,7 +125,7 @@ def run(
         make_policy(policy),
     )
     report = latency_report(result.online)
-    return Latencies(
+    return OnlineLatencies(
         known(report.ttft.p50_s),
         known(report.ttft.p99_s),
         known(report.itl.p50_s),

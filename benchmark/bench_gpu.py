@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from common.results import claim_folder
-from gpu.driver import Driver, Status
+from gpu.driver import Driver, StepStatus
 from gpu.llama_shape import write_llama_shape
-from gpu.steps import DRY_RUN_NOTE, STEPS, Setting, Step, select
+from gpu.steps import DRY_RUN_NOTE, STEPS, GpuSetting, Step, select
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         steps = select(args.steps)
         asked = {name: str(vars(args)[name]) for name in _SETTING}
         claim_folder(out / "setting.json", asked)
-        setting = Setting(
+        setting = GpuSetting(
             dry_run=args.dry_run_cpu,
             model_path=args.model_path or str(prepare_model(out / "work", args.dry_run_cpu)),
             load_format=args.load_format,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(
-    steps: Sequence[Step], setting: Setting, out: Path, seconds: float, argv: Sequence[str]
+    steps: Sequence[Step], setting: GpuSetting, out: Path, seconds: float, argv: Sequence[str]
 ) -> int:
     """Run the steps; return 1 when one of them failed."""
     if setting.dry_run:
@@ -73,7 +73,7 @@ def run(
     if missing := [step.name for step in steps if step.name not in driver.records]:
         say(f"no time for: {', '.join(missing)}")
     say(f"written: {out / 'gpu.md'}")
-    return int(any(record.status is Status.FAILED for record in driver.records.values()))
+    return int(any(record.status is StepStatus.FAILED for record in driver.records.values()))
 
 
 def prepare_model(work: Path, dry_run: bool) -> Path:

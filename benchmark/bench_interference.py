@@ -31,11 +31,11 @@ from rich.progress import Progress
 from common import stock
 from common.own_process import OwnProcess
 from common.results import write_results
-from interference_bench.engine import Outcome
+from interference_bench.engine import RunOutcome
 from interference_bench.load import Load, OnlineTraffic
 from interference_bench.report import held_to_stock, print_table, row
 from interference_bench.session import engine_flags, engines, full_rate_per_s
-from interference_bench.systems import ALONE, SYSTEMS, System
+from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.errors import ConfigError
 
 RATES: Final = "requests_per_s_at_full_load"
@@ -81,8 +81,8 @@ def main() -> None:
 
 
 def turns(
-    systems: Mapping[str, System], rows: Sequence[Mapping[str, Any]], kind: str, share: float
-) -> Iterator[Mapping[str, System]]:
+    systems: Mapping[str, EngineSystem], rows: Sequence[Mapping[str, Any]], kind: str, share: float
+) -> Iterator[Mapping[str, EngineSystem]]:
     """Yield the systems that run together: those held to what stock SGLang got come last."""
     yield {name: system for name, system in systems.items() if system.stock_share is None}
     held = {name: system for name, system in systems.items() if system.stock_share is not None}
@@ -104,11 +104,11 @@ def load_of(options: argparse.Namespace, kind: str, rate_per_s: float, repeat: i
     )
 
 
-def run(engine: OwnProcess, system: System, load: Load) -> Outcome:
+def run(engine: OwnProcess, system: EngineSystem, load: Load) -> RunOutcome:
     """Let an engine have a load, or its online requests where it gets no others."""
     if not system.has_offline:
         load = replace(load, offline_prompt_tokens=0, offline_in_flight=0)
-    outcome: Outcome = engine.call("run", load)
+    outcome: RunOutcome = engine.call("run", load)
     return outcome
 
 

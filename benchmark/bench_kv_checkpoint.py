@@ -28,7 +28,7 @@ import torch
 
 from common.results import median_and_range, write_results
 from kv_bench import parts
-from kv_bench.trace import LOADS, Run, run
+from kv_bench.trace import LOADS, BurstRun, run
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)  # As a scheduler that shares its cores.
 
     timed: dict[str, list[float]] = {}
-    runs: list[Run] = []
+    runs: list[BurstRun] = []
     with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
         model = options.model_path or make_small_model(work / "model", SmallModelSpec())
@@ -86,7 +86,7 @@ def main() -> None:
         print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
 
 
-FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
+FIGURES: Sequence[tuple[str, Callable[[BurstRun], float], str]] = (
     ("tokens recomputed for each eviction", lambda r: r.recomputed_per_eviction, "{:.1f}"),
     ("recompute tax of offline work", lambda r: r.recompute_tax, "{:.2%}"),
     ("offline tokens/s", lambda r: r.offline_tokens_per_s, "{:.1f}"),
@@ -96,7 +96,7 @@ FIGURES: Sequence[tuple[str, Callable[[Run], float], str]] = (
 )
 
 
-def print_runs(load: str, runs: Sequence[Run], mode: str) -> None:
+def print_runs(load: str, runs: Sequence[BurstRun], mode: str) -> None:
     """Print each figure without and with checkpoints, and the ratio of each pair of runs."""
     print(f"\n{'long ' + load:36} {OFF:>28} {mode:>28} {'ratio':>24}")
     for name, value, style in FIGURES:

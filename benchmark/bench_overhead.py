@@ -33,7 +33,7 @@ from rich.progress import Progress
 
 from common.own_process import OwnProcess
 from common.results import write_results
-from overhead_bench.engine import Engine, Pass
+from overhead_bench.engine import Pass, TimedEngine
 from overhead_bench.report import draw, print_table, summary
 from overhead_bench.systems import DEFAULT_SYSTEMS, SYSTEMS
 from sglang_coserve.interrupts import terminate_as_interrupt
@@ -53,7 +53,7 @@ def main() -> None:
         for name in options.systems:
             system = SYSTEMS[name]
             system = replace(system, flags={**options.settings, **system.flags})
-            engines[name] = stack.enter_context(OwnProcess(Engine, system, model))
+            engines[name] = stack.enter_context(OwnProcess(TimedEngine, system, model))
         with Progress(console=console, transient=True) as progress:
             num_steps = len(options.waiting) * len(engines) * (options.rounds + 1)
             bar = progress.add_task("", total=num_steps)

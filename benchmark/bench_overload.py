@@ -28,18 +28,18 @@ from rich.progress import track
 from rich.table import Table
 
 from common.results import median_and_range, write_results
-from interference_bench.engine import OnlineOutcome, Outcome
+from interference_bench.engine import OnlineOutcome, RunOutcome
 from interference_bench.load import FLOOD, MODEST, Load, OnlineTraffic
 from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
-from interference_bench.systems import System
+from interference_bench.systems import EngineSystem
 
 TRAFFIC: Final = OnlineTraffic((32, 256), (1, 4))
 
 _POLICY: Final = {"offline_policy": "coserve"}
-SYSTEMS: Final[Mapping[str, System]] = {
-    "arrival": System(coserve=_POLICY, takes_slo=True),
-    "vtc": System(coserve={**_POLICY, "online_order": "vtc"}, takes_slo=True),
-    "shed": System(coserve={**_POLICY, "overload": "shed"}, takes_slo=True),
+SYSTEMS: Final[Mapping[str, EngineSystem]] = {
+    "arrival": EngineSystem(coserve=_POLICY, takes_slo=True),
+    "vtc": EngineSystem(coserve={**_POLICY, "online_order": "vtc"}, takes_slo=True),
+    "shed": EngineSystem(coserve={**_POLICY, "overload": "shed"}, takes_slo=True),
 }
 """By what they do: the order of arrival with best effort, and one setting that differs."""
 
@@ -53,7 +53,7 @@ def main() -> None:
         runs = [(repeat, *run) for repeat in range(options.repeats) for run in cases(repeat)]
         for repeat, case, name in track(runs, "runs", console=Console(stderr=True)):
             load = load_of(case, full_per_s, options, repeat)
-            outcome: Outcome = running[name].call("run", load)
+            outcome: RunOutcome = running[name].call("run", load)
             figures = figures_of(outcome.requests, options.ttft_ms, options.tpot_ms)
             rows.append({"repeat": repeat, "case": case, "system": name, **figures})
             write_results(options.out, options, requests_per_s_at_full_load=full_per_s, rows=rows)

@@ -103,7 +103,7 @@ def by_submit(flags: Sequence[str], server: LocalServer, source: Path, work: Pat
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class PrefixSystem:
     """A server, and how the lines come to it."""
 
     flags: tuple[str, ...]
@@ -119,20 +119,22 @@ class System:
 AT_ONCE: Final = partial(by_http, None)
 OURS: Final = ("--offline-policy", "coserve")
 LPM: Final = ("--schedule-policy", "lpm")
-SYSTEMS: Final[Mapping[str, System]] = {
-    "stock fcfs": System(("--schedule-policy", "fcfs"), AT_ONCE),
-    "stock lpm": System(LPM, AT_ONCE),
-    "ours fifo": System(("--offline-policy", "fifo"), AT_ONCE),
-    "ours coserve": System(OURS, AT_ONCE),
-    "stock lpm, 128 lines": System(LPM, partial(by_http, LINES_AT_STOCK)),
-    "ours, Batch API": System(OURS, partial(by_submit, ("--window", "24h")), has_batches=True),
-    "ours, coserve submit": System(OURS, partial(by_submit, ("--no-batch",))),
+SYSTEMS: Final[Mapping[str, PrefixSystem]] = {
+    "stock fcfs": PrefixSystem(("--schedule-policy", "fcfs"), AT_ONCE),
+    "stock lpm": PrefixSystem(LPM, AT_ONCE),
+    "ours fifo": PrefixSystem(("--offline-policy", "fifo"), AT_ONCE),
+    "ours coserve": PrefixSystem(OURS, AT_ONCE),
+    "stock lpm, 128 lines": PrefixSystem(LPM, partial(by_http, LINES_AT_STOCK)),
+    "ours, Batch API": PrefixSystem(
+        OURS, partial(by_submit, ("--window", "24h")), has_batches=True
+    ),
+    "ours, coserve submit": PrefixSystem(OURS, partial(by_submit, ("--no-batch",))),
 }
 DEFAULT_SYSTEMS: Final = tuple(SYSTEMS)[4:]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PrefixRun:
     """What one system made of the file."""
 
     repeat: int
@@ -177,7 +179,7 @@ def measure(
     model: ServedModel,
     work: Path,
     options: argparse.Namespace,
-) -> Run:
+) -> PrefixRun:
     """Start a system's server, let it serve the file, stop it."""
     system = SYSTEMS[name]
     flags = ["--model-path", model.path, "--log-level", "warning", "--enable-cache-report"]
@@ -195,7 +197,7 @@ def measure(
         # The server is a child of this process.
         server_s, both_s = cpu_s(server.pid) - server_s, cpu_s(os.getpid()) - both_s
     assert len(used) == options.groups * options.members, f"{len(used)} lines were answered"
-    return Run(
+    return PrefixRun(
         repeat,
         name,
         sum(usage["prompt_tokens"] for usage in used),
@@ -206,7 +208,7 @@ def measure(
     )
 
 
-def table_of(runs: Sequence[Run], options: argparse.Namespace) -> Table:
+def table_of(runs: Sequence[PrefixRun], options: argparse.Namespace) -> Table:
     """Medians with ranges; times also over those of the first system in the same repeat."""
     perfect = options.groups * (options.members - 1) * options.prefix_tokens
     first = options.systems[0]
@@ -241,7 +243,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the runs as JSON")
     options = parser.parse_args()
-    runs: list[Run] = []
+    runs: list[PrefixRun] = []
     with tempfile.TemporaryDirectory() as folder, terminate_as_interrupt():
         work = Path(folder)
         model = prepare_model(None, work)

@@ -31,7 +31,7 @@ import numpy as np
 
 from common.own_process import OwnProcess
 from common.results import markdown_table, median_and_range, write_results
-from safepoint_bench.system import Load, Measured, SystemSpec
+from safepoint_bench.system import MeasuredEngine, SafepointLoad, SystemSpec
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -51,8 +51,10 @@ class Figures:
     in_prefill_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     idle_ms: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
     idle_cpu: dict[str, list[float]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
-    loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
-    mixed_loads: dict[str, list[Load]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    loads: dict[str, list[SafepointLoad]] = field(default_factory=lambda: {WITH: [], WITHOUT: []})
+    mixed_loads: dict[str, list[SafepointLoad]] = field(
+        default_factory=lambda: {WITH: [], WITHOUT: []}
+    )
     """Beside online requests that decode all the time."""
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -99,7 +101,7 @@ def measure(model: Path, options: argparse.Namespace) -> Figures:
             ttft_ms = options.slo_ttft_ms if is_long else options.load_slo_ttft_ms
             bar.advance(steps)
             spec = SystemSpec(model, options.context, interval, ttft_ms, is_long)
-            return stack.enter_context(OwnProcess(Measured, spec, stops_when_idle=True))
+            return stack.enter_context(OwnProcess(MeasuredEngine, spec, stops_when_idle=True))
 
         def measure_in_turn(
             text: str, pair: Mapping[str, OwnProcess], method: str, *arguments: Any
@@ -225,7 +227,7 @@ def summarize(figures: Figures, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mixed_figures(loads: Sequence[Load]) -> dict[str, str]:
+def mixed_figures(loads: Sequence[SafepointLoad]) -> dict[str, str]:
     """Return what is told of loads beside online requests that decode."""
     return {
         "offline tokens/s beside decodes": median_and_range(
@@ -238,7 +240,7 @@ def mixed_figures(loads: Sequence[Load]) -> dict[str, str]:
     }
 
 
-def as_document(loads: Mapping[str, Sequence[Load]]) -> dict[str, list[dict[str, Any]]]:
+def as_document(loads: Mapping[str, Sequence[SafepointLoad]]) -> dict[str, list[dict[str, Any]]]:
     """Return loads as JSON can hold them."""
     return {name: [vars(load) for load in of_system] for name, of_system in loads.items()}
 
@@ -269,7 +271,7 @@ def ratio(values: Mapping[str, Sequence[float]], percentile: float) -> float:
     )
 
 
-def all_ttft(loads: Sequence[Load]) -> list[float]:
+def all_ttft(loads: Sequence[SafepointLoad]) -> list[float]:
     """Return the TTFT of all online requests."""
     return [value for load in loads for value in load.ttft_ms]
 

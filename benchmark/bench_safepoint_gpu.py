@@ -34,7 +34,7 @@ import numpy as np
 from common.machine import describe_machine
 from common.own_process import OwnProcess
 from common.results import markdown_table, write_json
-from safepoint_bench.system import Measured, SystemSpec
+from safepoint_bench.system import MeasuredEngine, SystemSpec
 from sglang_coserve.srt.cpu import defaults as cpu
 
 TARGETS: Final = {
@@ -111,7 +111,7 @@ def measure_engine(args: argparse.Namespace, graphs: str, interval: int) -> dict
         settings=settings,
     )
     tokens, seconds = args.prompt_tokens, args.arrivals / args.arrivals_per_s
-    with OwnProcess(Measured, spec) as engine:
+    with OwnProcess(MeasuredEngine, spec) as engine:
         engine.call("prefill_s", tokens)  # Kernels are tuned, the latency model is refined.
         times_s = [engine.call("prefill_s", tokens) for _ in range(args.offline_requests)]
         idle_ms = engine.call("idle_ttft_ms", 10)

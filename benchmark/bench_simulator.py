@@ -32,7 +32,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.simulator import SimulationOptions, simulate
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.event_log import EventLog
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
@@ -158,7 +158,7 @@ def run(
         )
     ]
     executor = SimulatedExecutor(config, model)
-    engine = Engine(scheduler, executor, TrafficSource(timed=streams), observers)
+    engine = SimEngine(scheduler, executor, TrafficSource(timed=streams), observers)
     while executor.num_decoding < arguments.rows:
         engine.step()
     stopwatch.seconds = 0.0

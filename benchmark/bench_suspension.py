@@ -29,7 +29,7 @@ from common.results import write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from suspend_bench.engine import Run, SuspendedEngine
+from suspend_bench.engine import SuspendedEngine, SuspensionRun
 
 _TIE: Final = 1e-4
 
@@ -46,8 +46,10 @@ def main() -> None:
         with OwnProcess(SuspendedEngine, model, options.core) as engine, progress_bar() as bar:
             steps = bar.add_task("suspending", total=2 * options.repeats)
 
-            def run(probability: float) -> Run:
-                result: Run = engine.call("run", lengths, options.output_tokens, probability)
+            def run(probability: float) -> SuspensionRun:
+                result: SuspensionRun = engine.call(
+                    "run", lengths, options.output_tokens, probability
+                )
                 bar.advance(steps)
                 return result
 
@@ -67,7 +69,7 @@ def main() -> None:
     write_results(options.out, options, repeats=repeats)
 
 
-def compared(whole: Run, suspended: Run) -> dict[str, Any]:
+def compared(whole: SuspensionRun, suspended: SuspensionRun) -> dict[str, Any]:
     """Return what the suspensions of one run cost, and where its outputs differ."""
     return {
         "costs_ms": [1e3 * cost_s for cost_s in suspended.costs_s],

@@ -26,7 +26,7 @@ from bench_interference import TRAFFIC
 from common.results import write_results
 from interference_bench.load import Load
 from interference_bench.session import OFFLINE, engine_flags, engines
-from interference_bench.systems import System
+from interference_bench.systems import EngineSystem
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.metrics import latency_report
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic, read_traffic
@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         paths = {name: Path(directory) / f"{n}.jsonl" for n, name in enumerate(settings)}
         systems = {
-            name: System(coserve={**settings[name], "record_plans": str(paths[name])})
+            name: EngineSystem(coserve={**settings[name], "record_plans": str(paths[name])})
             for name in settings
         }
         load = Load(TRAFFIC["outputs"], options.rate, options.seconds, seed=0, **OFFLINE)

@@ -21,7 +21,7 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Outcome", "QueueSetting", "run"]
+__all__ = ["QueueOutcome", "QueueSetting", "run"]
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=24e-6, iteration_s=4e-3)
 _MEAN_PROMPT_TOKENS = 1000
@@ -50,7 +50,7 @@ class QueueSetting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class QueueOutcome:
     """What came of the requests after the first quarter."""
 
     target_s: float
@@ -100,7 +100,7 @@ def arrivals(setting: QueueSetting) -> list[tuple[float, int]]:
     return found
 
 
-def run(setting: QueueSetting) -> Outcome:
+def run(setting: QueueSetting) -> QueueOutcome:
     """Serve online prompts of one output token with offline work beside them."""
     requests = arrivals(setting)
     alone_s = _alone(requests, setting)
@@ -144,7 +144,7 @@ def run(setting: QueueSetting) -> Outcome:
     skipped = len(ttfts_s) // 4
     ttft, own = np.array(ttfts_s[skipped:]), np.array(alone_s[skipped:])
     late = ttft > target_s
-    return Outcome(
+    return QueueOutcome(
         target_s,
         alone_p99_s,
         float(np.quantile(ttft, 0.99)),

@@ -13,7 +13,7 @@ from typing import Final
 from common.results import taken_from
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["PARTS", "Options", "parse_options"]
+__all__ = ["PARTS", "BatchBenchOptions", "parse_options"]
 
 PARTS: Final = ("validate", "first-request", "overhead", "upload-online", "memory")
 _FLAGS: Final = {
@@ -22,13 +22,13 @@ _FLAGS: Final = {
     "serve_s": "serve",
     "ready_timeout_s": "ready_timeout",
 }
-"""Fields of ``Options`` whose flags lack the unit."""
+"""Fields of ``BatchBenchOptions`` whose flags lack the unit."""
 
 _FULL_LINES, _FULL_MB = 1_000_000, 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BatchBenchOptions:
     """What to measure. ``parse_options`` documents every field as a flag."""
 
     out: Path
@@ -56,7 +56,7 @@ class Options:
                 raise ConfigError(f"--{flag} must be greater than 0")
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> BatchBenchOptions:
     """Read the command line.
 
     Raises:
@@ -80,7 +80,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             setattr(flags, name, quick if flags.quick else default)
     flags.parts = tuple(part for part in PARTS if part in flags.parts)
     flags.server_flags = tuple(shlex.split(flags.server_flags))
-    return taken_from(flags, Options, _FLAGS)
+    return taken_from(flags, BatchBenchOptions, _FLAGS)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from batch_bench.options import Options
+from batch_bench.options import BatchBenchOptions
 from common.batch_server import BatchServer
 from common.model import ServedModel
 
@@ -19,7 +19,7 @@ __all__ = ["Setting"]
 class Setting:
     """The model, what was asked for, and where things go."""
 
-    options: Options
+    options: BatchBenchOptions
     model: ServedModel
     work: Path
     """Inputs and data directories; removed at the end."""

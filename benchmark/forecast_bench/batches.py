@@ -17,14 +17,14 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest
 
-__all__ = ["Line", "SimBatch", "random_batches"]
+__all__ = ["ForecastLine", "SimBatch", "random_batches"]
 
 _OWNERS = ("a", "b", "c")
 _LIMITS = (64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ForecastLine:
     """One line, as it is and as it looks."""
 
     index: int
@@ -49,9 +49,9 @@ class SimBatch:
     number: int
     owner: str
     arrival_s: float
-    lines: Sequence[Line]
+    lines: Sequence[ForecastLine]
     share: JobShare = field(init=False)
-    unsent: deque[Line] = field(init=False)
+    unsent: deque[ForecastLine] = field(init=False)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     completed: int = 0
     took_tokens: int = 0
@@ -118,7 +118,7 @@ def random_batches(seed: int, mean_gap_s: float, until_s: float) -> Iterator[Sim
             prompt_tokens = max(1, min(8000, round(prompt * rng.lognormvariate(0.0, 0.3))))
             output = share * limit * rng.lognormvariate(0.0, 0.5)
             lines.append(
-                Line(
+                ForecastLine(
                     index,
                     prompt_tokens,
                     max(1, min(limit, round(output))),

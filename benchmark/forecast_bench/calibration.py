@@ -16,7 +16,7 @@ from sglang_coserve.core.offline_rate import expected_tokens_per_s
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.workload import fit_to_context, read_trace, scale_rate, window
@@ -58,7 +58,7 @@ def calibrate(
         ),
     )
     scheduler = setup.make_scheduler(make_policy("coserve"))
-    engine = Engine(scheduler, SimulatedExecutor(executor, setup.model), feed, (feed,))
+    engine = SimEngine(scheduler, SimulatedExecutor(executor, setup.model), feed, (feed,))
     feed.now_s = partial(getattr, engine, "now_s")
     while engine.step():
         pass

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from forecast_bench.batches import Line, SimBatch
+from forecast_bench.batches import ForecastLine, SimBatch
 from sglang_coserve.batch.forecast_errors import FinishEstimate, ForecastErrors, PastJob
 from sglang_coserve.batch.job_forecast import job_forecasts
 from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast, ServedTokens
@@ -51,7 +51,7 @@ class Feed(TrafficSource):
         self._batches = batches
         self._coming = next(batches, None)
         self._running: list[SimBatch] = []
-        self._lines: dict[str, tuple[SimBatch, Line]] = {}
+        self._lines: dict[str, tuple[SimBatch, ForecastLine]] = {}
         self._owners: dict[str, SlotShare] = {}
         self._rate = TokenRate(lambda: self.now_s(), expected_per_s=expected_per_s)
         self._work = self._rate.in_flight()

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from forecast_bench.batches import Line
+from forecast_bench.batches import ForecastLine
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.lines.output_lengths import OutputLengths
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.options import SimulationOptions
@@ -43,7 +43,7 @@ def serve(kind: str, seed: int, num_lines: int, max_requests: int, *, longest_fi
     policy = make_policy("coserve")
     setup = replace(setup, queue=replace(policy.queue_config(seed), longest_first=longest_first))
     feed = _Feed(_lines(kind, random.Random(seed), num_lines), seed)
-    engine = Engine(
+    engine = SimEngine(
         setup.make_scheduler(policy), SimulatedExecutor(setup.executor, setup.model), feed, (feed,)
     )
     while engine.step():
@@ -56,12 +56,12 @@ def serve(kind: str, seed: int, num_lines: int, max_requests: int, *, longest_fi
 class _Feed(TrafficSource):
     """Lines in order, as many in flight as the Batch API sends."""
 
-    def __init__(self, lines: list[Line], seed: int) -> None:
+    def __init__(self, lines: list[ForecastLine], seed: int) -> None:
         super().__init__()
         self.requests: list[tuple[float, int]] = []
         self._unsent = deque(lines)
         self._seed = seed
-        self._in_flight: dict[str, Line] = {}
+        self._in_flight: dict[str, ForecastLine] = {}
         self._lengths = OutputLengths()
 
     def refill(self, _num_waiting: int, _num_running: int, now_s: float) -> Iterator[SimRequest]:
@@ -85,7 +85,7 @@ class _Feed(TrafficSource):
         self.requests.append((record.end_s, record.offline_running))
 
 
-def _lines(kind: str, rng: random.Random, count: int) -> list[Line]:
+def _lines(kind: str, rng: random.Random, count: int) -> list[ForecastLine]:
     lines = []
     for index in range(count):
         prompt_tokens = round(rng.lognormvariate(math.log(300), 0.5))
@@ -96,5 +96,5 @@ def _lines(kind: str, rng: random.Random, count: int) -> list[Line]:
             output = min(2048.0, rng.lognormvariate(math.log(150), 1.0))
             limit = round(output * rng.uniform(1.0, 2.0)) if kind == "limits tell" else 2048
         output_tokens = max(1, min(limit, round(output)))
-        lines.append(Line(index, prompt_tokens, output_tokens, max(1, limit), 0))
+        lines.append(ForecastLine(index, prompt_tokens, output_tokens, max(1, limit), 0))
     return lines

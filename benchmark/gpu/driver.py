@@ -18,9 +18,9 @@ from typing import IO, Any, Final
 import psutil
 
 from common.results import markdown_table, write_json
-from gpu.steps import DRY_RUN_NOTE, Setting, Step
+from gpu.steps import DRY_RUN_NOTE, GpuSetting, Step
 
-__all__ = ["Driver", "Record", "Status", "next_step"]
+__all__ = ["AttemptRecord", "Driver", "StepStatus", "next_step"]
 
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
 _OTHER_BACKEND: Final = "triton"
@@ -35,7 +35,7 @@ _TRIES: Final = 3
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
-class Status(StrEnum):
+class StepStatus(StrEnum):
     """How the last attempt ended."""
 
     DONE = "done"
@@ -47,16 +47,16 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-_RANKS: Final = {None: 0, Status.PARTIAL: 1, Status.FAILED: 2}
+_RANKS: Final = {None: 0, StepStatus.PARTIAL: 1, StepStatus.FAILED: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AttemptRecord:
     """``OUT/STEP.json``."""
 
     step: str
     question: str
-    status: Status
+    status: StepStatus
     attempts: int
     seconds: float
     """Of all attempts."""
@@ -72,18 +72,18 @@ class Record:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
+    def read(cls, path: Path) -> AttemptRecord | None:
         """Return what was written; None where there is no file."""
         if not path.exists():
             return None
         fields = json.loads(path.read_text())
-        fields |= {"status": Status(fields["status"]), "log_tail": tuple(fields["log_tail"])}
+        fields |= {"status": StepStatus(fields["status"]), "log_tail": tuple(fields["log_tail"])}
         return cls(**fields)
 
 
 def next_step(
     steps: Sequence[Step],
-    records: Mapping[str, Record],
+    records: Mapping[str, AttemptRecord],
     remaining_s: float,
     excluded: Collection[str] = (),
 ) -> Step | None:
@@ -95,7 +95,7 @@ def next_step(
     ranked = []
     for step in steps:
         status = records[step.name].status if step.name in records else None
-        is_open = status is not Status.DONE and step.name not in excluded
+        is_open = status is not StepStatus.DONE and step.name not in excluded
         if is_open and step.least_s <= remaining_s:
             ranked.append((_RANKS[status], step))
     return min(ranked, key=lambda item: item[0])[1] if ranked else None
@@ -108,7 +108,7 @@ class Driver:
         self,
         steps: Sequence[Step],
         out: Path,
-        setting: Setting,
+        setting: GpuSetting,
         *,
         command: str,
         machine: Mapping[str, Any],
@@ -123,10 +123,10 @@ class Driver:
         self._machine = machine
         self._say = say
         self._grace_s = grace_s
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, AttemptRecord] = {}
         for step in steps:
             # A record of a dry run must not pass for a measurement, nor the other way round.
-            record = Record.read(out / f"{step.name}.json")
+            record = AttemptRecord.read(out / f"{step.name}.json")
             if record is not None and record.dry_run == setting.dry_run:
                 self.records[step.name] = record
         if "smoke" in self.records:
@@ -152,7 +152,7 @@ class Driver:
             tries[step.name] = tries.get(step.name, 0) + 1
             record = self._attempt(step, min(step.limit_s, remaining_s))
             if (
-                record.status is Status.FAILED
+                record.status is StepStatus.FAILED
                 and step.name == "smoke"
                 and self._has_other_backend()
             ):
@@ -161,7 +161,7 @@ class Driver:
                 remaining_s = end_s - time.monotonic() - _MARGIN_S
                 if step.least_s <= remaining_s:
                     record = self._attempt(step, min(step.limit_s, remaining_s))
-            if record.status is not Status.PARTIAL or tries[step.name] == _TRIES:
+            if record.status is not StepStatus.PARTIAL or tries[step.name] == _TRIES:
                 excluded.add(step.name)
 
     def markdown(self) -> str:
@@ -200,14 +200,14 @@ class Driver:
     def _folder(self, step: Step) -> Path:
         return self._out / "work" / step.name
 
-    def _attempt(self, step: Step, limit_s: float) -> Record:
+    def _attempt(self, step: Step, limit_s: float) -> AttemptRecord:
         folder = self._folder(step)
         log_path = self._out / "logs" / f"{step.name}.log"
         for needed in (folder, log_path.parent):
             needed.mkdir(parents=True, exist_ok=True)
         self._say(f"{step.name}: at most {limit_s:.0f} s")
         began_s = time.monotonic()
-        ended: tuple[Status, str] = (Status.PARTIAL, "interrupted")
+        ended: tuple[StepStatus, str] = (StepStatus.PARTIAL, "interrupted")
         try:
             with log_path.open("wb") as log:
                 ended = self._run_all(step, folder, limit_s, log)
@@ -222,24 +222,26 @@ class Driver:
 
     def _run_all(
         self, step: Step, folder: Path, limit_s: float, log: IO[bytes]
-    ) -> tuple[Status, str]:
+    ) -> tuple[StepStatus, str]:
         """Run the commands of a step, also after one that failed; return how it ended."""
         end_s = time.monotonic() + limit_s
         problems = []
         for command in step.commands(self._setting, folder):
             code = _run(command, max(1.0, end_s - time.monotonic()), self._grace_s, log)
             if code is None:
-                return Status.PARTIAL, "stopped at its limit"
+                return StepStatus.PARTIAL, "stopped at its limit"
             if code:
                 problems.append(f"{Path(command[1]).name} ended with exit status {code}")
-        return (Status.FAILED, "; ".join(problems)) if problems else (Status.DONE, "")
+        return (StepStatus.FAILED, "; ".join(problems)) if problems else (StepStatus.DONE, "")
 
-    def _record(self, step: Step, ended: tuple[Status, str], seconds: float, log: Path) -> Record:
+    def _record(
+        self, step: Step, ended: tuple[StepStatus, str], seconds: float, log: Path
+    ) -> AttemptRecord:
         status, problem = ended
         results = self._folder(step) / step.results
         earlier = self.records.get(step.name)
-        shows_log = status is Status.FAILED or not step.tables
-        return Record(
+        shows_log = status is StepStatus.FAILED or not step.tables
+        return AttemptRecord(
             step=step.name,
             question=step.question,
             status=status,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpu.trace_slices import SLICES, write_slice
 
-__all__ = ["DRY_RUN_NOTE", "STEPS", "Setting", "Step", "select"]
+__all__ = ["DRY_RUN_NOTE", "STEPS", "GpuSetting", "Step", "select"]
 
 DRY_RUN_NOTE: Final = (
     "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
@@ -21,7 +21,7 @@ _GPU_TESTS: Final = _BENCHMARKS.parent / "test" / "srt" / "safepoint_cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GpuSetting:
     """How servers are started; the same for every system that is compared."""
 
     dry_run: bool
@@ -67,7 +67,7 @@ class Step:
     least_s: float
     """With less time than this, it is not worth starting."""
 
-    commands: Callable[[Setting, Path], Sequence[Sequence[str]]]
+    commands: Callable[[GpuSetting, Path], Sequence[Sequence[str]]]
     """Given the setting and the step's folder, which has ``profile`` and others beside it."""
 
     results: str = ""
@@ -81,7 +81,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CoLoad:
     """Online requests of one co-serving step."""
 
     rates_per_s: tuple[float, ...]
@@ -94,7 +94,7 @@ class Load:
 
     window_s: int = 50
 
-    def commands(self, setting: Setting, folder: Path) -> list[list[str]]:
+    def commands(self, setting: GpuSetting, folder: Path) -> list[list[str]]:
         """Return the command line of ``bench_coserve.py``."""
         dry = setting.dry_run
         # With a capacity of 1 req/s the load is the rate.
@@ -133,7 +133,7 @@ class Load:
         return [[*command, f"--server-flags={' '.join(setting.server_flags())}"]]
 
 
-def _profile(setting: Setting, folder: Path) -> list[list[str]]:
+def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
     command = [sys.executable, "-m", "sglang_coserve", "profile", "--resume"]
     command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
     command += ["--plot", str(folder / "profile.png"), "--quiet"]
@@ -142,7 +142,7 @@ def _profile(setting: Setting, folder: Path) -> list[list[str]]:
     return [[*command, "--log-level", "error", *setting.server_flags()]]
 
 
-def _safepoint(setting: Setting, folder: Path) -> list[list[str]]:
+def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
     flags: dict[str, object] = {
         "model-path": setting.model_path,
         "out": folder / "safepoint_gpu.json",
@@ -156,7 +156,7 @@ def _safepoint(setting: Setting, folder: Path) -> list[list[str]]:
     return [[*_python("bench_safepoint_gpu.py", flags), "--intervals", "4", "8"]]
 
 
-def _kv(setting: Setting, folder: Path) -> list[list[str]]:
+def _kv(setting: GpuSetting, folder: Path) -> list[list[str]]:
     flags: dict[str, object] = {"model-path": setting.model_path}
     cache = _python("bench_kv_gpu.py", flags | {"out": folder / "kv_gpu.json"})
     servers = flags | {"out": folder / "servers.json", "repeats": 1, "page-size": 1}
@@ -166,7 +166,7 @@ def _kv(setting: Setting, folder: Path) -> list[list[str]]:
     return [[*cache, *(["--tiny"] if setting.dry_run else [])], serving]
 
 
-def _overlap(setting: Setting, folder: Path) -> list[list[str]]:
+def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
     dry = setting.dry_run
     # On a CPU the schedulers' own defaults serve. No larger decode graphs than the batches.
     settings = {} if dry else setting.server_settings() | {"cuda_graph_max_bs_decode": 32}
@@ -183,7 +183,7 @@ def _overlap(setting: Setting, folder: Path) -> list[list[str]]:
     return [[*command, "--waiting", *(["100"] if dry else ["100", "10000"])]]
 
 
-def _tests(_setting: Setting, _folder: Path) -> list[list[str]]:
+def _tests(_setting: GpuSetting, _folder: Path) -> list[list[str]]:
     root = _BENCHMARKS.parent
     command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-c"]
     command += [str(root / "pyproject.toml"), "-p", "no:cacheprovider", "-v", "-m", "gpu"]
@@ -195,7 +195,7 @@ def _python(program: str, flags: Mapping[str, object]) -> list[str]:
     return [sys.executable, str(_BENCHMARKS / program), *words]
 
 
-def _coload(name: str, question: str, load: Load, least_s: float = 200) -> Step:
+def _coload(name: str, question: str, load: CoLoad, least_s: float = 200) -> Step:
     return Step(name, question, least_s, load.commands, "results.json", "table.md")
 
 
@@ -203,14 +203,14 @@ STEPS: Final = (
     _coload(
         "smoke",
         "Does the stack serve both classes?",
-        Load((1.0,), systems=("online-only", "coserve"), window_s=8),
+        CoLoad((1.0,), systems=("online-only", "coserve"), window_s=8),
         least_s=120,
     ),
     Step("profile", "How well are step times predicted?", 120, _profile, "profile.json"),
     _coload(
         "coload",
         "Both classes on one engine, Gamma arrivals at 2 req/s",
-        Load((2.0,), slo_scales=(1.0, 1.2)),
+        CoLoad((2.0,), slo_scales=(1.0, 1.2)),
     ),
     Step(
         "safepoint",
@@ -235,9 +235,9 @@ STEPS: Final = (
         "overhead.json",
     ),
     Step("tests", "Tests that need a GPU", 60, _tests),
-    _coload("coload-rates", "The same at 1, 3 and 4 req/s", Load((1.0, 3.0, 4.0))),
-    _coload("coload-azure", "With arrivals like Azure's", Load((4.0,), trace="azure")),
-    _coload("coload-burstgpt", "With arrivals like BurstGPT's", Load((2.0,), trace="burstgpt")),
+    _coload("coload-rates", "The same at 1, 3 and 4 req/s", CoLoad((1.0, 3.0, 4.0))),
+    _coload("coload-azure", "With arrivals like Azure's", CoLoad((4.0,), trace="azure")),
+    _coload("coload-burstgpt", "With arrivals like BurstGPT's", CoLoad((2.0,), trace="burstgpt")),
 )
 
 

@@ -15,11 +15,11 @@ import zmq
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
-from interference_bench.load import Load, OnlineRequest
-from interference_bench.systems import System
+from interference_bench.load import Load, OnlineArrival
+from interference_bench.systems import EngineSystem
 from sglang_coserve.core.control.bill import Delay, WorkMark
 
-__all__ = ["Engine", "OnlineOutcome", "Outcome", "settings_of"]
+__all__ = ["CpuClockEngine", "OnlineOutcome", "RunOutcome", "settings_of"]
 
 _WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
@@ -28,7 +28,7 @@ _PROFILE_S: Final = 6.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunOutcome:
     """What a run brought, in seconds of CPU time."""
 
     seconds: float
@@ -79,11 +79,11 @@ class _Live:
     tenant: str | None = None
 
 
-class Engine:
+class CpuClockEngine:
     """For ``OwnProcess``, since SGLang allows one scheduler a process; on one core."""
 
     def __init__(
-        self, system: System, model: Path, core: int, targets_ms: Mapping[str, float]
+        self, system: EngineSystem, model: Path, core: int, targets_ms: Mapping[str, float]
     ) -> None:
         os.sched_setaffinity(0, {core})
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -93,7 +93,7 @@ class Engine:
         self._scheduler = start_scheduler(model, *settings_of(system, targets_ms))
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, _Live] = {}
-        self._due: deque[tuple[float, str, OnlineRequest]] = deque()
+        self._due: deque[tuple[float, str, OnlineArrival]] = deque()
         self._num_runs = 0
         self._busy_s = 0.0
         self._inbox: Any = None
@@ -105,7 +105,7 @@ class Engine:
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
-    def run(self, load: Load) -> Outcome:
+    def run(self, load: Load) -> RunOutcome:
         """Offer a load, wait for its online requests, and abort what is left."""
         self._num_runs += 1
         self._live.clear()
@@ -298,7 +298,7 @@ class Engine:
         sums = {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
         return {**sums, "late_only_s": late_s}
 
-    def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> Outcome:
+    def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> RunOutcome:
         online = [live for live in self._live.values() if not live.is_offline]
         offline_tokens = 0
         for live in self._live.values():
@@ -312,7 +312,7 @@ class Engine:
             for live in online
             for before, after in zip(live.times_s, live.times_s[1:], strict=False)
         ]
-        outcome = Outcome(
+        outcome = RunOutcome(
             end_s - begin_s,
             [live.times_s[0] - live.at_s for live in online if live.times_s],
             gaps,
@@ -337,7 +337,7 @@ def _online_outcome(live: _Live) -> OnlineOutcome:
 
 
 def settings_of(
-    system: System, targets_ms: Mapping[str, float]
+    system: EngineSystem, targets_ms: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the settings of SGLang and of co-serving; None for stock SGLang."""
     settings = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FLOOD", "MODEST", "Load", "OnlineRequest", "OnlineTraffic"]
+__all__ = ["FLOOD", "MODEST", "Load", "OnlineArrival", "OnlineTraffic"]
 
 MODEST: Final = "modest"
 FLOOD: Final = "flood"
@@ -23,7 +23,7 @@ class OnlineTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineRequest:
+class OnlineArrival:
     """One of them."""
 
     at_s: float
@@ -52,7 +52,7 @@ class Load:
     flood_per_s: float = 0.0
     """Online requests besides, of another tenant."""
 
-    def online(self, vocab_size: int) -> list[OnlineRequest]:
+    def online(self, vocab_size: int) -> list[OnlineArrival]:
         """Return the online requests in the order of their arrival."""
         if not self.flood_per_s:
             return self._of_one(self.rate_per_s, self.seed, vocab_size)
@@ -62,13 +62,13 @@ class Load:
 
     def _of_one(
         self, rate_per_s: float, seed: int, vocab_size: int, tenant: str | None = None
-    ) -> list[OnlineRequest]:
+    ) -> list[OnlineArrival]:
         rng = random.Random(seed)
         requests, at_s = [], 0.0
         while (at_s := at_s + rng.expovariate(rate_per_s)) < self.seconds:
             prompt = _tokens(rng, rng.randint(*self.traffic.prompt_tokens), vocab_size)
             output_tokens = rng.randint(*self.traffic.output_tokens)
-            requests.append(OnlineRequest(at_s, prompt, output_tokens, tenant))
+            requests.append(OnlineArrival(at_s, prompt, output_tokens, tenant))
         return requests
 
     def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from common.stock import best_setting
-from interference_bench.engine import Outcome
-from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, System
+from interference_bench.engine import RunOutcome
+from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
 
 __all__ = ["held_to_stock", "print_table", "row", "searched"]
 
 
-def row(outcome: Outcome) -> dict[str, Any]:
+def row(outcome: RunOutcome) -> dict[str, Any]:
     """Return the figures of one run."""
     return {
         "online": len(outcome.ttft_s),
@@ -68,8 +68,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None
         console.print(f"{traffic} at {load:.0%}: {kind} is {name!r}", highlight=False)
 
 
-def held_to_stock(system: System, rows: Sequence[Mapping[str, Any]]) -> System:
-    """Return a system with targets from the rows of its load: see ``System.stock_share``.
+def held_to_stock(system: EngineSystem, rows: Sequence[Mapping[str, Any]]) -> EngineSystem:
+    """Return a system with targets from the rows of its load: see ``EngineSystem.stock_share``.
 
     They are those of the stock system that has the most offline tokens/s.
     """

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.own_process import OwnProcess
-from interference_bench.engine import Engine, Outcome
+from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import Load, OnlineTraffic
-from interference_bench.systems import System
+from interference_bench.systems import EngineSystem
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -42,7 +42,7 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
 
 @contextmanager
 def engines(
-    systems: Mapping[str, System], options: argparse.Namespace
+    systems: Mapping[str, EngineSystem], options: argparse.Namespace
 ) -> Iterator[dict[str, OwnProcess]]:
     """Start an engine of each system; each is stopped while it is not asked for anything."""
     targets: dict[str, Any] = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
@@ -51,7 +51,9 @@ def engines(
         model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
         yield {
             name: stack.enter_context(
-                OwnProcess(Engine, system, model, options.core, targets, stops_when_idle=True)
+                OwnProcess(
+                    CpuClockEngine, system, model, options.core, targets, stops_when_idle=True
+                )
             )
             for name, system in systems.items()
         }
@@ -63,5 +65,5 @@ def full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) 
     By a run at a rate that leaves it idle for most of the time; more requests at a time would
     share their decode steps.
     """
-    outcome: Outcome = engine.call("run", Load(traffic, 1.0, seconds, seed=99))
+    outcome: RunOutcome = engine.call("run", Load(traffic, 1.0, seconds, seed=99))
     return len(outcome.ttft_s) / outcome.busy_s

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from common import stock
 
-__all__ = ["ALONE", "SEARCHED", "SYSTEMS", "System"]
+__all__ = ["ALONE", "SEARCHED", "SYSTEMS", "EngineSystem"]
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class EngineSystem:
     """One of them; stock SGLang where ``coserve`` is None."""
 
     coserve: Mapping[str, Any] | None = None
@@ -46,41 +46,41 @@ _SCHEMA: Final = {
 }
 """Longer than the outputs, so that they are as long as without it."""
 
-SYSTEMS: Final[Mapping[str, System]] = {
-    ALONE: System(coserve={"offline_policy": "fifo"}, has_offline=False),
-    "coserve": System(coserve={"offline_policy": "coserve"}, takes_slo=True),
-    "coserve, stock's P99s ÷ 1.4": System(
+SYSTEMS: Final[Mapping[str, EngineSystem]] = {
+    ALONE: EngineSystem(coserve={"offline_policy": "fifo"}, has_offline=False),
+    "coserve": EngineSystem(coserve={"offline_policy": "coserve"}, takes_slo=True),
+    "coserve, stock's P99s ÷ 1.4": EngineSystem(
         coserve={"offline_policy": "coserve"}, stock_share=1 / 1.4
     ),
-    "coserve, JSON schemas": System(
+    "coserve, JSON schemas": EngineSystem(
         coserve={"offline_policy": "coserve"},
         takes_slo=True,
         offline_asks={"json_schema": json.dumps(_SCHEMA)},
     ),
-    "coserve, log-probabilities": System(
+    "coserve, log-probabilities": EngineSystem(
         coserve={"offline_policy": "coserve"}, takes_slo=True, offline_logprobs=5
     ),
-    "coserve, slowdown 10%": System(
+    "coserve, slowdown 10%": EngineSystem(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
     **{
-        f"coserve, {tokens} tokens of KV, checkpoints {mode}": System(
+        f"coserve, {tokens} tokens of KV, checkpoints {mode}": EngineSystem(
             coserve={"offline_policy": "coserve", "online_slowdown": "10%", "kv_checkpoint": mode},
             flags={"max_total_tokens": tokens},
         )
         for tokens in (4096, 12288, 65536)
         for mode in ("off", "eager", "pressure")
     },
-    "fifo": System(coserve={"offline_policy": "fifo"}),
-    "non-preemptive": System(
+    "fifo": EngineSystem(coserve={"offline_policy": "fifo"}),
+    "non-preemptive": EngineSystem(
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
     ),
     **{
-        f"stock, chunks of {tokens}": System(flags=stock.tuned(tokens))
+        f"stock, chunks of {tokens}": EngineSystem(flags=stock.tuned(tokens))
         for tokens in stock.CHUNK_TOKENS
     },
     **{
-        f"stock, decodes between chunks of {tokens}": System(flags=stock.interleaved(tokens))
+        f"stock, decodes between chunks of {tokens}": EngineSystem(flags=stock.interleaved(tokens))
         for tokens in stock.CHUNK_TOKENS
     },
 }

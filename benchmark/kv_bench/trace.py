@@ -18,14 +18,14 @@ from sglang_coserve.demo.servers import make_server
 from sglang_coserve.metrics import throughput
 from sglang_coserve.streamed_load import StreamedLoad, StreamedRequest
 
-__all__ = ["LOADS", "Load", "Run", "run"]
+__all__ = ["LOADS", "BurstLoad", "BurstRun", "run"]
 
 OFFLINE_STREAM_INTERVAL = 16  # The client runs on the server's cores.
 TTFT_TARGET_MS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BurstLoad:
     """Offline requests that never run out, and bursts of online ones."""
 
     name: str
@@ -41,7 +41,7 @@ class Load:
 
 LOADS = (
     # Long outputs: what is lost is mostly generated, and little is computed for each token.
-    Load(
+    BurstLoad(
         "outputs",
         kv_tokens=8192,
         offline_concurrency=16,
@@ -53,7 +53,7 @@ LOADS = (
         online_output_tokens=8,
     ),
     # Long prompts: MultiNews and BurstGPT as in ConServe, table 1, at a quarter of their lengths.
-    Load(
+    BurstLoad(
         "documents",
         kv_tokens=16384,
         offline_concurrency=12,
@@ -68,7 +68,7 @@ LOADS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BurstRun:
     """What one server made of a load."""
 
     load: str
@@ -99,7 +99,7 @@ class Run:
 
 
 def run(
-    load: Load,
+    load: BurstLoad,
     repeat: int,
     mode: str,
     *,
@@ -107,7 +107,7 @@ def run(
     flags: Sequence[str],
     work: Path,
     seconds: float,
-) -> Run:
+) -> BurstRun:
     """Start a server, load it, and return its figures."""
     flags = [*flags, "--log-level", "warning"]
     flags += ["--max-total-tokens", str(load.kv_tokens), "--page-size", str(page_size)]
@@ -118,7 +118,7 @@ def run(
         return asyncio.run(_send(load, server.base_url, repeat, mode, seconds))
 
 
-async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: float) -> Run:
+async def _send(load: BurstLoad, base_url: str, repeat: int, mode: str, seconds: float) -> BurstRun:
     """Send both classes for so long; the same prompts for every mode of a repeat."""
     offline_requests = _requests(
         random.Random(repeat + 1000),
@@ -145,7 +145,7 @@ async def _send(load: Load, base_url: str, repeat: int, mode: str, seconds: floa
     found = checkpointing["classes"]["offline"]
     ttfts_s = [t.ttft_s for t in online.timelines(began_s) if t.ttft_s is not None]
     percentiles = statistics.quantiles(ttfts_s, n=100)
-    return Run(
+    return BurstRun(
         load.name,
         repeat,
         mode,

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
-from overhead_bench.systems import RUNNING, System
+from overhead_bench.systems import RUNNING, OverheadSystem
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["Engine", "Pass"]
+__all__ = ["Pass", "TimedEngine"]
 
 ONLINE: Final = 8
 ONLINE_OUTPUT_TOKENS: Final = 3000
@@ -49,10 +49,10 @@ class Pass:
     iteration_s: float = 0.0
 
 
-class Engine:
+class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(self, system: System, model: Path) -> None:
+    def __init__(self, system: OverheadSystem, model: Path) -> None:
         self.scheduler = start(system, model)
         self._is_stock = system.policy is None
         self._is_planned = system.policy not in (None, "fifo")
@@ -181,7 +181,7 @@ class Engine:
         self.scheduler.process_input_requests([request])
 
 
-def start(system: System, model: Path) -> Any:
+def start(system: OverheadSystem, model: Path) -> Any:
     """Return a scheduler with as many places as run at a time."""
     settings = {
         "max_running_requests": RUNNING,

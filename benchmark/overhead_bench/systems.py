@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["DEFAULT_SYSTEMS", "RUNNING", "SYSTEMS", "System"]
+__all__ = ["DEFAULT_SYSTEMS", "RUNNING", "SYSTEMS", "OverheadSystem"]
 
 RUNNING: Final = 32
 """Requests that run at a time, on every system."""
 
 
 @dataclass(frozen=True)
-class System:
+class OverheadSystem:
     """A scheduler to start; stock SGLang's where ``policy`` is None."""
 
     policy: str | None = None
@@ -21,15 +21,15 @@ class System:
 
 
 SYSTEMS: Final = {
-    "coserve": System("coserve"),
-    "fifo": System("fifo"),
-    "stock fcfs": System(),
-    "stock priority": System(flags={"enable_priority_scheduling": True}),
-    "stock lpm": System(flags={"schedule_policy": "lpm"}),
-    "coserve overlap on": System("coserve", {"disable_overlap_schedule": False}),
-    "coserve overlap off": System("coserve", {"disable_overlap_schedule": True}),
-    "stock overlap on": System(flags={"disable_overlap_schedule": False}),
-    "stock overlap off": System(flags={"disable_overlap_schedule": True}),
+    "coserve": OverheadSystem("coserve"),
+    "fifo": OverheadSystem("fifo"),
+    "stock fcfs": OverheadSystem(),
+    "stock priority": OverheadSystem(flags={"enable_priority_scheduling": True}),
+    "stock lpm": OverheadSystem(flags={"schedule_policy": "lpm"}),
+    "coserve overlap on": OverheadSystem("coserve", {"disable_overlap_schedule": False}),
+    "coserve overlap off": OverheadSystem("coserve", {"disable_overlap_schedule": True}),
+    "stock overlap on": OverheadSystem(flags={"disable_overlap_schedule": False}),
+    "stock overlap off": OverheadSystem(flags={"disable_overlap_schedule": True}),
 }
 DEFAULT_SYSTEMS: Final = tuple(SYSTEMS)[:5]
 """Those that overlap where SGLang does so by itself."""

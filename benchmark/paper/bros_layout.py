@@ -39,7 +39,7 @@ SEEDS: Final = (1, 2, 3)
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class LayoutRequest:
     """One request; ``present_tokens`` of its ``length_tokens`` are on the device."""
 
     prompt_tokens: int
@@ -54,9 +54,9 @@ class Request:
 class Block:
     """Slots that an online request fills from the left and an offline one from the right."""
 
-    online: Request | None = None
+    online: LayoutRequest | None = None
     online_tokens: int = 0
-    offline: Request | None = None
+    offline: LayoutRequest | None = None
     offline_tokens: int = 0
 
 
@@ -74,14 +74,14 @@ class Layout(ABC):
         return -(-tokens // self.block_tokens)
 
     @abstractmethod
-    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
+    def add(self, request: LayoutRequest, tokens: int, offline: list[LayoutRequest] | None) -> bool:
         """Give a request slots for more tokens; ``offline`` are the victims if it is online."""
 
     @abstractmethod
-    def remove(self, request: Request) -> None:
+    def remove(self, request: LayoutRequest) -> None:
         """Take all slots of a request back."""
 
-    def restore(self, request: Request) -> bool:
+    def restore(self, request: LayoutRequest) -> bool:
         """Bring back what is missing of an offline request."""
         missing = request.length_tokens - request.present_tokens
         if not self.add(request, missing, None):
@@ -97,7 +97,7 @@ class Paged(Layout):
         super().__init__(block_tokens)
         self._whole = whole
 
-    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
+    def add(self, request: LayoutRequest, tokens: int, offline: list[LayoutRequest] | None) -> bool:
         """Take free pages, then those of victims."""
         need = self.blocks_for(request.present_tokens + tokens) - self.blocks_for(
             request.present_tokens
@@ -115,7 +115,7 @@ class Paged(Layout):
         request.length_tokens += tokens
         return True
 
-    def _retract(self, victim: Request, pages: int) -> None:
+    def _retract(self, victim: LayoutRequest, pages: int) -> None:
         held = self.blocks_for(victim.present_tokens)
         pages = held if self._whole else min(pages, held)
         self.num_free += pages
@@ -125,7 +125,7 @@ class Paged(Layout):
         self.counts["recomputed" if self._whole else "copied"] += lost
         victim.present_tokens = left
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: LayoutRequest) -> None:
         """Free its pages."""
         self.num_free += self.blocks_for(request.present_tokens)
         request.present_tokens = 0
@@ -138,7 +138,7 @@ class Bidirectional(Layout):
         super().__init__(block_tokens)
         self._offline_only: dict[Block, None] = {}  # In the order they were opened.
 
-    def add(self, request: Request, tokens: int, offline: list[Request] | None) -> bool:
+    def add(self, request: LayoutRequest, tokens: int, offline: list[LayoutRequest] | None) -> bool:
         """Fill the request's open block, then free blocks, then the free side of others' blocks."""
         is_online = offline is not None
         size = self.block_tokens
@@ -162,7 +162,7 @@ class Bidirectional(Layout):
             left -= min(size, left)
         return True
 
-    def _open(self, request: Request, *, is_online: bool) -> Block:
+    def _open(self, request: LayoutRequest, *, is_online: bool) -> Block:
         if self.num_free:
             self.num_free -= 1
             block = Block()
@@ -195,7 +195,7 @@ class Bidirectional(Layout):
             block.offline = None
             victim.blocks.remove(block)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: LayoutRequest) -> None:
         """Free its sides, and the blocks that are empty then."""
         for block in request.blocks:
             if block.online is request:
@@ -210,7 +210,7 @@ class Bidirectional(Layout):
         request.blocks, request.present_tokens = [], 0
 
 
-class Engine:
+class LayoutEngine:
     """Requests on a layout, step by step."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
@@ -221,13 +221,13 @@ class Engine:
             OFFLINE: OFFLINE.draws(-1 - seed),
         }
         self._arrivals = random.Random(seed)
-        self._queue: list[Request] = []
-        self._online: list[Request] = []
-        self._offline: list[Request] = []
+        self._queue: list[LayoutRequest] = []
+        self._online: list[LayoutRequest] = []
+        self._offline: list[LayoutRequest] = []
         self._unused_share = 0.0
 
-    def _new_request(self, lengths: Lengths) -> Request:
-        return Request(*next(self._lengths[lengths]))
+    def _new_request(self, lengths: Lengths) -> LayoutRequest:
+        return LayoutRequest(*next(self._lengths[lengths]))
 
     def run(self, steps: int) -> dict[str, float]:
         """Return the figures of so many steps."""
@@ -263,7 +263,9 @@ class Engine:
             if is_whole and layout.add(request, 1, None):
                 self._generated(request, self._offline, "offline_tokens")
 
-    def _generated(self, request: Request, requests: list[Request], counted: str) -> None:
+    def _generated(
+        self, request: LayoutRequest, requests: list[LayoutRequest], counted: str
+    ) -> None:
         request.generated_tokens += 1
         self._layout.counts[counted] += 1
         if request.generated_tokens >= request.output_tokens:
@@ -307,7 +309,7 @@ def compare_layouts(conditions: Conditions) -> Iterator[Findings]:
     rows: list[tuple[Cell, ...]] = []
     for name, make in LAYOUTS.items():
         steps = round(STEPS_PER_SECOND * conditions.seconds)
-        runs = [Engine(make(), seed).run(steps) for seed in SEEDS]
+        runs = [LayoutEngine(make(), seed).run(steps) for seed in SEEDS]
         means = [fmean(run[key] for run in runs) for key in runs[0]]
         rows.append((name, 100 * means[0], *(round(mean) for mean in means[1:])))
     columns = ("unused slots in taken blocks, %", "forced retractions", "tokens copied")

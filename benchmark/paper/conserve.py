@@ -57,7 +57,7 @@ Results = Mapping[str, SimulationResult]
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class ConserveSystem:
     """One contender: a testbed and what makes its policy."""
 
     testbed: Testbed
@@ -67,19 +67,19 @@ class System:
 ALONE: Final = "Online-Only"
 
 
-def systems(machine: SimulatedMachine, chunk_tokens: int) -> dict[str, System]:
+def systems(machine: SimulatedMachine, chunk_tokens: int) -> dict[str, ConserveSystem]:
     """Return the contenders of all figures; ConServe's checkpoints and safepoints as in §6.5."""
     plain = Testbed(machine, prefix_cache=False)
     layered = replace(plain, safepoint_layers=4)
     full = replace(layered, checkpoint_byte_per_s=37e9)
     return {
-        ALONE: System(plain, partial(make_policy, "online_only")),
-        "Non-Preemptive": System(plain, partial(NonPreemptivePolicy, chunk_tokens)),
-        "Sarathi-P": System(plain, partial(SarathiPolicy, chunk_tokens)),
-        "+ SLO-aware scheduler": System(plain, partial(make_policy, "conserve")),
-        "+ layer-wise preemption": System(layered, partial(make_policy, "conserve")),
-        "ConServe": System(full, partial(make_policy, "conserve")),
-        "coserve": System(full, partial(make_policy, "coserve")),
+        ALONE: ConserveSystem(plain, partial(make_policy, "online_only")),
+        "Non-Preemptive": ConserveSystem(plain, partial(NonPreemptivePolicy, chunk_tokens)),
+        "Sarathi-P": ConserveSystem(plain, partial(SarathiPolicy, chunk_tokens)),
+        "+ SLO-aware scheduler": ConserveSystem(plain, partial(make_policy, "conserve")),
+        "+ layer-wise preemption": ConserveSystem(layered, partial(make_policy, "conserve")),
+        "ConServe": ConserveSystem(full, partial(make_policy, "conserve")),
+        "coserve": ConserveSystem(full, partial(make_policy, "coserve")),
     }
 
 
@@ -107,7 +107,7 @@ def workload(
 def compare(
     load: Workload,
     names: Sequence[str],
-    of: Mapping[str, System] = SMALL,
+    of: Mapping[str, ConserveSystem] = SMALL,
     *,
     alone: SimulationResult | None = None,
     scale: float = 1.0,

@@ -59,7 +59,7 @@ NOT_KEPT: Final = ("no budget keeps it", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class HygenBench:
     """One online load beside endless offline requests, and its latencies alone."""
 
     workload: Workload
@@ -67,7 +67,9 @@ class Bench:
     setup: SimulationSetup
 
     @classmethod
-    def at(cls, qps: float, conditions: Conditions, believed: LatencyModel | None = None) -> Bench:
+    def at(
+        cls, qps: float, conditions: Conditions, believed: LatencyModel | None = None
+    ) -> HygenBench:
         """Measure online requests alone; ``believed`` is the scheduler's latency model."""
         seconds = conditions.seconds
         online = azure_online(conditions.trace, qps, seconds)
@@ -133,7 +135,7 @@ def tolerance(metric: str, part: float) -> Slo:
 
 def fig3_4(conditions: Conditions) -> Iterator[Findings]:
     """Interference kept within tolerances; HyGen* has offline requests at a fixed rate."""
-    bench = Bench.at(QPS, conditions)
+    bench = HygenBench.at(QPS, conditions)
 
     def at_offline_rate(rate_per_s: float) -> SimulationResult:
         offline = gamma_arriving(
@@ -244,7 +246,7 @@ def fig6(conditions: Conditions) -> Iterator[Findings]:
 
 def fig7(conditions: Conditions) -> Iterator[Findings]:
     """The mean TBT that is allowed as the budget of a step, against the budget found by runs."""
-    bench = Bench.at(QPS, conditions)
+    bench = HygenBench.at(QPS, conditions)
     rows: list[tuple[Cell, ...]] = []
     gaps, gains = [], []
     for part in (0.05, 0.1, 0.2, 0.3, 0.5):
@@ -280,7 +282,7 @@ def fig10_15(conditions: Conditions) -> Iterator[Findings]:
     kept = 0
     by_rate: list[float] = []
     for rate in rates:
-        bench = Bench.at(rate, conditions)
+        bench = HygenBench.at(rate, conditions)
         for metric in METRICS:
             slo = tolerance(metric, 0.05)
             result = bench.searched(slo)
@@ -333,7 +335,7 @@ def fig14(conditions: Conditions) -> Iterator[Findings]:
     for spread in (0.0, 0.05, 0.1, 0.2, 0.4):
         believed = wrong(true, spread)
         errors = [abs(believed.predict(b) / true.predict(b) - 1) for b in batches]
-        bench = Bench.at(QPS, conditions, believed)
+        bench = HygenBench.at(QPS, conditions, believed)
         result = bench.searched(slo)
         mape = 100 * sum(errors) / len(errors)
         rows.append((f"MAPE {mape:.1f}%", *bench.cells(slo, result)))

@@ -28,7 +28,7 @@ from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
 from sglang_coserve.simulator import SimulationSetup
 from sglang_coserve.simulator.assemble import SimulatedMachine
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.models import kv_bytes_per_token
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
@@ -54,7 +54,7 @@ def push_all(pools: Pools) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class OocoSystem:
     """One line of the figure."""
 
     name: str
@@ -65,9 +65,9 @@ class System:
 
 
 SYSTEMS: Final = (
-    System("base P/D", lambda: make_policy("fcfs"), lambda: make_policy("fcfs"), push_all),
-    System("online priority", lambda: make_policy("priority"), HygenPolicy, push_all),
-    System(
+    OocoSystem("base P/D", lambda: make_policy("fcfs"), lambda: make_policy("fcfs"), push_all),
+    OocoSystem("online priority", lambda: make_policy("priority"), HygenPolicy, push_all),
+    OocoSystem(
         "OOCO",
         lambda: OocoPolicy(Role.RELAXED),
         lambda: OocoPolicy(Role.STRICT),
@@ -78,16 +78,19 @@ SYSTEMS: Final = (
 
 
 def engine_of(
-    policy: Policy, setup: SimulationSetup, source: TrafficSource, strict_of: Engine | None = None
-) -> tuple[Engine, SimulatedExecutor]:
+    policy: Policy,
+    setup: SimulationSetup,
+    source: TrafficSource,
+    strict_of: SimEngine | None = None,
+) -> tuple[SimEngine, SimulatedExecutor]:
     """Return one instance."""
     executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
     take_back = None if strict_of is None else strict_of.accept
-    return Engine(setup.make_scheduler(policy), executor, source, (), take_back), executor
+    return SimEngine(setup.make_scheduler(policy), executor, source, (), take_back), executor
 
 
 def serve(
-    system: System, offline_per_s: float, seconds: float, trace: Path | None
+    system: OocoSystem, offline_per_s: float, seconds: float, trace: Path | None
 ) -> tuple[float, float]:
     """Return the online violation rate and the offline tokens a second."""
     testbed = Testbed(MACHINE, safepoint_layers=system.safepoint_layers, max_running_requests=2048)

@@ -36,7 +36,7 @@ class SystemSpec:
 
 
 @dataclass
-class Load:
+class SafepointLoad:
     """What ran in some seconds."""
 
     seconds: float
@@ -46,7 +46,7 @@ class Load:
     """Between the tokens of the online requests that decode all the time."""
 
 
-class Measured:
+class MeasuredEngine:
     """An engine and the measurements that can be made of it."""
 
     def __init__(self, spec: SystemSpec) -> None:
@@ -117,13 +117,13 @@ class Measured:
 
     def load(
         self, seconds: float, arrivals_per_s: float, prompt_tokens: int, decoding: int = 0
-    ) -> Load:
+    ) -> SafepointLoad:
         """Run an offline backlog for some seconds, with online arrivals at random times.
 
         ``decoding`` more online requests decode all the time, so that no step is of
         offline requests alone.
         """
-        load = Load(seconds, 0)
+        load = SafepointLoad(seconds, 0)
 
         async def offline(end_s: float) -> None:
             while time.perf_counter() < end_s:

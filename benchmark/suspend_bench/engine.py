@@ -13,11 +13,11 @@ from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.cpu_clock import CpuClock
 from interference_bench.engine import settings_of
-from interference_bench.systems import System
+from interference_bench.systems import EngineSystem
 
-__all__ = ["Run", "SuspendedEngine"]
+__all__ = ["SuspendedEngine", "SuspensionRun"]
 
-_SYSTEM: Final = System(
+_SYSTEM: Final = EngineSystem(
     # Targets that no step misses: it stops where the benchmark says, and nowhere else.
     coserve={"safepoint_interval": 1, "slo_ttft_ms": 1e6, "slo_tpot_ms": 1e6},
     flags={"max_total_tokens": 16_384, "disable_radix_cache": True},
@@ -25,7 +25,7 @@ _SYSTEM: Final = System(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SuspensionRun:
     """What a run brought."""
 
     costs_s: list[float]
@@ -58,7 +58,7 @@ class SuspendedEngine:
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
-    def run(self, lengths: Sequence[int], output_tokens: int, probability: float) -> Run:
+    def run(self, lengths: Sequence[int], output_tokens: int, probability: float) -> SuspensionRun:
         """Run prompts of these lengths, the same in every run, all at once.
 
         Every pass of the lane is stopped before a random one of the layers that it has left
@@ -88,7 +88,7 @@ class SuspendedEngine:
         free = allocator.available_size()
         run_loop(scheduler, receive)
         leaked = free - allocator.available_size()
-        return Run(list(self._costs_s), prompts, dict(self._outputs), leaked)
+        return SuspensionRun(list(self._costs_s), prompts, dict(self._outputs), leaked)
 
     def _stop_at_random(self, runner: Any) -> None:
         from sglang_coserve.srt.safepoint.layers import decoder_layers

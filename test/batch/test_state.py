@@ -80,7 +80,11 @@ class LifeOfABatch(RuleBasedStateMachine):
     @precondition(lambda self: self.batch.progress.lines < self.batch.total_lines)
     @rule(is_ok=st.booleans())
     def a_line_finishes(self, is_ok: bool) -> None:
-        if self.batch.status in (Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING):
+        if self.batch.status in (
+            Status.IN_PROGRESS,
+            Status.FINALIZING,
+            Status.CANCELLING,
+        ):
             progress = self.batch.progress
             more = Progress(progress.completed + is_ok, progress.failed + (not is_ok))
             self.happens(Progressed(more))

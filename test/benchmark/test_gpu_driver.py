@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import bench_gpu
-from gpu.driver import Record, Status, next_step
-from gpu.steps import STEPS, Setting, Step, select
+from gpu.driver import AttemptRecord, StepStatus, next_step
+from gpu.steps import STEPS, GpuSetting, Step, select
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
 TIMEOUT_S = 60
@@ -27,7 +27,7 @@ DRIVE = """
 import json, sys
 from pathlib import Path
 from gpu.driver import Driver
-from gpu.steps import Setting, Step
+from gpu.steps import GpuSetting, Step
 
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -39,7 +39,7 @@ def step(name, least_s, limit_s):
     return Step(name, "why", least_s, commands, "found.json", limit_s=limit_s)
 
 steps = [step(*each) for each in json.loads(sys.argv[3])]
-setting = Setting(dry_run=False, model_path="")
+setting = GpuSetting(dry_run=False, model_path="")
 driver = Driver(steps, out, setting, command="test", machine={"gpu": "none"}, grace_s=1.0)
 try:
     driver.run(seconds)
@@ -90,8 +90,8 @@ def start(tmp_path: Path) -> Drive:
     return start
 
 
-def record(out: Path, name: str) -> Record:
-    found = Record.read(out / "out" / f"{name}.json")
+def record(out: Path, name: str) -> AttemptRecord:
+    found = AttemptRecord.read(out / "out" / f"{name}.json")
     assert found is not None
     return found
 
@@ -115,8 +115,10 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def stub(status: Status) -> Record:
-    return Record("s", "", status, 1, 1.0, True, command="", machine={}, attention_backend="")
+def stub(status: StepStatus) -> AttemptRecord:
+    return AttemptRecord(
+        "s", "", status, 1, 1.0, True, command="", machine={}, attention_backend=""
+    )
 
 
 def step(name: str, least_s: float) -> Step:
@@ -125,7 +127,11 @@ def step(name: str, least_s: float) -> Step:
 
 def test_the_untried_come_first_then_the_unfinished_then_the_failed() -> None:
     steps = [step(name, 10) for name in "abcd"]
-    records = {"a": stub(Status.FAILED), "b": stub(Status.PARTIAL), "c": stub(Status.DONE)}
+    records = {
+        "a": stub(StepStatus.FAILED),
+        "b": stub(StepStatus.PARTIAL),
+        "c": stub(StepStatus.DONE),
+    }
     ran: list[str] = []
     while found := next_step(steps, records, 10, ran):
         ran.append(found.name)
@@ -149,7 +155,7 @@ def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(
     assert order(tmp_path) == ["first", "broken", "last"]
     assert record(tmp_path, "last").figures == {"speed": 4}
     broken = record(tmp_path, "broken")
-    assert (broken.status, broken.log_tail) == (Status.FAILED, ("what went wrong",))
+    assert (broken.status, broken.log_tail) == (StepStatus.FAILED, ("what went wrong",))
     assert "what went wrong" in (tmp_path / "out" / "gpu.md").read_text()
 
 
@@ -165,7 +171,7 @@ def test_the_same_command_goes_on_where_it_was(
     assert order(tmp_path) == ["done", "flaky", "parts", "parts"]
     assert start(steps).wait(TIMEOUT_S) == 0
     assert order(tmp_path)[4:] == ["flaky"]
-    assert all(record(tmp_path, name).status is Status.DONE for name, _, _ in steps)
+    assert all(record(tmp_path, name).status is StepStatus.DONE for name, _, _ in steps)
     assert record(tmp_path, "parts").attempts == 2
 
 
@@ -194,8 +200,8 @@ def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figur
     # Both were stopped, and tried again while there was time.
     assert order(tmp_path) == ["slow", "deaf", "slow", "deaf", "deaf"]
     stopped, deaf_record = record(tmp_path, "slow"), record(tmp_path, "deaf")
-    assert (stopped.status, stopped.attempts) == (Status.DONE, 2)
-    assert deaf_record.status is Status.PARTIAL
+    assert (stopped.status, stopped.attempts) == (StepStatus.DONE, 2)
+    assert deaf_record.status is StepStatus.PARTIAL
     assert not any(is_alive(each.figures["pid"]) for each in (stopped, deaf_record))
 
 
@@ -209,7 +215,7 @@ def test_ctrl_c_ends_the_step_in_order(
     driver.send_signal(signal.SIGINT)
     assert driver.wait(TIMEOUT_S) == 130
     slow = record(tmp_path, "slow")
-    assert (slow.status, order(tmp_path)) == (Status.PARTIAL, ["slow"])
+    assert (slow.status, order(tmp_path)) == (StepStatus.PARTIAL, ["slow"])
     assert not is_alive(slow.figures["pid"])
 
 
@@ -224,7 +230,7 @@ def test_figures_of_another_setting_are_not_mixed_in(
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) -> None:
-    setting = Setting(dry_run=dry_run, model_path="model")
+    setting = GpuSetting(dry_run=dry_run, model_path="model")
     for each in STEPS:
         for command in each.commands(setting, tmp_path / each.name):
             assert command[1] == "-m" or Path(command[1]).is_file()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sglang_coserve.client.result_files import open_input
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.jsonl.lines import Line, is_blank, read_lines
+from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 
 
-def read(path: Path, max_line_bytes: int = 1000) -> list[Line]:
+def read(path: Path, max_line_bytes: int = 1000) -> list[FileLine]:
     with open_input(path) as file:
         return list(read_lines(file, max_line_bytes, with_digest=True))
 

@@ -14,7 +14,7 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import SimulationObserver
@@ -61,7 +61,7 @@ def engine_of(
     model: LatencyModel = MS_PER_TOKEN,
     scheduler_config: SchedulerConfig | None = None,
     observers: Sequence[SimulationObserver] = (),
-) -> tuple[Engine, SimulatedExecutor]:
+) -> tuple[SimEngine, SimulatedExecutor]:
     """An engine, and its executor, before these requests arrive."""
     targets = targets or SloTargets()
     config = config or ExecutorConfig(kv_capacity_tokens=10_000, page_tokens=1)
@@ -71,10 +71,10 @@ def engine_of(
         chosen, model, deadlines(targets), OfflineQueue(chosen.queue_config(0)), scheduler_config
     )
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
-    return Engine(scheduler, executor, TrafficSource([ordered]), observers), executor
+    return SimEngine(scheduler, executor, TrafficSource([ordered]), observers), executor
 
 
-def run_out(engine: Engine, executor: SimulatedExecutor) -> None:
+def run_out(engine: SimEngine, executor: SimulatedExecutor) -> None:
     """Step until nothing is left, checking the invariants between the steps."""
     while engine.step():
         executor.check_invariants()

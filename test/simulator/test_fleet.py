@@ -17,7 +17,7 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
@@ -38,7 +38,7 @@ def engine_of(arriving: Sequence[SimRequest] = ()) -> FleetEngine:
     mailbox = Mailbox(arriving)
     queue = OfflineQueue(policy.queue_config(0))
     scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5)), queue)
-    return FleetEngine(Engine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
+    return FleetEngine(SimEngine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
 
 
 def grouped_lines(groups: int, members: int) -> list[SimRequest]:
@@ -194,7 +194,7 @@ def pool_engine(pool: Pool, kv_tokens: int) -> FleetEngine:
     if pool == "strict":
         return strict_engine(scheduler, executor, Mailbox())
     mailbox = Mailbox()
-    engine = Engine(scheduler, executor, mailbox, [mailbox])
+    engine = SimEngine(scheduler, executor, mailbox, [mailbox])
     return FleetEngine(engine, executor, mailbox, "relaxed")
 
 

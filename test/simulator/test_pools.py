@@ -14,7 +14,7 @@ from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
@@ -32,7 +32,7 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
         kv_tokens: int,
         arriving: list[SimRequest],
         take_back: Callable[[SimRequest], None] | None = None,
-    ) -> tuple[Engine, SimulatedExecutor]:
+    ) -> tuple[SimEngine, SimulatedExecutor]:
         executor = SimulatedExecutor(
             ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64), MODEL
         )
@@ -44,7 +44,7 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
             OfflineQueue(policy.queue_config(0)),
         )
         source = TrafficSource([sorted(arriving, key=lambda request: request.info.arrival_s)])
-        return Engine(scheduler, executor, source, take_back=take_back), executor
+        return SimEngine(scheduler, executor, source, take_back=take_back), executor
 
     relaxed = instance(Role.RELAXED, 400, requests)
     strict = instance(Role.STRICT, strict_kv_tokens, [], relaxed[0].accept)

@@ -16,7 +16,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.slo import SloCheck, parse_slo
 from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
 from sglang_coserve.errors import CoserveError, InfeasibleError
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.slo_search.machine import EngineMachine
 from sglang_coserve.slo_search.measurement import SearchRun, Trial
 from sglang_coserve.slo_search.offline_file import offline_file
@@ -45,7 +45,7 @@ def bench(
 ) -> SimulatedBench:
     arrivals = synthesize(poisson_arrivals(rate_per_s, seed=1), repeat((prompt_tokens, 30)))
     online, cut = fit_to_context(window(arrivals, 0.0, SECONDS), 4096)
-    load = Load(online, offline, 32, SECONDS, 4096, cut)
+    load = SearchLoad(online, offline, 32, SECONDS, 4096, cut)
     machine = EngineMachine(kv_capacity_tokens=30_000, max_batch_tokens=2048)
     return SimulatedBench(model, machine, load, policy, QUIET)
 
@@ -186,7 +186,7 @@ class ModelledServer:
         self._budget_s = float(flags[flags.index("--iteration-budget-ms") + 1]) / 1e3
         yield "http://nowhere"
 
-    def measure(self, _name: str, _url: str, _load: Load, _lines: Path | None) -> SearchRun:
+    def measure(self, _name: str, _url: str, _load: SearchLoad, _lines: Path | None) -> SearchRun:
         return self._bench.under_budget(self._budget_s, self._check)
 
 

@@ -28,7 +28,7 @@ from sglang_coserve.core.recording import (
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.recorded_traffic import RecordedTraffic, read_traffic
@@ -69,7 +69,7 @@ def recorded(num_offline: int = 150) -> tuple[list[str], list[RequestTimeline], 
         max_running_requests=SIZE.max_requests,
         max_batch_tokens=SIZE.chunk_tokens,
     )
-    engine = Engine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))  # type: ignore[arg-type]
+    engine = SimEngine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))  # type: ignore[arg-type]
     while engine.step(math.inf):
         pass
     timelines = [request.timeline() for request in requests if request.info.is_online]

@@ -23,7 +23,7 @@ from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
     count_offline_in_snapshots,
     read_our_snapshots,
 )
-from sglang_coserve.srt.monitoring.online_load import OnlineLoad  # noqa: E402
+from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer  # noqa: E402
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
 
@@ -64,7 +64,7 @@ REQUESTS = [
 ]
 
 
-def online_load(requests: list[Any]) -> OnlineLoad:
+def online_load(requests: list[Any]) -> OnlineLoadInquirer:
     scheduler: Any = SimpleNamespace(
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: POOLS),
         running_batch=SimpleNamespace(reqs=requests),
@@ -77,7 +77,7 @@ def online_load(requests: list[Any]) -> OnlineLoad:
     offline = [request for request in requests if request.rid != "on"]
     held = HeldKv(online, offline, KvByClass(online=200, offline=600, cached=50, free=150))
     load: Any = SimpleNamespace(held=lambda: held)
-    return OnlineLoad(scheduler, pools, load, STEPS)
+    return OnlineLoadInquirer(scheduler, pools, load, STEPS)
 
 
 def test_without_offline_requests_it_is_sglangs() -> None:

@@ -26,7 +26,12 @@ class Status(StrEnum):
     @property
     def is_final(self) -> bool:
         """True if the state is final."""
-        return self in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED)
+        return self in (
+            Status.COMPLETED,
+            Status.FAILED,
+            Status.EXPIRED,
+            Status.CANCELLED,
+        )
 
 
 @dataclass(frozen=True, slots=True)

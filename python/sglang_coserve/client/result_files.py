@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from sglang_coserve.client.output_lock import lock_output
 from sglang_coserve.errors import InputFileError, StorageError
-from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, read_lines
+from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
 from sglang_coserve.lines.file_lock import unlock_file
 from sglang_coserve.lines.result_log import ResultLog
 
@@ -80,7 +80,7 @@ class FinishedLines:
         self._count += 1
         return True
 
-    def check_unchanged(self, lines: Iterable[Line]) -> None:
+    def check_unchanged(self, lines: Iterable[FileLine]) -> None:
         """Compare the finished lines with the input.
 
         Lines that are not finished may change, and lines may be added at the

@@ -12,7 +12,7 @@ from typing import Final
 
 from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo.report import OfflineResult, SystemResult
-from sglang_coserve.demo.systems import System
+from sglang_coserve.demo.systems import DemoSystem
 from sglang_coserve.streamed_load import StreamedLoad, replayed
 from sglang_coserve.workload import TraceRequest
 
@@ -33,7 +33,7 @@ class Window:
 
 
 async def measure(
-    system: System,
+    system: DemoSystem,
     window: Window,
     base_url: str,
     offline: tuple[Path, Path] | None,

@@ -19,7 +19,7 @@ from sglang_coserve.demo.measure import Window, measure
 from sglang_coserve.demo.offline_load import write_offline_load
 from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.servers import make_server
-from sglang_coserve.demo.systems import ALONE, OURS, STOCK, System
+from sglang_coserve.demo.systems import ALONE, OURS, STOCK, DemoSystem
 from sglang_coserve.errors import ConfigError, WorkloadError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
@@ -114,12 +114,12 @@ class _Run:
         self._bar: TaskID | None = None
         self._done_s = 0.0
 
-    async def all_of(self, groups: Sequence[Sequence[System]]) -> list[report.SystemResult]:
+    async def all_of(self, groups: Sequence[Sequence[DemoSystem]]) -> list[report.SystemResult]:
         total_s = self._given.seconds * sum(map(len, groups))
         self._bar = self._progress.add_task("", total=total_s)
         return [result for group in groups for result in await self._one_server(group)]
 
-    async def _one_server(self, systems: Sequence[System]) -> list[report.SystemResult]:
+    async def _one_server(self, systems: Sequence[DemoSystem]) -> list[report.SystemResult]:
         system = systems[0]
         log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
@@ -138,7 +138,7 @@ class _Run:
             server.stop()
         return results
 
-    async def _measure(self, system: System, base_url: str) -> report.SystemResult:
+    async def _measure(self, system: DemoSystem, base_url: str) -> report.SystemResult:
         offline = None
         if system.has_offline:
             # Ours keeps the names that they had when it was the only one.
@@ -165,7 +165,7 @@ class _Run:
         completed_s = self._done_s + min(elapsed_s, self._given.seconds)
         self._progress.update(self._bar, completed=completed_s, description=printable(text))
 
-    def _flags(self, system: System) -> list[str]:
+    def _flags(self, system: DemoSystem) -> list[str]:
         flags = ["--model-path", str(self._model), "--log-level", "warning", *system.flags]
         if system.is_ours:
             flags += [*_slo_flags(self._options.targets), *self._options.server_flags]

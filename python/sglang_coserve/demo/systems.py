@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["ALONE", "OURS", "STOCK", "System"]
+__all__ = ["ALONE", "OURS", "STOCK", "DemoSystem"]
 
 _CHUNK_TOKENS: Final = "256"
 """Of 128 to 2,048 it has the best P99 TTFT at our offline rate (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class DemoSystem:
     """A server, and how both loads are sent to it."""
 
     name: str
@@ -35,7 +35,7 @@ _TUNED: Final = (
     *("--chunked-prefill-size", _CHUNK_TOKENS),
 )
 
-ALONE: Final = System(
+ALONE: Final = DemoSystem(
     "online_alone",
     "online alone",
     is_ours=False,
@@ -43,7 +43,7 @@ ALONE: Final = System(
     has_offline=False,
     online_fields={"priority": 100},
 )
-STOCK: Final = System(
+STOCK: Final = DemoSystem(
     "stock",
     "stock SGLang, tuned",
     is_ours=False,
@@ -52,4 +52,4 @@ STOCK: Final = System(
     online_fields={"priority": 100},
     offline_fields={"priority": 0},
 )
-OURS: Final = System("coserve", "sglang_coserve", is_ours=True)
+OURS: Final = DemoSystem("coserve", "sglang_coserve", is_ours=True)

@@ -6,6 +6,6 @@ death or drain or another model, ends nothing else: the line goes on elsewhere.
 """
 
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 
-__all__ = ["Engine", "EngineState", "FleetBackend"]
+__all__ = ["EngineState", "FleetBackend", "RemoteEngine"]

@@ -20,7 +20,7 @@ from sglang_coserve.core.line_placement import (
     model_of_most,
 )
 from sglang_coserve.errors import ServerError
-from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 from sglang_coserve.fleet.fleet_delays import FleetDelays
 from sglang_coserve.http_lines import (
     EngineConnection,
@@ -66,15 +66,15 @@ class FleetBackend(Backend):
         self._admin_key = admin_key
         self._monotonic_s = monotonic_s
         self._look_interval_s = look_interval_s
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, RemoteEngine] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._placement = LinePlacement()
         self._pools = LinePools()
-        self._attempts: dict[int, tuple[Engine, LineRequest]] = {}
+        self._attempts: dict[int, tuple[RemoteEngine, LineRequest]] = {}
         """That are being made, of each line."""
 
-        self._turns: dict[int, asyncio.Future[Engine]] = {}
+        self._turns: dict[int, asyncio.Future[RemoteEngine]] = {}
         """For each line that is being served, the engine that is to have it next."""
 
         self._num_lines = 0
@@ -110,7 +110,7 @@ class FleetBackend(Backend):
             await engine.connection.close()
 
     @property
-    def engines(self) -> Collection[Engine]:
+    def engines(self) -> Collection[RemoteEngine]:
         """All that are known, the ones that do not answer among them."""
         return self._engines.values()
 
@@ -119,7 +119,7 @@ class FleetBackend(Backend):
         """Lines for which no engine has room."""
         return self._placement.num_waiting
 
-    def lines_in(self, engine: Engine) -> int:
+    def lines_in(self, engine: RemoteEngine) -> int:
         """Return how many lines an engine has from here."""
         return self._placement.in_flight(engine.url)
 
@@ -131,7 +131,7 @@ class FleetBackend(Backend):
         """
         wanted = dict.fromkeys(urls)
         new = [
-            Engine(EngineConnection(url, self._admin_key), self._monotonic_s)
+            RemoteEngine(EngineConnection(url, self._admin_key), self._monotonic_s)
             for url in wanted
             if url not in self._engines
         ]
@@ -256,7 +256,7 @@ class FleetBackend(Backend):
             if is_known:
                 self._carry_out(self._placement.end(number))
 
-    def _begin(self, number: int, engine: Engine, attempt: LineRequest) -> None:
+    def _begin(self, number: int, engine: RemoteEngine, attempt: LineRequest) -> None:
         self._attempts[number] = (engine, attempt)
         self._pools.start(number, engine.url, len(attempt.generated), self._monotonic_s())
 
@@ -301,7 +301,7 @@ class FleetBackend(Backend):
             self._count_tokens(engine, max(0, total - num_received))
         return result
 
-    def _judge(self, engine: Engine, result: LineResult) -> None:
+    def _judge(self, engine: RemoteEngine, result: LineResult) -> None:
         """Let an engine rest that fails on one line after the other."""
         if not result.is_retryable:
             engine.lines_served += 1
@@ -313,7 +313,7 @@ class FleetBackend(Backend):
             reason = f"{FAILURES_IN_A_ROW} lines in a row failed: {error_message(result.body)}"
             self._close(engine, EngineState.FAILING, reason)
 
-    def _count_tokens(self, engine: Engine, tokens: int) -> None:
+    def _count_tokens(self, engine: RemoteEngine, tokens: int) -> None:
         engine.rate.add(tokens)
         self._rate.add(tokens)
 
@@ -324,14 +324,14 @@ class FleetBackend(Backend):
             if not turn.done():  # Nobody waits for it who is being cancelled.
                 turn.set_result(self._engines[url])
 
-    def _close(self, engine: Engine, state: EngineState, reason: str) -> None:
+    def _close(self, engine: RemoteEngine, state: EngineState, reason: str) -> None:
         """Give an engine nothing until it was looked at again."""
         if engine.state is EngineState.UP:
             _log.warning("no more lines for %s: %s", engine.url, reason)
             engine.set_state(state, reason)
             self._update_placement(engine)
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: RemoteEngine) -> None:
         """Look at an engine again and again, until it is none of the fleet any more."""
         url, placement = engine.url, self._placement
         while url in self._wanted or placement.in_flight(url):
@@ -356,13 +356,13 @@ class FleetBackend(Backend):
         del self._engines[url], self._watching[url]
         await engine.connection.close()
 
-    def _update_placement(self, engine: Engine) -> None:
+    def _update_placement(self, engine: RemoteEngine) -> None:
         pools = self._pools
         for url in pools.set_engine(engine.url, engine.pool, is_open=self._is_open(engine)):
             window, begins_lines = self._engines[url].window, pools.begins_lines(url)
             self._carry_out(self._placement.set_engine(url, window=window, is_open=begins_lines))
 
-    def _look_at_pool(self, engine: Engine) -> None:
+    def _look_at_pool(self, engine: RemoteEngine) -> None:
         """Ask for the lines that a strict engine is to take over, or to give back."""
         load = engine.load
         if load is None or not self._is_open(engine):
@@ -373,7 +373,7 @@ class FleetBackend(Backend):
             has_it, attempt = self._attempts[line]
             has_it.connection.ask_back(attempt)
 
-    def _is_open(self, engine: Engine) -> bool:
+    def _is_open(self, engine: RemoteEngine) -> bool:
         return engine.model is not None and engine.model == self._model
 
     def _choose_model(self) -> None:

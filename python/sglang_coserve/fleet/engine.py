@@ -21,7 +21,7 @@ from sglang_coserve.http_lines import (
     EngineRefusesError,
 )
 
-__all__ = ["Engine", "EngineState"]
+__all__ = ["EngineState", "RemoteEngine"]
 
 _RATE_WINDOW_S: Final = 10.0
 """Online traffic changes the rate of an engine, and the sum changes at once when an engine comes or
@@ -45,7 +45,7 @@ class EngineState(Enum):
     """It answers, but not as an engine of ours: a wrong key, or another program."""
 
 
-class Engine:
+class RemoteEngine:
     """An engine and what is known of it."""
 
     def __init__(

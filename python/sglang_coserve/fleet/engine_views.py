@@ -12,7 +12,7 @@ import msgspec
 
 from sglang_coserve.batch.routes import VIEW_PATH
 from sglang_coserve.errors import RequestError, ServerError
-from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 from sglang_coserve.http_lines.messages import decode_message
 
 __all__ = ["EngineViews", "OnlineUsers"]
@@ -50,7 +50,7 @@ class EngineViews:
         self._asking: asyncio.Task[Mapping[str, OnlineUsers]] | None = None
         self._asked_s = 0.0
 
-    async def online_users(self, engines: Iterable[Engine]) -> Mapping[str, OnlineUsers]:
+    async def online_users(self, engines: Iterable[RemoteEngine]) -> Mapping[str, OnlineUsers]:
         """Return what is known, by the engines' addresses; at most one second old."""
         now_s = self._monotonic_s()
         if self._asking is None or now_s - self._asked_s >= _FRESH_S:
@@ -60,7 +60,7 @@ class EngineViews:
         return await asyncio.shield(self._asking)
 
 
-async def _ask_all(engines: list[Engine]) -> Mapping[str, OnlineUsers]:
+async def _ask_all(engines: list[RemoteEngine]) -> Mapping[str, OnlineUsers]:
     there = [engine for engine in engines if engine.state is not EngineState.DOWN]
     found = await asyncio.gather(*map(_ask, there))
     return {
@@ -68,7 +68,7 @@ async def _ask_all(engines: list[Engine]) -> Mapping[str, OnlineUsers]:
     }
 
 
-async def _ask(engine: Engine) -> OnlineUsers | None:
+async def _ask(engine: RemoteEngine) -> OnlineUsers | None:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             content = await engine.connection.ask(_PATH)

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import Engine, EngineState
+from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 
 __all__ = ["fleet_metrics", "fleet_status"]
 
@@ -43,7 +43,7 @@ def fleet_metrics(
     return generate_latest(registry)
 
 
-def _engine_status(fleet: FleetBackend, engine: Engine) -> dict[str, Any]:
+def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
     load = engine.load
     reason = engine.reason
     if engine.model is not None and engine.model != fleet.model:

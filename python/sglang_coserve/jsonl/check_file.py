@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import orjson
 
-from sglang_coserve.jsonl.lines import UTF16_BOMS, Line, is_blank, read_lines
+from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, is_blank, read_lines
 from sglang_coserve.jsonl.request_line import BadLineError, estimate_tokens, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
@@ -86,7 +86,7 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
     return report
 
 
-def _check_line(line: Line, endpoint: str, limits: CheckLimits, seen: SeenIds) -> int:
+def _check_line(line: FileLine, endpoint: str, limits: CheckLimits, seen: SeenIds) -> int:
     """Return the estimated tokens of a line, or raise BadLineError."""
     if line.content is None:
         message = f"{line.size_bytes:,} bytes: the limit is {limits.max_line_bytes:,}"

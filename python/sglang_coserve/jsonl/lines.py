@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["UTF16_BOMS", "Line", "is_blank", "read_lines"]
+__all__ = ["UTF16_BOMS", "FileLine", "is_blank", "read_lines"]
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 """How a file begins that is not UTF-8."""
@@ -15,7 +15,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 1 << 20
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """One line as it stands in the file."""
 
     number: int
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 def read_lines(
     file: BinaryIO, max_line_bytes: int, *, after_line: int = 0, with_digest: bool = False
-) -> Iterator[Line]:
+) -> Iterator[FileLine]:
     """Yield the lines of ``file`` from where it stands, which is after line ``after_line``.
 
     A UTF-8 byte order mark, CRLF endings and a last line without an ending are
@@ -57,7 +57,7 @@ def read_lines(
             if with_digest:
                 hashed.update(content)
         digest = (int.from_bytes(hashed.digest()) or 1) if with_digest else 0
-        yield Line(number, size_bytes, content, digest)
+        yield FileLine(number, size_bytes, content, digest)
 
 
 def is_blank(content: bytes | None) -> bool:

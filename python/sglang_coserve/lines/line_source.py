@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from sglang_coserve.errors import StorageError
-from sglang_coserve.jsonl.lines import Line, is_blank, read_lines
+from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 from sglang_coserve.jsonl.prefix_order import read_order
 from sglang_coserve.lines.line_bitmap import LineBitmap
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -138,12 +138,12 @@ class LineSource:
             self._is_order_over = True
             self._is_at_end = not self._unique_ids
 
-    def _lines(self, file: BinaryIO, after_line: int) -> Iterator[Line]:
+    def _lines(self, file: BinaryIO, after_line: int) -> Iterator[FileLine]:
         return read_lines(
             file, self._max_line_bytes, after_line=after_line, with_digest=self._unique_ids
         )
 
-    def _take(self, line: Line, offset: int, is_first: bool | None) -> None:
+    def _take(self, line: FileLine, offset: int, is_first: bool | None) -> None:
         if self._order is not None:
             self._taken.add(line.number)
         self._ahead.append(

@@ -19,13 +19,13 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
 from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["Engine"]
+__all__ = ["SimEngine"]
 
 _ROUNDING: Final = 1e-9
 """Tolerance for shares that are multiples of a safepoint's share."""
 
 
-class Engine:
+class SimEngine:
     """The event loop of one simulated engine, with a scheduler and an executor.
 
     Simultaneous events are processed in this order: the end of a step,

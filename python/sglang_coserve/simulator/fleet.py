@@ -23,7 +23,7 @@ from sglang_coserve.core.line_placement import (
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.mailbox import Mailbox
 from sglang_coserve.simulator.online_router import OnlineRouter
@@ -46,7 +46,7 @@ _KEY_TOKENS: Final = 1024
 class FleetEngine(NamedTuple):
     """An engine whose source, and one of whose observers, is ``mailbox``."""
 
-    engine: Engine
+    engine: SimEngine
     executor: SimulatedExecutor
     mailbox: Mailbox
     pool: Pool | None = None

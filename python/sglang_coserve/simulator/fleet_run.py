@@ -11,7 +11,7 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
 from sglang_coserve.simulator.mailbox import Mailbox
@@ -149,9 +149,11 @@ def _fleet(
         )
         scheduler, mailbox = setup.make_scheduler(make_policy(options.one.policy)), Mailbox()
         if not options.pools:
-            return FleetEngine(Engine(scheduler, executor, mailbox, [mailbox]), executor, mailbox)
+            return FleetEngine(
+                SimEngine(scheduler, executor, mailbox, [mailbox]), executor, mailbox
+            )
         if number < size // 2:
-            engine = Engine(scheduler, executor, mailbox, [mailbox])
+            engine = SimEngine(scheduler, executor, mailbox, [mailbox])
             return FleetEngine(engine, executor, mailbox, "relaxed")
         return strict_engine(scheduler, executor, mailbox)
 

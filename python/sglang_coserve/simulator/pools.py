@@ -10,7 +10,7 @@ from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.migration import preferred_length, requests_to_pull
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
@@ -31,8 +31,8 @@ class Pools:
 
     def __init__(
         self,
-        relaxed: tuple[Engine, SimulatedExecutor],
-        strict: tuple[Engine, SimulatedExecutor],
+        relaxed: tuple[SimEngine, SimulatedExecutor],
+        strict: tuple[SimEngine, SimulatedExecutor],
         link_tokens_per_s: float,
         pull: Pull,
     ) -> None:

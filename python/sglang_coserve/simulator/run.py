@@ -14,7 +14,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.load_curve import LoadCurve
@@ -109,7 +109,7 @@ def simulate(
         is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
-    engine = Engine(scheduler, executor, source, (curve, *observers))
+    engine = SimEngine(scheduler, executor, source, (curve, *observers))
     interval_s = workload.interval_s
     is_complete = True
     while engine.step(interval_s):

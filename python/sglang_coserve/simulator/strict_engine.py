@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_coserve.core.engine_load import WantedLines, wanted_lines
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.simulator.engine import Engine
+from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import FleetEngine
 from sglang_coserve.simulator.mailbox import Mailbox
@@ -45,5 +45,5 @@ def strict_engine(
             runs_all=not executor.offline_waiting,
         )
 
-    engine = Engine(scheduler, executor, mailbox, [mailbox], take_back)
+    engine = SimEngine(scheduler, executor, mailbox, [mailbox], take_back)
     return FleetEngine(engine, executor, mailbox, "strict", wants)

@@ -19,7 +19,7 @@ from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
-__all__ = ["Change", "Comparison", "TrafficOutcome", "compare_change", "parse_share"]
+__all__ = ["Change", "TrafficOutcome", "WhatIfComparison", "compare_change", "parse_share"]
 
 _SHARE: Final = re.compile(r"([+-]\d+(?:\.\d+)?)\s*%")
 
@@ -62,7 +62,7 @@ class TrafficOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class WhatIfComparison:
     """The recording, the same simulated, and the change simulated."""
 
     recorded: TrafficOutcome
@@ -97,7 +97,7 @@ def compare_change(
     traffic: RecordedTraffic,
     change: Change,
     on_progress: Callable[[str, float], bool] = lambda _name, _seconds: False,
-) -> Comparison | None:
+) -> WhatIfComparison | None:
     """Simulate the traffic as it was, and as it would be; None if that was broken off.
 
     ``on_progress`` is called now and then with what is simulated and the simulated time;
@@ -119,7 +119,7 @@ def compare_change(
     recorded = TrafficOutcome(
         "recorded (measured)", latency_report(traffic.timelines), traffic.offline_tokens
     )
-    return Comparison(recorded, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
+    return WhatIfComparison(recorded, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
 
 
 def parse_share(text: str) -> float:

@@ -16,7 +16,7 @@ from sglang_coserve.client import AsyncCoserveClient, AsyncJob, ClientOptions
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import LatencyReport, Outcome, latency_report
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.slo_search.machine import EngineMachine
 from sglang_coserve.slo_search.measurement import SearchRun
 from sglang_coserve.slo_search.progress import SearchProgress
@@ -98,7 +98,7 @@ class LiveBench:
         return EngineMachine.of_server(info, models["data"][0])
 
     def measure(
-        self, name: str, base_url: str, load: Load, offline_file: Path | None = None
+        self, name: str, base_url: str, load: SearchLoad, offline_file: Path | None = None
     ) -> SearchRun:
         """Send the online requests, together with a batch file if given, and measure them.
 
@@ -108,7 +108,7 @@ class LiveBench:
         return asyncio.run(self._measure(name, base_url, load, offline_file))
 
     async def _measure(
-        self, name: str, base_url: str, load: Load, offline_file: Path | None
+        self, name: str, base_url: str, load: SearchLoad, offline_file: Path | None
     ) -> SearchRun:
         self.progress.begin(f"{name}: warming up")
         warmup = [

@@ -23,11 +23,11 @@ from sglang_coserve.workload import (
     window,
 )
 
-__all__ = ["Load", "read_online"]
+__all__ = ["SearchLoad", "read_online"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SearchLoad:
     """The requests of both classes, for the simulator and for real clients."""
 
     online: Sequence[TraceRequest]

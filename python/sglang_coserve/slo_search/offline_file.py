@@ -9,13 +9,13 @@ from pathlib import Path
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.simulator.assemble import offline_requests
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID, detect_format
 
 __all__ = ["offline_file"]
 
 
-def offline_file(load: Load, path: Path, *, num_lines: int, vocab_size: int) -> Path:
+def offline_file(load: SearchLoad, path: Path, *, num_lines: int, vocab_size: int) -> Path:
     """Return the user's batch file, or write one to ``path`` with the lengths of the load.
 
     The prompts are token ids with the common prefixes of the trace, if

@@ -9,7 +9,7 @@ from typing import Final
 
 from sglang_coserve.core.control.slo import Slo, parse_slo
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.slo_search.load import Load, read_online
+from sglang_coserve.slo_search.load import SearchLoad, read_online
 from sglang_coserve.slo_search.machine import EngineMachine
 
 __all__ = ["SearchOptions", "ValidationOptions"]
@@ -95,7 +95,7 @@ class SearchOptions:
             max_context_tokens=self.max_context_tokens,
         )
 
-    def load(self, machine: EngineMachine, seconds: float | None) -> Load:
+    def load(self, machine: EngineMachine, seconds: float | None) -> SearchLoad:
         """Return the first ``seconds`` of the load, or all of it for None.
 
         Raises:
@@ -105,7 +105,7 @@ class SearchOptions:
         online, cut = read_online(
             self.trace, rate=self.rate, seconds=seconds, max_context_tokens=context_tokens
         )
-        return Load(
+        return SearchLoad(
             online=online,
             offline=self.offline,
             offline_concurrency=self.offline_concurrency,

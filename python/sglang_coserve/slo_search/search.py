@@ -11,7 +11,7 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.metrics import LatencyReport
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.slo_search.measurement import Trial
 from sglang_coserve.slo_search.simulated import SimulatedBench
 
@@ -59,7 +59,7 @@ class BudgetSearch:
         return tuple(self._trials.values())
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SearchLoad:
         """The load of the runs."""
         return self._bench.load
 

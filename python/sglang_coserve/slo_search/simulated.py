@@ -10,7 +10,7 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import Outcome, SloTargets, latency_report
 from sglang_coserve.simulator import SimulationResult, SimulationSetup, simulate
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.slo_search.machine import EngineMachine
 from sglang_coserve.slo_search.measurement import SearchRun
 from sglang_coserve.slo_search.progress import SearchProgress
@@ -24,7 +24,7 @@ class SimulatedBench:
 
     model: LatencyModel
     machine: EngineMachine
-    load: Load
+    load: SearchLoad
     policy: str
     progress: SearchProgress
 

@@ -11,7 +11,7 @@ from typing import Final
 from sglang_coserve.core.control.slo import Latency, SloCheck
 from sglang_coserve.errors import InfeasibleError
 from sglang_coserve.slo_search.live import LiveBench
-from sglang_coserve.slo_search.load import Load
+from sglang_coserve.slo_search.load import SearchLoad
 from sglang_coserve.slo_search.measurement import SearchRun, Trial
 from sglang_coserve.slo_search.offline_file import offline_file
 from sglang_coserve.slo_search.server_flags import budget_flags, slo_flags
@@ -114,7 +114,7 @@ class Validation:
         self.runs.append(run)
         return run.measured
 
-    def _lines(self, load: Load, expected: SearchRun) -> Path:
+    def _lines(self, load: SearchLoad, expected: SearchRun) -> Path:
         seconds = _LINES_FACTOR * (load.seconds + _EXTRA_SECONDS)
         num_lines = math.ceil(expected.offline_requests_per_s * seconds) + load.offline_concurrency
         path = self._live.logs / "offline.jsonl"

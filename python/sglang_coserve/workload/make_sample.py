@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.workload.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.workload.sample_text import Event, diary, draw_event, draw_events
+from sglang_coserve.workload.sample_text import Incident, diary, draw_event, draw_events
 from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.trace import TraceRequest
 
@@ -117,9 +117,9 @@ def _say(role: str, content: str) -> _Message:
 
 
 def _few_shot(
-    rng: random.Random, instruction: str, answer: Callable[[Event], str]
+    rng: random.Random, instruction: str, answer: Callable[[Incident], str]
 ) -> list[list[_Message]]:
-    def note() -> tuple[Event, str]:
+    def note() -> tuple[Incident, str]:
         event = draw_event(rng)
         return event, diary(rng, [event])
 

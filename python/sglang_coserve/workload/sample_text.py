@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Event", "diary", "draw_event", "draw_events"]
+__all__ = ["Incident", "diary", "draw_event", "draw_events"]
 
 _VERBS: Final = {
     "repair": ("mended", "repainted", "cleaned", "rebuilt", "oiled", "patched"),
@@ -101,7 +101,7 @@ _REMARKS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Incident:
     """Someone did something with a thing, somewhere, at some time."""
 
     kind: str
@@ -120,10 +120,10 @@ class Event:
         return text[0].upper() + text[1:]
 
 
-def draw_event(rng: random.Random) -> Event:
+def draw_event(rng: random.Random) -> Incident:
     """Draw one event."""
     kind = rng.choice(tuple(_VERBS))
-    return Event(
+    return Incident(
         kind=kind,
         person=rng.choice(_PEOPLE),
         verb=rng.choice(_VERBS[kind]),
@@ -133,16 +133,16 @@ def draw_event(rng: random.Random) -> Event:
     )
 
 
-def draw_events(rng: random.Random, count: int) -> list[Event]:
+def draw_events(rng: random.Random, count: int) -> list[Incident]:
     """Draw events with no two about the same thing, so that each can be asked about."""
-    events: dict[str, Event] = {}
+    events: dict[str, Incident] = {}
     while len(events) < count:
         event = draw_event(rng)
         events.setdefault(event.thing, event)
     return list(events.values())
 
 
-def diary(rng: random.Random, events: list[Event]) -> str:
+def diary(rng: random.Random, events: list[Incident]) -> str:
     """Return the events as running text with a remark after some of them."""
     sentences = []
     for event in events:

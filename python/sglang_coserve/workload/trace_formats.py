@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, Final, Literal, NoReturn
 
-__all__ = ["BLOCK_TOKENS", "LAYOUTS", "BadRowError", "Record", "TraceFormat", "TraceLayout"]
+__all__ = ["BLOCK_TOKENS", "LAYOUTS", "BadRowError", "TraceFormat", "TraceLayout", "TraceRow"]
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
@@ -33,7 +33,7 @@ class TraceFormat(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TraceRow:
     """What one row says. Times count from an origin that differs by format."""
 
     time_ns: int
@@ -51,7 +51,7 @@ class TraceLayout:
     fields: tuple[str, ...]
     """Names that must be present; the first is the time."""
 
-    decode: Callable[[Mapping[str, Any]], Record]
+    decode: Callable[[Mapping[str, Any]], TraceRow]
     """Reads one row: text by column name from CSV, values by key from JSON.
     Raises ``BadRowError``."""
 
@@ -118,23 +118,23 @@ def _json_tokens(row: Mapping[str, Any], field: str) -> int:
     return value
 
 
-def _azure(row: Mapping[str, Any]) -> Record:
-    return Record(
+def _azure(row: Mapping[str, Any]) -> TraceRow:
+    return TraceRow(
         _wall_clock_ns(row, "TIMESTAMP"),
         _csv_tokens(row, "ContextTokens"),
         _csv_tokens(row, "GeneratedTokens"),
     )
 
 
-def _burstgpt(row: Mapping[str, Any]) -> Record:
-    return Record(
+def _burstgpt(row: Mapping[str, Any]) -> TraceRow:
+    return TraceRow(
         _seconds_ns(row, "Timestamp"),
         _csv_tokens(row, "Request tokens"),
         _csv_tokens(row, "Response tokens"),
     )
 
 
-def _mooncake(row: Mapping[str, Any]) -> Record:
+def _mooncake(row: Mapping[str, Any]) -> TraceRow:
     prompt_tokens = _json_tokens(row, "input_length")
     hash_ids = row.get("hash_ids", [])
     if type(hash_ids) is not list:
@@ -147,7 +147,7 @@ def _mooncake(row: Mapping[str, Any]) -> Record:
     if len(hash_ids) > -(-prompt_tokens // BLOCK_TOKENS):
         expected = f"at most one id per {BLOCK_TOKENS} of {prompt_tokens} prompt tokens"
         _bad("hash_ids", expected, len(hash_ids))
-    return Record(
+    return TraceRow(
         _json_ms_ns(row, "timestamp"),
         prompt_tokens,
         _json_tokens(row, "output_length"),

@@ -9,7 +9,7 @@ from typing import Final
 
 from sglang_coserve.core.control.integrator import GAIN, LEAST, Integrator
 from sglang_coserve.core.control.own_targets import OwnTargets
-from sglang_coserve.core.control.relative_target import Latencies, RelativeTarget
+from sglang_coserve.core.control.relative_target import LatencyPair, RelativeTarget
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
@@ -111,7 +111,7 @@ class Allowance:
         self, info: RequestInfo, ttft_s: float, alone_s: float | None, now_s: float
     ) -> None:
         """Record a TTFT, and the baseline's TTFT of the same request (None if unknown)."""
-        value = Latencies(info.ttft_target_s, ttft_s, alone_s)
+        value = LatencyPair(info.ttft_target_s, ttft_s, alone_s)
         self._own_ttft.observe(value, now_s)
         target_s = info.ttft_target_s or self.targets.ttft_s
         if target_s is not None:
@@ -126,7 +126,7 @@ class Allowance:
         """
         # Gaps that end with the same step are mostly equal.
         values = Counter(
-            [Latencies(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
+            [LatencyPair(info.tpot_target_s, gap_s, alone_s) for info, gap_s, alone_s in gaps]
         )
         for loop in self._tbt:
             loop.observe(values, now_s)
@@ -139,7 +139,7 @@ class Allowance:
         if target_s is not None:
             self._in_pace.observe(float(tpot_s > target_s))
         for loop in self._tpot:
-            loop.observe({Latencies(info.tpot_target_s, tpot_s, alone_s): 1}, now_s)
+            loop.observe({LatencyPair(info.tpot_target_s, tpot_s, alone_s): 1}, now_s)
 
 
 class _Loop:
@@ -167,7 +167,7 @@ class _Loop:
     def factor(self) -> float:
         return self._integrator.factor
 
-    def observe(self, values: Mapping[Latencies, int], now_s: float) -> None:
+    def observe(self, values: Mapping[LatencyPair, int], now_s: float) -> None:
         """Record values that became known together, with the count of each.
 
         Together they weigh as one observation, scaled by their number relative to the usual one:
@@ -184,7 +184,7 @@ class _Loop:
             self._mean_count += (judged - self._mean_count) / _MEAN_OF
             self._integrator.observe(harmed / judged, judged / self._mean_count)
 
-    def _harm(self, value: Latencies) -> float | None:
+    def _harm(self, value: LatencyPair) -> float | None:
         """Return the harm of a value, -1 to 1; None if it does not count.
 
         Lateness in the baseline is subtracted from the measured lateness, value by value but for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_coserve.core.control.integrator import Integrator
 from sglang_coserve.core.control.recent_values import RecentValues
-from sglang_coserve.core.control.relative_target import LEAST_VALUES, WINDOW_S, Latencies
+from sglang_coserve.core.control.relative_target import LEAST_VALUES, WINDOW_S, LatencyPair
 from sglang_coserve.core.control.slo import Statistic
 
 __all__ = ["OwnTargets"]
@@ -37,7 +37,7 @@ class OwnTargets:
         suspended; infinite without own targets."""
         return self._target_s * self._integrator.factor
 
-    def observe(self, value: Latencies, now_s: float) -> None:
+    def observe(self, value: LatencyPair, now_s: float) -> None:
         """Record a TTFT; to be called for requests without an own target, too. O(bins)."""
         own_s, measured_s, alone_s = value
         if own_s is not None and (alone_s or 0.0) > own_s:

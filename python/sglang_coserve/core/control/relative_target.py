@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from sglang_coserve.core.control.recent_values import RecentValues
 from sglang_coserve.core.control.slo import Slo
 
-__all__ = ["LEAST_VALUES", "WINDOW_S", "Latencies", "RelativeTarget"]
+__all__ = ["LEAST_VALUES", "WINDOW_S", "LatencyPair", "RelativeTarget"]
 
 _RENEWED_SHARE: Final = 1 / 128
 """A relative target is recomputed when this share of its values is new."""
@@ -20,7 +20,7 @@ many, four of which are in the tail of a P99. A longer memory has quiet hours pa
 docs/benchmarks.md, "Changing traffic", also for what shorter ones cost."""
 
 
-class Latencies(NamedTuple):
+class LatencyPair(NamedTuple):
     """A TTFT, a TPOT or a gap, as measured and in the baseline, in seconds."""
 
     own_target_s: float | None
@@ -53,7 +53,7 @@ class RelativeTarget:
         """Number of baseline values that the limit is computed from."""
         return self._alone.count
 
-    def observe(self, values: Mapping[Latencies, int], now_s: float) -> None:
+    def observe(self, values: Mapping[LatencyPair, int], now_s: float) -> None:
         """Add values, each with its count. Amortized O(values)."""
         for (_, _, alone_s), count in values.items():
             if alone_s is not None:

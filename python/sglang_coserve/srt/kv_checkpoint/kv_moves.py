@@ -24,7 +24,7 @@ from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, is_kv_name
 from sglang_coserve.srt.kv_checkpoint.kv_jobs import KvJob, KvThreads
 
-__all__ = ["KvMoves", "Left", "MovedKv"]
+__all__ = ["KvLocation", "KvMoves", "Left"]
 
 Req = Any
 
@@ -38,7 +38,7 @@ _GIVEN_UP: Final = -2
 """What a rank says of a move; otherwise the tokens that it has moved. The least counts."""
 
 
-class MovedKv(NamedTuple):
+class KvLocation(NamedTuple):
     """Where the KV of a request's first tokens is."""
 
     name: str
@@ -69,7 +69,7 @@ class _Leaving:
 @dataclass(slots=True)
 class _Coming:
     req: Req
-    moved: MovedKv
+    moved: KvLocation
     since_s: float
     job: KvJob
 
@@ -147,7 +147,7 @@ class KvMoves:
 
     # --- From elsewhere ------------------------------------------------------------------
 
-    def come(self, req: Req, moved: MovedKv) -> bool:
+    def come(self, req: Req, moved: KvLocation) -> bool:
         """Begin to read the KV of a request that has just arrived; False if there is no room."""
         tokens, page = moved.tokens, self._cache.page_size
         has_tokens = 0 < tokens <= len(req.origin_input_ids) + len(req.output_ids)

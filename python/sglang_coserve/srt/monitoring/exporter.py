@@ -13,7 +13,7 @@ from sglang_coserve.srt.monitoring.latencies import (
     GAP_BUCKETS_S,
     WAIT_BUCKETS_S,
     Buckets,
-    Latencies,
+    LatencyHistograms,
 )
 
 __all__ = ["Exporter"]
@@ -153,7 +153,7 @@ class Exporter:
         if safepoints is not None and safepoints["enabled"]:
             self._publish_safepoints(safepoints)
 
-    def publish_latencies(self, latencies: Latencies) -> None:
+    def publish_latencies(self, latencies: LatencyHistograms) -> None:
         """Publish what was gathered since the last time."""
         for metric, by_class in (
             (self._ttft, latencies.ttft),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "Latencies"]
+__all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "LatencyHistograms"]
 
 WAIT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -57,7 +57,7 @@ class Buckets:
         return taken
 
 
-class Latencies:
+class LatencyHistograms:
     """Follows the tokens of requests; for one rank."""
 
     def __init__(self, ledger: RequestLedger) -> None:

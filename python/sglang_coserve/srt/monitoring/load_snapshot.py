@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 
 from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.monitoring.online_load import OnlineLoad
+from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 
 __all__ = [
@@ -42,14 +42,14 @@ class CoserveLoadSnapshot(LoadSnapshot):
 class ReportingLoadInquirer(SchedulerLoadInquirer):
     """SGLang's for online requests, whose snapshots have our load in them."""
 
-    get_online: Callable[[], OnlineLoad]
+    get_online: Callable[[], OnlineLoadInquirer]
     get_load: Callable[[], LoadReporter]
 
     @classmethod
     def like(
         cls,
         stock: SchedulerLoadInquirer,
-        get_online: Callable[[], OnlineLoad],
+        get_online: Callable[[], OnlineLoadInquirer],
         get_load: Callable[[], LoadReporter],
     ) -> ReportingLoadInquirer:
         """Return one that asks for the same as ``stock``, of online requests, and for our load."""

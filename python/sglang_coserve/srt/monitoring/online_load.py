@@ -17,12 +17,12 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.steps.kv_pools import KvPools
 
-__all__ = ["OnlineLoad"]
+__all__ = ["OnlineLoadInquirer"]
 
 Req = Any
 
 
-class OnlineLoad:
+class OnlineLoadInquirer:
     """See the module's docstring; has what SGLang's ``SchedulerLoadInquirer`` asks for."""
 
     def __init__(

@@ -15,7 +15,7 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import Exporter
-from sglang_coserve.srt.monitoring.latencies import Latencies
+from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
@@ -60,7 +60,7 @@ class SchedulerStatus:
         self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
-        self._latencies: Latencies | None = None
+        self._latencies: LatencyHistograms | None = None
         self._trace = StepTrace(ledger) if self._is_rank_0 else None
         self._spans: RequestSpans | None = None
         if args.enable_trace and self._is_rank_0:
@@ -70,7 +70,7 @@ class SchedulerStatus:
             self._spans = RequestSpans(ledger)
         if args.enable_metrics and self._is_rank_0:
             self._exporter = Exporter(args.served_model_name, dp_rank)
-            self._latencies = Latencies(ledger)
+            self._latencies = LatencyHistograms(ledger)
 
     def internal_state(self) -> dict[str, Any]:
         """Return the state of this replica for ``/coserve/status``."""

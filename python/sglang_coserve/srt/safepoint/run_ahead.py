@@ -22,14 +22,14 @@ import torch
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import Gate
 
-__all__ = ["Event", "RunAheadGate", "cuda_events", "order_behind_pass"]
+__all__ = ["RunAheadGate", "StreamEvent", "cuda_events", "order_behind_pass"]
 
 _POLL_S: Final = 50e-6
 """Sleep between two checks of an event. Spinning would keep the interpreter lock from the thread
 that receives requests; a group of layers takes milliseconds."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A marker in the device's stream, such as ``torch.cuda.Event``."""
 
     def record(self) -> None:
@@ -50,7 +50,7 @@ class RunAheadGate:
     the host launches the next group; with depth 1 it has one group to compute meanwhile.
     """
 
-    def __init__(self, gate: Gate, flag: PreemptionFlag, events: Sequence[Event]) -> None:
+    def __init__(self, gate: Gate, flag: PreemptionFlag, events: Sequence[StreamEvent]) -> None:
         """``gate`` decides, by ``flag``; ``events`` has depth + 1 elements."""
         # Makes every safepoint of an armed batch call ``reached``, not only when the flag is up.
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
@@ -92,7 +92,7 @@ class RunAheadGate:
             time.sleep(_POLL_S)
 
 
-def cuda_events(depth: int) -> list[Event]:
+def cuda_events(depth: int) -> list[StreamEvent]:
     """Return the events of a ``RunAheadGate`` on the current CUDA device."""
     return [torch.cuda.Event() for _ in range(depth + 1)]
 

@@ -15,7 +15,7 @@ from sglang_coserve.srt.admission.planned import PlannedAdmission
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
-from sglang_coserve.srt.monitoring.online_load import OnlineLoad
+from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
@@ -90,7 +90,7 @@ class CoserveParts:
             runner=self.runner,
         )
         settings = compat.settings_of(scheduler.server_args)
-        self.online_load = OnlineLoad(
+        self.online_load = OnlineLoadInquirer(
             scheduler, self.pools, self.load, settings.decode_log_interval
         )
         self.status = SchedulerStatus(

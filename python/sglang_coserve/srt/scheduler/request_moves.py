@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.admission.protocol import Admission
-from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves, MovedKv
+from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
 from sglang_coserve.srt.marks.offline_marks import take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
@@ -81,7 +81,7 @@ class RequestMoves:
         moved = take_moved_kv(req)
         if moved is None or self._kv is None:
             return False
-        return self._kv.come(req, MovedKv(*moved))
+        return self._kv.come(req, KvLocation(*moved))
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the requests that match: they are aborted."""
