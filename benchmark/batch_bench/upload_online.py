@@ -77,7 +77,7 @@ class _Runs:
     async def run(self) -> None:
         """Measure all repeats."""
         options, setting = self._setting.options, self._setting
-        load = OnlineLoad(setting.work, setting.logs / "bench_serving.log")
+        load = OnlineLoad()
         try:
             await self._p99_ttft_ms(load)  # The first one finds a cold server.
             for repeat in setting.track(options.repeats, "uploads beside online requests"):
@@ -144,7 +144,6 @@ class _Runs:
             await client.post("/flush_cache", params={"timeout": 30}, timeout=_CALL_TIMEOUT_S)
         await load.load(
             url,
-            setting.model.path,
             requests,
             vocab_size=setting.model.vocab_size,
             seed=options.seed,

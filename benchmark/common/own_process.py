@@ -14,7 +14,7 @@ import psutil
 
 __all__ = ["Closable", "OwnProcess"]
 
-_ANSWER_TIMEOUT_S: Final = 600
+_ANSWER_TIMEOUT_S: Final = 600.0
 
 
 class Closable(Protocol):
@@ -44,21 +44,21 @@ class OwnProcess:
         self._process.start()
         remote.close()
         try:
-            self._answer()
+            self._answer(_ANSWER_TIMEOUT_S)
         except BaseException:
-            self._end()  # Nobody else will: the context is not entered.
+            self.end()  # Nobody else will: the context is not entered.
             raise
         self._signal(signal.SIGSTOP)
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         """Return what the object's method returned.
 
         Raises:
-            SystemExit: it raised, with the traceback; or the process ended, or took ten minutes.
+            SystemExit: it raised, with the traceback; or the process ended, or took longer.
         """
         self._signal(signal.SIGCONT)
         self._connection.send((name, arguments))
-        answer = self._answer()
+        answer = self._answer(timeout_s)
         self._signal(signal.SIGSTOP)
         return answer
 
@@ -66,18 +66,19 @@ class OwnProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the process and its children."""
         self._connection.close()
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.join()
 
-    def _answer(self) -> Any:
-        if not self._connection.poll(_ANSWER_TIMEOUT_S):
-            raise SystemExit(f"no answer in {_ANSWER_TIMEOUT_S} s")
+    def _answer(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise SystemExit(f"no answer in {timeout_s:.0f} s")
         try:
             result, error = self._connection.recv()
         except EOFError:

@@ -66,7 +66,6 @@ class Bench:
         await self.make_ready(base_url)
         await self.online.load(
             base_url,
-            self.model.path,
             requests,
             vocab_size=self.model.vocab_size,
             seed=options.seed,

@@ -58,7 +58,7 @@ class RunRecord:
     online: tuple[RequestTimeline, ...]
     offline: OfflineRecord | None
     provenance: Mapping[str, Any]
-    """Machine, versions, flags, seed, and bench_serving's own summary."""
+    """Machine, versions, flags and seed."""
 
     speed: MachineSpeed | None = None
     """Of the machine; None in records of earlier versions."""

@@ -57,7 +57,7 @@ class Runner:
         say("making a model")
         self._model = prepare_model(options.model_path, work)
         self._machine = describe_machine()
-        self._online = OnlineLoad(work, self._logs / "bench_serving.log")
+        self._online = OnlineLoad()
         offline_file = options.offline.file or work / "offline.jsonl"
         self._bench = Bench(options, self._model, self._online, offline_file)
         if options.offline.file is None:
@@ -161,7 +161,6 @@ class Runner:
                 "server": [module_of(is_ours=system.is_ours), *self._plan[1]],
                 "online_requests_per_s": rate_per_s,
                 "seed": self._options.seed,
-                "bench_serving": measured.online.reported,
             },
             speed=speed,
         )
@@ -231,7 +230,6 @@ class Runner:
         )
         await self._online.load(
             base_url,
-            self._model.path,
             requests,
             vocab_size=self._model.vocab_size,
             seed=options.seed,

@@ -35,6 +35,7 @@ def replayed(
     trace: Iterable[TraceRequest],
     *,
     vocab_size: int,
+    seed: int = 0,
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[StreamedRequest]:
     """Yield requests with random prompts and outputs of exactly the traced lengths.
@@ -43,7 +44,7 @@ def replayed(
     """
     for request in trace:
         body = {
-            "input_ids": prompt_token_ids(request, vocab_size=vocab_size, seed=0).tolist(),
+            "input_ids": prompt_token_ids(request, vocab_size=vocab_size, seed=seed).tolist(),
             "sampling_params": {
                 "max_new_tokens": request.output_tokens,
                 "temperature": 0.0,

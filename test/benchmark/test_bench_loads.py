@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_cases import online
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.failures import RunFailedError
 from coserve_bench.offline_lines import OfflineSpec, read_requests, write_sample
-from coserve_bench.online_load import OnlineResult, timelines_of
+from coserve_bench.online_load import OnlineLoad, OnlineResult
 from coserve_bench.online_requests import OnlineSpec, burst, online_requests
 from coserve_bench.run_record import OfflineRecord
 from sglang_coserve.errors import InputFileError, WorkloadError
 from sglang_coserve.metrics import Outcome
-from sglang_coserve.workload import sample_path
+from sglang_coserve.workload import TraceRequest, sample_path
 
 CONTEXT = 4096
 
@@ -59,7 +65,7 @@ def test_a_trace_gives_lengths_and_shape() -> None:
 
 def test_what_arrives_while_warming_up_is_not_counted() -> None:
     timelines = tuple(online(0.5, 0.1, arrival_s) for arrival_s in (0.0, 9.9, 10.0, 12.0))
-    window = OnlineResult(timelines, 100.0, {}).since(10.0)
+    window = OnlineResult(timelines, 100.0).since(10.0)
     assert [timeline.arrival_s for timeline in window.timelines] == [0.0, 2.0]
     assert [timeline.token_times_s[0] for timeline in window.timelines] == [0.5, 2.5]
     assert window.began_s == 110.0
@@ -72,19 +78,92 @@ def test_a_burst_arrives_at_once_with_the_same_lengths() -> None:
     assert [r.prompt_tokens for r in together] == [r.prompt_tokens for r in spread]
 
 
-def test_a_report_becomes_timelines() -> None:
-    report = {
-        "input_lens": [7, 8, 9],
-        "output_lens": [4, 2, 0],
-        "ttfts": [0.5, 0.25, 0.0],
-        # Two tokens of the first request came together, before the first gap.
-        "itls": [[0.1, 0.1], [0.2], []],
-        "errors": ["", "", "Internal Server Error"],
-    }
-    first, second, failed = timelines_of(report, [100.0, 101.0, 102.0])
-    assert first.arrival_s == 0 and first.token_times_s == pytest.approx((0.5, 0.5, 0.6, 0.7))
-    assert second.arrival_s == 1 and second.token_times_s == pytest.approx((1.25, 1.45))
-    assert failed.outcome is Outcome.FAILED and failed.token_times_s == ()
+class Server(ThreadingHTTPServer):
+    """Streams answers on SGLang's own route; answers nothing while ``is_silent``."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.is_silent = False
+        self.ends = threading.Event()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        if self.server.is_silent:
+            self.server.ends.wait(60)
+            return
+        self.send_response(200)
+        self.end_headers()
+        outputs = body["sampling_params"]["max_new_tokens"]
+        for number in range(1, outputs + 1):
+            meta = {
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": number,
+                "finish_reason": {"type": "length"} if number == outputs else None,
+            }
+            self.wfile.write(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
+
+    def log_message(self, *_arguments: object) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield running
+        running.ends.set()
+        running.shutdown()
+        thread.join()
+
+
+def test_online_requests_are_sent_by_another_process_until_one_run_takes_too_long(
+    server: Server,
+) -> None:
+    requests = [TraceRequest(0, 0.0, 7, 3), TraceRequest(1, 0.05, 9, 2)]
+
+    async def runs() -> list[OnlineResult]:
+        load = OnlineLoad()
+
+        async def run(timeout_s: float) -> OnlineResult:
+            prepared = {"vocab_size": 100, "seed": 5, "body": {"priority": 100}}
+            await load.load(server.base_url, requests, **prepared)
+            return await load.go(timeout_s)
+
+        try:
+            results = [await run(60.0), await run(60.0)]
+            server.is_silent = True
+            with pytest.raises(RunFailedError, match="no answer in 1 s"):
+                await run(1.0)
+            server.is_silent = False
+            return [*results, await run(60.0)]
+        finally:
+            await load.close()
+
+    results = asyncio.run(runs())
+    for result in results:
+        first, second = result.timelines
+        assert (first.prompt_tokens, second.prompt_tokens) == (7, 9)
+        assert (len(first.token_times_s), len(second.token_times_s)) == (3, 2)
+        assert {first.outcome, second.outcome} == {Outcome.FINISHED}
+        assert second.arrival_s >= 0.05 and second.token_times_s[0] > second.arrival_s
+    # Each run sends its own request first, which is not counted; the silent one sent no other.
+    lengths = [len(body["input_ids"]) for body in server.bodies]
+    assert lengths == [32, 7, 9, 32, 7, 9, 32, 32, 7, 9]
+    assert {body["priority"] for body in server.bodies} == {100}
+    assert server.bodies[:3] == server.bodies[3:6]
 
 
 def test_offline_tokens_count_within_the_window_only() -> None:
