@@ -27,12 +27,16 @@ from pathlib import Path
 import torch
 
 from common.results import median_and_range, write_results
-from kv_bench import parts
+from kv_bench.device_cache import KvEngine
+from kv_bench.parts import GENERATED_TOKENS, reclaim, step
+from kv_bench.pools import KvShape
 from kv_bench.trace import LOADS, BurstRun, run
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 OFF = "off"
+STEPS = 200
+RECLAIMED_REQUESTS = 16
 
 
 def main() -> None:
@@ -60,10 +64,8 @@ def main() -> None:
         model = options.model_path or make_small_model(work / "model", SmallModelSpec())
         for repeat in range(options.repeats):
             for page in (1, 16):
-                name = f"reclaim {options.tokens} saved tokens, page {page}"
-                timed.setdefault(name, []).append(parts.reclaim_ms(page, options.tokens))
-                name = f"checkpoints of {options.rows} requests, an iteration, page {page}"
-                timed.setdefault(name, []).append(parts.iteration_ms(page, options.rows, steps=200))
+                for name, ms in cache_alone_ms(page, options.tokens, options.rows).items():
+                    timed.setdefault(f"{name}, page {page}", []).append(ms)
             write_results(options.out, options, parts_ms=timed, runs=list(map(asdict, runs)))
             for load, mode in product(loads, (OFF, options.mode)):
                 made = run(
@@ -84,6 +86,20 @@ def main() -> None:
         print(f"{name:44} {median_and_range(times_ms, '{:.3f}')} ms")
     for load in loads:
         print_runs(load.name, [made for made in runs if made.load == load.name], options.mode)
+
+
+def cache_alone_ms(page: int, tokens: int, requests: int) -> dict[str, float]:
+    """Return the times of the cache alone, on the CPU, by name."""
+    used = tokens + RECLAIMED_REQUESTS * (GENERATED_TOKENS + page)
+    slots = -(-max(used, requests * (17 * page + STEPS)) // page) * page
+    shape = KvShape(2, 1, 1, slots, page, max(requests, RECLAIMED_REQUESTS), 8192, torch.float32)
+    engine = KvEngine(shape, device="cpu")
+    reclaimed = reclaim(engine, tokens, RECLAIMED_REQUESTS, repeats=1)
+    stepped = step(engine, requests, STEPS, new_tokens=1)
+    return {
+        f"reclaim {tokens} saved tokens": reclaimed["ms"],
+        f"checkpoints of {requests} requests, a step": stepped["host_ms"],
+    }
 
 
 FIGURES: Sequence[tuple[str, Callable[[BurstRun], float], str]] = (

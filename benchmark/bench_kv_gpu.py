@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from common.machine import describe_machine
 from common.results import markdown_table, write_json
-from kv_bench import device_parts
+from kv_bench import parts as kv_parts
 from kv_bench.device_cache import KvEngine
 from kv_bench.interference import decode_interference, late_write
 from kv_bench.pools import KvShape
@@ -79,10 +79,10 @@ def parts_of(page_tokens: int, options: argparse.Namespace) -> dict[str, Part]:
         sizes |= {"reclaim": 40_000, "resume": 8192, "repeats": 5}
     engine, repeats = KvEngine(shape), sizes["repeats"]
     parts: dict[str, Part] = {
-        "bandwidth": partial(device_parts.bandwidth, engine, sizes["bulk"], repeats),
-        "step": partial(device_parts.iteration_ms, engine, sizes["rows"], sizes["steps"]),
-        "reclaim": partial(device_parts.reclaim, engine, sizes["reclaim"], 10, repeats),
-        "resume": partial(device_parts.resume, engine, sizes["resume"], 4096, repeats),
+        "bandwidth": partial(kv_parts.bandwidth, engine, sizes["bulk"], repeats),
+        "step": partial(kv_parts.step, engine, sizes["rows"], sizes["steps"], page_tokens),
+        "reclaim": partial(kv_parts.reclaim, engine, sizes["reclaim"], 10, repeats),
+        "resume": partial(kv_parts.resume, engine, sizes["resume"], 4096, repeats),
     }
     if cpu.has_cuda():
         parts["interference"] = partial(decode_interference, engine, options.model_path)

@@ -24,18 +24,16 @@ _HOST_TIMES: Final = 1.5
 
 
 class KvEngine(CacheEngine):
-    """Requests that are admitted, grow, are saved and preempted. All tokens in whole pages.
+    """Requests that are admitted, grow, are saved and preempted.
 
     KV is random numbers: what matters is how long copies take, and that they are equal.
     """
 
-    def __init__(self, shape: KvShape) -> None:
-        super().__init__(
-            shape,
-            CheckpointPolicy(CheckpointMode.EAGER),
-            device="cuda" if cpu.has_cuda() else "cpu",
-            host_times=_HOST_TIMES,
-        )
+    def __init__(self, shape: KvShape, device: str | None = None) -> None:
+        """``device``: a GPU where there is one, unless given."""
+        policy = CheckpointPolicy(CheckpointMode.EAGER)
+        device = device or ("cuda" if cpu.has_cuda() else "cpu")
+        super().__init__(shape, policy, device=device, host_times=_HOST_TIMES)
         for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
             buffer.normal_()
         self._numbers = count(1)
@@ -44,7 +42,7 @@ class KvEngine(CacheEngine):
         """Add an offline request whose prompt has so many tokens and KV, and is its own."""
         number = next(self._numbers)
         req = new_request(f"offline-{number}", [number, *range(1, tokens)], offline=True)
-        assert self._rows.admit(req), "the parts below fit into the pool"
+        assert self._rows.admit(req), "the parts fit into the pool"
         self._give(req, tokens)
         self._rows.prefilled(req)
         req.output_ids.append(number)
@@ -55,12 +53,6 @@ class KvEngine(CacheEngine):
         """Give a request the KV of so many more tokens."""
         self._give(req, tokens)
         req.output_ids.extend([1] * tokens)
-
-    def checkpoint(self) -> int:
-        """Begin the copies of a step; return their tokens."""
-        requests = ((req, compat.computed_tokens(req)) for req in self.running)
-        copied: int = self.cache.checkpoint_step(requests)
-        return copied
 
     def release(self, req: Req) -> None:
         """Preempt a request; it can be resumed."""
@@ -91,12 +83,22 @@ class KvEngine(CacheEngine):
         if self.device == "cuda":
             torch.cuda.synchronize()
 
+    def slots(self, req: Req, tokens: int) -> torch.Tensor:
+        """Return where the KV of a request's first tokens is."""
+        return self.table.req_to_token[compat.slot_of(req), :tokens].long()
+
     def device_kv(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the KV in some slots, of all layers: (2, layers, slots, heads, head size)."""
         stacks = ([b[slots] for b in buffers] for buffers in (self.kv.k_buffer, self.kv.v_buffer))
         return torch.stack([torch.stack(layers) for layers in stacks])
 
     def _give(self, req: Req, tokens: int) -> None:
-        slots = self.allocator.alloc(tokens)
-        assert slots is not None, "the parts below fit into the pool"
-        self._rows.extend(req, slots)
+        computed, page = compat.computed_tokens(req), self.shape.page_tokens
+        in_page = min(tokens, -computed % page)
+        if in_page:
+            last = self.slots(req, computed)[-1]
+            self._rows.extend(req, last + torch.arange(1, in_page + 1, device=self.device))
+        if more := tokens - in_page:
+            slots = self.allocator.alloc(-(-more // page) * page)
+            assert slots is not None, "the parts fit into the pool"
+            self._rows.extend(req, slots[:more])

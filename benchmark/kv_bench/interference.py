@@ -73,7 +73,7 @@ def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:
     engine.clear()
     # The host pool holds so many copies of one request's KV: no step waits for an end.
     req = engine.admit(4096)
-    slots = engine.table.req_to_token[req.req_pool_idx, :4096].long()
+    slots = engine.slots(req, 4096)
     host_slots = engine.cache.host_pool.alloc(4096)
     controller, stream = engine.cache.cache_controller, engine.cache.cache_controller.write_stream
     host, device = controller.move_indices(host_slots, slots)
@@ -104,8 +104,6 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
     of a token whose page is freed, given to a load and filled meanwhile. ``is_ordered``:
     the scheduler's stream waits for the pass first, which must give 0.
     """
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
     page = engine.shape.page_tokens
     # One request fills the pool: what it gives up is what the load gets.
     tokens = min(engine.shape.slots, engine.shape.context - page) // page * page
@@ -114,7 +112,7 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
     for _ in range(trials):
         engine.clear()
         req = engine.admit(tokens)
-        slots = engine.table.req_to_token[req.req_pool_idx, :tokens].long()
+        slots = engine.slots(req, tokens)
         engine.checkpoint()
         engine.settle()
         before = engine.device_kv(slots).clone()
@@ -126,7 +124,7 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
         if is_ordered:
             torch.cuda.current_stream().wait_stream(forward)
         engine.release(req)
-        engine.cache.evict(EvictParams(num_tokens=len(slots)))
+        engine.evict(len(slots))
         engine.load(req, len(slots))
         torch.cuda.synchronize()
         engine.cache.check_hicache_events()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 
 __all__ = ["CacheEngine", "KvShape"]
@@ -59,6 +61,7 @@ class CacheEngine:
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
@@ -98,13 +101,21 @@ class CacheEngine:
         shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         self.kv, self.allocator, self.table = kv, allocator, table
         self.cache = CheckpointCache(params, server_args, policy, shares)
+        self.hooks = KvCheckpointing(self.cache)
         self.running: list[Req] = []
+        self._decode = ForwardMode.DECODE
         self._rows = Rows(self.cache, allocator, table)
 
     @property
     def copy_streams(self) -> tuple[Any, Any]:
         """Return the streams of copies to the host and to the device."""
         return compat.copy_streams(self.cache.cache_controller)
+
+    def checkpoint(self) -> int:
+        """Begin the copies of a decode step, as a scheduler does; return their tokens."""
+        before = self.cache.counts["checkpointed_tokens"]
+        self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
+        return int(self.cache.counts["checkpointed_tokens"] - before)
 
     def evict(self, tokens: int) -> int:
         """Reclaim at least so many device slots, as far as there are any; return how many."""

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_bench.bare_cache import BareEngine
 from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from srt.kv_checkpoint.bare_cache import BareEngine
 
 HEADS = ([1] * 40, [2] * 16, [3] * 3, [])
 TAILS = ([4] * 5, [5] * 33, [6])

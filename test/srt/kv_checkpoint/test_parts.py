@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from kv_bench.bare_cache import BareEngine
 from kv_bench.rows import new_request
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
@@ -34,6 +33,7 @@ from sglang_coserve.srt.kv_checkpoint.thread_streams import (
     current_stream,
     device_module,
 )
+from srt.kv_checkpoint.bare_cache import BareEngine
 
 OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
 

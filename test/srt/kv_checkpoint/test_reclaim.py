@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from kv_bench.bare_cache import BareEngine
 from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from srt.kv_checkpoint.bare_cache import BareEngine
 
 PROMPT_TOKENS = 40
 
@@ -20,7 +20,7 @@ def engine() -> BareEngine:
     )
 
 
-def give_way(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
+def retract(engine: BareEngine, rid: str, token: int, gate: threading.Event | None = None) -> None:
     """A request is computed, its copy is begun, which a gate keeps from ending; it is released."""
     request = new_request(rid, [token] * PROMPT_TOKENS, offline=True)
     assert engine.admit(request)
@@ -34,13 +34,13 @@ def test_a_copy_that_was_waited_for_in_vain_does_not_cost_the_later_ones() -> No
     bare, gate = engine(), threading.Event()
     copies = bare.copy_streams[0]
 
-    give_way(bare, "late", 1, gate)
+    retract(bare, "late", 1, gate)
     bare.evict(PROMPT_TOKENS)
     assert bare.cache.counts["dropped_tokens"] == PROMPT_TOKENS
     gate.set()
     copies.synchronize()
 
-    give_way(bare, "in time", 2)
+    retract(bare, "in time", 2)
     copies.synchronize()  # Done, but nobody has taken note of it.
     bare.evict(PROMPT_TOKENS)
     assert bare.cache.counts["dropped_tokens"] == PROMPT_TOKENS
@@ -49,7 +49,7 @@ def test_a_copy_that_was_waited_for_in_vain_does_not_cost_the_later_ones() -> No
 
 def test_one_reclaim_after_another_waits_once_for_a_copy_that_hangs() -> None:
     bare, gate = engine(), threading.Event()
-    give_way(bare, "late", 1, gate)
+    retract(bare, "late", 1, gate)
     waits: list[float] = []
     wait = bare.cache.copies.finish_all
 

@@ -1,14 +1,13 @@
 """The checkpointing cache with its pools, but without a model: requests are computed by arithmetic.
 
 The KV of a token is a number made of all tokens up to it, so whether a slot holds
-the right KV can be told at any time.
+the right KV can be checked at any time.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from kv_bench.pools import CacheEngine, KvShape
 from kv_bench.rows import tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 
 __all__ = ["BareEngine"]
 
@@ -49,11 +47,7 @@ class BareEngine(CacheEngine):
             device="cpu",
             host_times=host_slots / slots,
         )
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
         self.slots, self.page_tokens = slots, page_tokens
-        self.hooks = KvCheckpointing(self.cache)
-        self._decode = ForwardMode.DECODE
 
     # --- Requests ----------------------------------------------------------------------------
 
@@ -95,10 +89,6 @@ class BareEngine(CacheEngine):
         else:
             self._rows.preempt(req)
         self.running.remove(req)
-
-    def checkpoint(self) -> None:
-        """Begin the copies of this step, as a scheduler does."""
-        self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
 
     # --- Checks --------------------------------------------------------------------------
 
