@@ -11,7 +11,6 @@ knows nothing of the other one.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,11 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench_interference import TRAFFIC, run
 from common.results import write_results
 from interference_bench.engine import RunOutcome
-from interference_bench.load import Load
-from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
+from interference_bench.session import RATES, add_load_flags, engine_flags, measured
 from interference_bench.systems import ALONE, SYSTEMS
 
 _AGREES: Final = 0.15
@@ -33,57 +30,55 @@ _AGREES: Final = 0.15
 def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
-    console = Console(stderr=True)
-    names = [ALONE, *options.systems]
+    systems = {name: SYSTEMS[name] for name in (ALONE, *options.systems)}
     rows: list[dict[str, Any]] = []
-    with (
-        engines({name: SYSTEMS[name] for name in names}, options) as running,
-        Progress(console=console) as progress,
-    ):
-        loads = [(kind, share) for kind in options.traffic for share in options.load]
-        bar = progress.add_task("running", total=options.repeats * len(loads) * len(names))
-        rates = {
-            kind: full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
-            for kind in options.traffic
-        }
-        for repeat in range(options.repeats):
-            for kind, share in loads:
-                load = Load(
-                    TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat, **OFFLINE
-                )
-                outcomes = {}
-                for name in random.Random(repeat).sample(names, len(names)):
-                    progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
-                    outcomes[name] = run(running[name], SYSTEMS[name], load)
-                    progress.advance(bar)
-                for name in options.systems:
-                    of = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
-                    rows.append({**of, **compared(outcomes[name], outcomes[ALONE])})
-                write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    with Progress(console=Console(stderr=True)) as progress:
+        for rates, runs in measured(systems, options, sums, progress):
+            rows = compared(runs)
+            write_results(options.out, options, **{RATES: rates}, rows=rows)
     print_table(rows)
 
 
-def compared(outcome: RunOutcome, alone: RunOutcome) -> dict[str, Any]:
+def sums(outcome: RunOutcome) -> dict[str, Any]:
     """Return what was measured and what was billed, in seconds over all requests of a run."""
     assert not outcome.num_unfinished, "all online requests end"
-    assert not alone.num_unfinished, "all online requests end"
-    ttft_s = sum(outcome.ttft_s) - sum(alone.ttft_s)
-    gaps_s = sum(outcome.gaps_s) - sum(alone.gaps_s)
-    billed_s = outcome.bill["ttft_s"] + outcome.bill["gaps_s"]
     return {
         "online": len(outcome.ttft_s),
-        "alone_s": sum(alone.ttft_s) + sum(alone.gaps_s),
-        "measured_s": ttft_s + gaps_s,
-        "measured_ttft_s": ttft_s,
-        "measured_gaps_s": gaps_s,
-        "billed_s": billed_s,
-        "billed_ttft_s": outcome.bill["ttft_s"],
-        "billed_gaps_s": outcome.bill["gaps_s"],
-        "billed_late_only_s": outcome.bill["late_only_s"],
-        "billed_requests": outcome.bill["requests"],
-        "ratio": billed_s / (ttft_s + gaps_s),
+        "ttft_s": sum(outcome.ttft_s),
+        "gaps_s": sum(outcome.gaps_s),
+        "bill": outcome.bill,
         "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
     }
+
+
+def compared(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs with offline requests, each beside that of the same requests without."""
+    of_load = ("repeat", "traffic", "load")
+    alone_at = {tuple(run[name] for name in of_load): run for run in runs if run["system"] == ALONE}
+    rows = []
+    for run in runs:
+        if run["system"] == ALONE:
+            continue
+        alone, bill = alone_at[tuple(run[name] for name in of_load)], run["bill"]
+        ttft_s, gaps_s = run["ttft_s"] - alone["ttft_s"], run["gaps_s"] - alone["gaps_s"]
+        billed_s = bill["ttft_s"] + bill["gaps_s"]
+        rows.append(
+            {
+                **{name: run[name] for name in (*of_load, "system", "online")},
+                "alone_s": alone["ttft_s"] + alone["gaps_s"],
+                "measured_s": ttft_s + gaps_s,
+                "measured_ttft_s": ttft_s,
+                "measured_gaps_s": gaps_s,
+                "billed_s": billed_s,
+                "billed_ttft_s": bill["ttft_s"],
+                "billed_gaps_s": bill["gaps_s"],
+                "billed_late_only_s": bill["late_only_s"],
+                "billed_requests": bill["requests"],
+                "ratio": billed_s / (ttft_s + gaps_s),
+                "offline_tokens_per_s": run["offline_tokens_per_s"],
+            }
+        )
+    return rows
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -122,12 +117,14 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = engine_flags(__doc__, seconds=60.0)
-    systems = [name for name in SYSTEMS if name.startswith("coserve")]
+    systems = [
+        name
+        for name, system in SYSTEMS.items()
+        if name.startswith("coserve") and system.stock_share is None
+    ]
     usual = ["coserve", "coserve, slowdown 10%"]
     parser.add_argument("--systems", nargs="+", choices=systems, default=usual)
-    parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
-    parser.add_argument("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
-    parser.add_argument("--repeats", type=int, default=3)
+    add_load_flags(parser)
     return parser.parse_args()
 
 

@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench_interference import TRAFFIC
 from common.results import write_results
-from interference_bench.load import Load
+from interference_bench.load import TRAFFIC, Load
 from interference_bench.session import OFFLINE, engine_flags, engines
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.control.slo import parse_slo

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FLOOD", "MODEST", "Load", "OnlineArrival", "OnlineTraffic"]
+__all__ = ["FLOOD", "MODEST", "TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic"]
 
 MODEST: Final = "modest"
 FLOOD: Final = "flood"
@@ -20,6 +20,12 @@ class OnlineTraffic:
 
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
+
+
+TRAFFIC: Final[Mapping[str, OnlineTraffic]] = {
+    "prompts": OnlineTraffic((32, 256), (1, 4)),
+    "outputs": OnlineTraffic((32, 256), (8, 48)),
+}
 
 
 @dataclass(frozen=True, slots=True)

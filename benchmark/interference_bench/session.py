@@ -1,22 +1,39 @@
-"""What the benchmarks on a clock of CPU time share: engines, their flags, the rate of full load."""
+"""What the benchmarks on a clock of CPU time share: engines, their flags, one load for all."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from rich.progress import Progress
+
 from common.own_process import OwnProcess
 from interference_bench.engine import CpuClockEngine, RunOutcome
-from interference_bench.load import Load, OnlineTraffic
-from interference_bench.systems import EngineSystem
+from interference_bench.load import TRAFFIC, Load, OnlineTraffic
+from interference_bench.report import held_to_stock
+from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-__all__ = ["OFFLINE", "engine_flags", "engines", "full_rate_per_s"]
+__all__ = [
+    "OFFLINE",
+    "RATES",
+    "add_load_flags",
+    "engine_flags",
+    "engines",
+    "full_rate_per_s",
+    "measured",
+]
+
+RATES: Final = "requests_per_s_at_full_load"
+"""Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 OFFLINE: Final[Mapping[str, Any]] = {
@@ -38,6 +55,23 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
     add("--model-path", type=Path, help="default: 12 layers of width 128")
     add("--out", type=Path, help="write the figures as JSON")
     return parser
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``measured``."""
+    add = parser.add_argument
+    add("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
+    add("--repeats", type=int, default=3)
+    add("--offline", nargs=2, type=int, default=[512, 32], metavar="TOKENS")
+    add("--in-flight", type=int, default=16, help="offline requests")
+    add(
+        "--rates-of",
+        type=Path,
+        metavar="JSON",
+        help="an earlier --out: what load a request makes is taken from there, so that two "
+        "versions get the same requests",
+    )
 
 
 @contextmanager
@@ -67,3 +101,58 @@ def full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) 
     """
     outcome: RunOutcome = engine.call("run", Load(traffic, 1.0, seconds, seed=99))
     return len(outcome.ttft_s) / outcome.busy_s
+
+
+def measured(
+    systems: Mapping[str, EngineSystem],
+    options: argparse.Namespace,
+    figures: Callable[[RunOutcome], Mapping[str, Any]],
+    progress: Progress,
+) -> Iterator[tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]]:
+    """Run systems under the same loads; yield the rates of full load and all rows so far.
+
+    In each repeat all systems get the same requests, in a random order. ``figures`` are those of
+    a row. No engine runs while the caller has its turn.
+    """
+    rates = json.loads(options.rates_of.read_text())[RATES] if options.rates_of else {}
+    loads = [(kind, share) for kind in options.traffic for share in options.load]
+    missing = [kind for kind in options.traffic if kind not in rates]
+    num_runs = options.repeats * len(loads) * len(systems) + len(missing)
+    bar = progress.add_task("running", total=num_runs)
+    if missing:
+        with engines({ALONE: SYSTEMS[ALONE]}, options) as running:
+            for kind in missing:
+                progress.update(bar, description=f"{kind}: how many make what load")
+                rates[kind] = full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+                progress.advance(bar)
+    offline = {
+        "offline_prompt_tokens": options.offline[0],
+        "offline_output_tokens": options.offline[1],
+        "offline_in_flight": options.in_flight,
+    }
+    rows: list[dict[str, Any]] = []
+    for kind, share in loads:
+        # Each load has engines of its own, which remember no other traffic.
+        for of_turn in _turns(systems, rows, kind, share):
+            with engines(of_turn, options) as running:
+                for repeat in range(options.repeats):
+                    load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
+                    for name in random.Random(repeat).sample(list(of_turn), len(of_turn)):
+                        progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
+                        head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
+                        own = replace(load, **offline) if of_turn[name].has_offline else load
+                        outcome: RunOutcome = running[name].call("run", own)
+                        rows.append({**head, **figures(outcome)})
+                        progress.advance(bar)
+            yield rates, rows
+
+
+def _turns(
+    systems: Mapping[str, EngineSystem], rows: Sequence[Mapping[str, Any]], kind: str, share: float
+) -> Iterator[Mapping[str, EngineSystem]]:
+    """Yield the systems that run together: those held to what stock SGLang got come last."""
+    yield {name: system for name, system in systems.items() if system.stock_share is None}
+    held = {name: system for name, system in systems.items() if system.stock_share is not None}
+    if held:
+        of_load = [one for one in rows if (one["traffic"], one["load"]) == (kind, share)]
+        yield {name: held_to_stock(system, of_load) for name, system in held.items()}
