@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.machine import describe_machine
+from common.missing_parts import measure_missing
 from common.results import markdown_table, write_json
 from kv_bench import parts as kv_parts
 from kv_bench.device_cache import KvEngine
@@ -43,29 +44,14 @@ def main() -> int:
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     found |= {"machine": describe_machine(), "targets": TARGETS}
     figures: dict[str, dict[str, Any]] = found.setdefault("figures", {})
+    write = partial(write_json, options.out, found)
+    is_complete = True
     for page_tokens in (1, 16):
-        measure(parts_of(page_tokens, options), figures, found, options.out)
+        is_complete &= measure_missing(parts_of(page_tokens, options), figures, write)
     if cpu.has_cuda():
-        measure(race(), figures, found, options.out)
+        is_complete &= measure_missing(race(), figures, write)
     print(table(figures))
-    return int(any("failed" in values for values in figures.values()))
-
-
-def measure(
-    parts: Mapping[str, Part],
-    figures: dict[str, dict[str, Any]],
-    found: Mapping[str, Any],
-    out: Path,
-) -> None:
-    """Measure the parts that gave no figures yet; write the file after each."""
-    for name, part in parts.items():
-        if "failed" not in figures.get(name, {"failed": "not measured yet"}):
-            continue
-        try:
-            figures[name] = part()
-        except Exception as error:
-            figures[name] = {"failed": repr(error)[:2000]}
-        write_json(out, found)
+    return int(not is_complete)
 
 
 def parts_of(page_tokens: int, options: argparse.Namespace) -> dict[str, Part]:

@@ -25,13 +25,15 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from common.machine import describe_machine
+from common.missing_parts import measure_missing
 from common.own_process import OwnProcess
 from common.results import markdown_table, write_json
 from safepoint_bench.system import MeasuredEngine, SystemSpec
@@ -217,33 +219,28 @@ def main() -> int:
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     results |= {"command": " ".join(["python", *sys.argv]), "machine": describe_machine()}
     results["targets"] = TARGETS
-    failed: list[str] = []
 
-    def measured(found: dict[str, Any], name: str, measure: Any, *arguments: Any) -> None:
-        """Measure once; what fails costs none of the others, and is tried again later."""
-        if name in found:
-            return
-        try:
-            found[name] = measure(args, *arguments)
-        except (Exception, SystemExit) as error:
-            failed.append(f"{name}: {error}")
-            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+    def write() -> None:
         write_json(args.out, results)
         args.out.with_suffix(".md").write_text(as_markdown(results))
 
     on_gpu = cpu.has_cuda()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {}
     for name, measure in (("stream", measure_stream), ("decode", measure_decode)):
         if name in args.parts and on_gpu:
-            measured(results, name, measure)
+            parts[name] = partial(measure, args)
         elif name in args.parts:
             print(f"no CUDA device: the part {name!r} is left out")
+    is_complete = measure_missing(parts, results, write)
     if "engine" in args.parts:
-        engines = results.setdefault("engine", {})
-        for kind in args.graphs if on_gpu else ["eager"]:
-            for interval in (0, args.interval):
-                measured(engines, f"{kind}, {interval}", measure_engine, kind, interval)
+        engines = {
+            f"{kind}, {interval}": partial(measure_engine, args, kind, interval)
+            for kind in (args.graphs if on_gpu else ["eager"])
+            for interval in (0, args.interval)
+        }
+        is_complete &= measure_missing(engines, results.setdefault("engine", {}), write)
     print(as_markdown(results))
-    return int(bool(failed))
+    return int(not is_complete)
 
 
 if __name__ == "__main__":
