@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kv_bench.device_cache import KvEngine
-from safepoint_bench.stream import decoder_layers
+from safepoint_bench.stream import decoder_layers, device_ms
 
 __all__ = ["decode_interference", "late_write"]
 
@@ -39,16 +38,9 @@ class DecodeStep:
 
     def ms(self, before: Callable[[], object] = lambda: None) -> float:
         """Return the device's median time for a step; ``before`` is called before each."""
-        times: list[float] = []
-        for _ in range(_STEPS):
-            before()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self._graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times[_STEPS // 4 :])
+        return device_ms(
+            lambda _: self._graph.replay(), range(_STEPS), skipped=_STEPS // 4, before=before
+        )
 
 
 def decode_interference(engine: KvEngine, model_path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the engine would have them captured.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from safepoint_bench.stream import decoder_layers, raise_after
+from safepoint_bench.stream import decoder_layers, stop_delays_ms
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
 __all__ = ["measure_decode_graphs"]
@@ -94,7 +92,8 @@ def measure_decode_graphs(model_path: Path) -> dict[str, Any]:
         raise RuntimeError("the grouped graphs compute something else than the whole one")
     whole_ms = step_ms(variants.replay)
     grouped_ms = step_ms(lambda: variants.armed(2))
-    delays_ms = stop_delays_ms(variants, grouped_ms)
+    batches = range(100, 100 + _STOPS)
+    delays_ms = sorted(stop_delays_ms(variants.flag, variants.armed, batches, grouped_ms))
     after = variants.armed(10_000)
     torch.cuda.synchronize()
     return {
@@ -120,20 +119,3 @@ def step_ms(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began_s) * 1e3)
     return sorted(times)[len(times) // 2]
-
-
-def stop_delays_ms(variants: Variants, step_ms: float) -> list[float]:
-    """Return, ascending, times from a flag raised at random until the device is free."""
-    rng, delays = random.Random(0), []
-    for batch in range(100, 100 + _STOPS):
-        variants.flag.lower()
-        raised = raise_after(variants.flag, rng.uniform(0.0, step_ms * 1e-3), batch)
-        try:
-            variants.armed(batch)
-        except ForwardPreempted:
-            torch.cuda.synchronize()
-            delays.append((time.perf_counter() - raised()) * 1e3)
-        raised()
-        torch.cuda.synchronize()
-    variants.flag.lower()
-    return sorted(delays)

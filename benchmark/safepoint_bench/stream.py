@@ -18,7 +18,14 @@ from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
-__all__ = ["DecoderLayer", "Stack", "decoder_layers", "raise_after", "safepoint_us"]
+__all__ = [
+    "DecoderLayer",
+    "Stack",
+    "decoder_layers",
+    "device_ms",
+    "safepoint_us",
+    "stop_delays_ms",
+]
 
 
 class DecoderLayer(nn.Module):  # type: ignore[misc]
@@ -91,34 +98,58 @@ class Stack:
 
     def pass_ms(self, x: torch.Tensor, repeats: int) -> float:
         """Return the device's median time for a pass; the host waits for the end of each."""
-        times = []
-        for batch in range(1, repeats + 4):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self.run(x, batch)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return float(np.median(times[3:]))
+        return device_ms(lambda batch: self.run(x, batch), range(1, repeats + 4), skipped=3)
 
     def delays_ms(self, x: torch.Tensor, pass_ms: float, repeats: int) -> list[float]:
         """Return times from the flag until the device is free, flags raised at random."""
-        rng, delays = random.Random(0), []
-        for batch in range(1, repeats + 1):
-            self.flag.lower()
-            raised = raise_after(self.flag, rng.uniform(0.0, pass_ms * 1e-3), batch)
-            try:
-                self.run(x, batch)
-            except ForwardPreempted:
-                torch.cuda.synchronize()
-                delays.append((time.perf_counter() - raised()) * 1e3)
-            else:
-                torch.cuda.synchronize()
-                raised()
-        return delays
+        batches = range(1, repeats + 1)
+        return stop_delays_ms(self.flag, lambda batch: self.run(x, batch), batches, pass_ms)
 
 
-def raise_after(flag: PreemptionFlag, delay_s: float, batch: int) -> Callable[[], float]:
+def device_ms(
+    run: Callable[[int], object],
+    batches: range,
+    *,
+    skipped: int,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """Return the device's median time for a run, without the first ones.
+
+    ``before`` is called before each; the host waits for the end of each.
+    """
+    times = []
+    for batch in batches:
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(batch)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(np.median(times[skipped:]))
+
+
+def stop_delays_ms(
+    flag: PreemptionFlag, run: Callable[[int], object], batches: range, run_ms: float
+) -> list[float]:
+    """Return times from a flag raised at random within a run until the device is free."""
+    rng, delays = random.Random(0), []
+    for batch in batches:
+        flag.lower()
+        raised = _raise_after(flag, rng.uniform(0.0, run_ms * 1e-3), batch)
+        try:
+            run(batch)
+        except ForwardPreempted:
+            torch.cuda.synchronize()
+            delays.append((time.perf_counter() - raised()) * 1e3)
+        else:
+            torch.cuda.synchronize()
+            raised()
+    flag.lower()
+    return delays
+
+
+def _raise_after(flag: PreemptionFlag, delay_s: float, batch: int) -> Callable[[], float]:
     """Raise the flag from another thread; the returned function waits, and says when."""
     times: list[float] = []
 
