@@ -40,7 +40,7 @@ _HEADERS: Final = {"content-type": "application/x-ndjson"}
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
+class _SentAttempt:
     request: LineRequest
     on_tokens: Callable[[Sequence[int]], None]
     on_prompt: Callable[[int], None]
@@ -58,7 +58,7 @@ class EngineStream:
         self._session = session
         self._url = url
         self._ids = count(1)
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, _SentAttempt] = {}
         self._unsent: dict[int, bytes] = {}
         """Calls, by the ids of their attempts."""
 
@@ -86,7 +86,7 @@ class EngineStream:
         """See ``EngineConnection.run``; ``attempt`` is ``request`` as it is sent."""
         number, result = next(self._ids), asyncio.get_running_loop().create_future()
         self._send(LineCall(number, attempt))
-        self._attempts[number] = _Attempt(request, on_tokens, on_prompt, result)
+        self._attempts[number] = _SentAttempt(request, on_tokens, on_prompt, result)
         try:
             found: LineResult = await result
             return found

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
+class _RunningAttempt:
     request: LineRequest
     task: asyncio.Task[LineResult]
     moved: str | None = None
@@ -69,7 +69,7 @@ class LineStream:
         self._refusal = refusal
         self._reader = CallReader(limits)
         self._now_s = now_s
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, _RunningAttempt] = {}
         self._tokens: dict[int, list[int]] = {}
         """New ones, of each attempt."""
 
@@ -96,7 +96,7 @@ class LineStream:
         for attempt in self._attempts.values():
             self._hand_back(attempt, why)
 
-    def _hand_back(self, attempt: _Attempt, why: str) -> None:
+    def _hand_back(self, attempt: _RunningAttempt, why: str) -> None:
         if attempt.moved is None:
             attempt.moved = why
             if self._backend.hand_back(attempt.request):
@@ -208,7 +208,7 @@ class LineStream:
             request = request_of(attempt, self._now_s())
             on_tokens = partial(self._add_tokens, number)
             task = asyncio.ensure_future(self._backend.run(request, on_tokens))
-            self._attempts[number] = _Attempt(request, task)
+            self._attempts[number] = _RunningAttempt(request, task)
             # As a callback: a task that is cancelled before it starts runs no code.
             task.add_done_callback(partial(self._end, number))
 

@@ -60,7 +60,7 @@ class SampleFile:
 
     def append(self, measurement: ShapeTiming) -> None:
         """Append a measurement; it has been written when this returns."""
-        self._write(_Line.of(measurement).model_dump())
+        self._write(_SampleLine.of(measurement).model_dump())
         self.measurements.append(measurement)
 
     def _write(self, fields: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class SampleFile:
         self._file.flush()
 
 
-class _Line(JsonDocument):
+class _SampleLine(JsonDocument):
     """A measurement as stored in the file."""
 
     prefill_tokens: tuple[PositiveInt, ...]
@@ -77,7 +77,7 @@ class _Line(JsonDocument):
     runs_s: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
     @classmethod
-    def of(cls, measurement: ShapeTiming) -> _Line:
+    def of(cls, measurement: ShapeTiming) -> _SampleLine:
         """Return the line of a measurement."""
         shape = measurement.shape
         return cls(
@@ -113,7 +113,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ShapeTiming], int]:
     measurements = []
     for number, line in enumerate(lines[1:], start=2):
         source = f"{path}:{number}"
-        measurements.append(read_json(_Line, line, source).measurement(source))
+        measurements.append(read_json(_SampleLine, line, source).measurement(source))
     return header, measurements, length
 
 

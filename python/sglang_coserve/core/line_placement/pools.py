@@ -31,7 +31,7 @@ class Move(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _RunningLine:
     engine: str
     tokens: int
     """Of context, as far as known."""
@@ -54,7 +54,7 @@ class LinePools:
 
     def __init__(self) -> None:
         self._open: dict[str, Pool | None] = {}
-        self._lines: dict[Hashable, _Line] = {}
+        self._lines: dict[Hashable, _RunningLine] = {}
         self._prompts: dict[Hashable, int] = {}
         self._waited: dict[str, int] = {}
         """Offline requests that waited in a strict engine when it was looked at last."""
@@ -82,7 +82,7 @@ class LinePools:
     def start(self, line: Hashable, engine: str, generated_tokens: int, now_s: float) -> None:
         """An engine begins with a line, or goes on with it."""
         tokens = self._prompts.get(line, 0) + generated_tokens
-        self._lines[line] = _Line(engine, tokens, now_s)
+        self._lines[line] = _RunningLine(engine, tokens, now_s)
 
     def has_prompt(self, line: Hashable, tokens: int) -> None:
         """A line that an engine has can be asked back from it, and its prompt is so long."""
