@@ -87,6 +87,12 @@ class KvEngine(CacheEngine):
         """Return where the KV of a request's first tokens is."""
         return self.table.req_to_token[compat.slot_of(req), :tokens].long()
 
+    def cached_slots(self, req: Req) -> torch.Tensor:
+        """Match a request that waits with the cache; return where its KV is on the device."""
+        req.init_next_round_input(self.cache)
+        root_id = self.cache.root_node.id
+        return self.cache.tree_core.collect_full_device_indices(req.last_node, root_id).long()
+
     def device_kv(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the KV in some slots, of all layers: (2, layers, slots, heads, head size)."""
         stacks = ([b[slots] for b in buffers] for buffers in (self.kv.k_buffer, self.kv.v_buffer))

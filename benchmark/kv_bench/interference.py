@@ -120,7 +120,6 @@ def late_write(engine: KvEngine, trials: int, *, is_ordered: bool) -> dict[str, 
         engine.load(req, len(slots))
         torch.cuda.synchronize()
         engine.cache.check_hicache_events()
-        req.init_next_round_input(engine.cache)
-        found = engine.device_kv(req.prefix_indices.long())
+        found = engine.device_kv(engine.cached_slots(req))
         corrupted += not torch.equal(found, before)
     return {"trials": trials, "corrupted": corrupted, "is_ordered": is_ordered}

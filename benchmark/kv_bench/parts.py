@@ -119,9 +119,9 @@ def resume(engine: KvEngine, tokens: int, budget_tokens: int, repeats: int) -> d
         engine.load(req, budget_tokens)
         engine.synchronize()
         times_ms.append((time.perf_counter() - began_s) * 1e3)
-        req.init_next_round_input(engine.cache)
-        assert len(req.prefix_indices) == tokens, f"{len(req.prefix_indices)} tokens came back"
-        is_equal &= bool((engine.device_kv(req.prefix_indices.long()) == before).all())
+        cached = engine.cached_slots(req)
+        assert len(cached) == tokens, f"{len(cached)} tokens came back"
+        is_equal &= bool((engine.device_kv(cached) == before).all())
     took_ms = statistics.median(times_ms)
     gigabytes = tokens * engine.shape.bytes_per_token / 1e9
     return {
