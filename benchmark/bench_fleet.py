@@ -13,26 +13,26 @@ a length. Gateways share the cores with the engines.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from common.batch_server import openai_client, upload, wait_until
+import openai
+
+from common.batch_server import openai_client, wait_until
 from common.failures import RunFailedError, exit_status
 from common.figures import Figure, all_met, report
-from common.input_file import COMPLETIONS, write_lines
+from common.input_file import write_lines
 from common.model import ServedModel, prepare_model
+from fleet_bench.pinned_engine import begin_batch, gateway, pinned_engine
 from sglang_coserve.local_server import LocalServer
 
-_KEY: Final = "the engines' admin key"
-_READY_S: Final = 300.0
 _BATCH_S: Final = 1200.0
 _POLL_S: Final = 0.1
 
@@ -57,14 +57,16 @@ def run(options: argparse.Namespace) -> list[Figure]:
         work = Path(directory)
         model = prepare_model(options.model_path, work)
         urls = [
-            stack.enter_context(_engine(work, model.path, core, options)).base_url
+            stack.enter_context(
+                pinned_engine(model.path, core, work / f"engine-{core}.log", *options.server_flag)
+            ).base_url
             for core in options.cores
         ]
         apart = [
-            stack.enter_context(_gateway(work, f"gateway-{number}", [url]))
+            stack.enter_context(gateway(work / f"gateway-{number}", [url]))
             for number, url in enumerate(urls)
         ]
-        together = stack.enter_context(_gateway(work, "gateway", urls))
+        together = stack.enter_context(gateway(work / "gateway", urls))
         measured = {
             "one": [_Gateway(apart[0], 1)],
             "together": [_Gateway(together, len(urls))],
@@ -91,45 +93,39 @@ def _served(
 ) -> float:
     """Serve a batch over each gateway at the same time; return their output tokens a second."""
     with ExitStack() as stack:
-        batches = []
-        for gateway in gateways:
+        batches: list[tuple[openai.OpenAI, str]] = []
+        start_s: list[float] = []
+        for each in gateways:
             source = work / "in.jsonl"
             write_lines(
                 source,
-                options.lines * gateway.num_engines,
+                options.lines * each.num_engines,
                 vocab_size=model.vocab_size,
                 prompt_tokens=options.length[0],
                 output_tokens=options.length[1],
                 seed=rng.randrange(1 << 30),
             )
-            client = stack.enter_context(openai_client(gateway.server.base_url))
-            batches.append((client, upload(client, source)))
-        start_s = time.monotonic()
-        window: Any = "30d"
-        running = [
-            (
-                client,
-                client.batches.create(
-                    input_file_id=file_id, endpoint=COMPLETIONS, completion_window=window
-                ).id,
-            )
-            for client, file_id in batches
-        ]
+            client = stack.enter_context(openai_client(each.server.base_url))
+            start_s.append(time.monotonic())
+            batches.append((client, begin_batch(client, source)))
         ends_s: dict[str, float] = {}
 
         def all_done() -> bool:
-            for client, batch_id in running:
+            for client, batch_id in batches:
                 batch = client.batches.retrieve(batch_id)
                 if batch.status == "completed" and batch_id not in ends_s:
                     ends_s[batch_id] = time.monotonic()
                 elif batch.status in ("failed", "expired", "cancelled"):
                     raise RunFailedError(f"a batch is {batch.status}: {batch.errors}")
-            return len(ends_s) == len(running)
+            return len(ends_s) == len(batches)
 
         wait_until(all_done, _BATCH_S, "the batches to be served", _POLL_S)
+    spans_s = [
+        ends_s[batch_id] - begun_s for (_, batch_id), begun_s in zip(batches, start_s, strict=True)
+    ]
     return sum(
-        options.lines * gateway.num_engines * options.length[1] / (ends_s[batch_id] - start_s)
-        for gateway, (_, batch_id) in zip(gateways, running, strict=True)
+        options.lines * each.num_engines * options.length[1] / span_s
+        for each, span_s in zip(gateways, spans_s, strict=True)
     )
 
 
@@ -144,40 +140,6 @@ def _figures(found: dict[str, list[float]], num_engines: int) -> list[Figure]:
         Figure("one gateway ÷ one engine", "", tuple(by_one)),
         Figure("one gateway ÷ a gateway each", "", tuple(by_apart), at_least=0.95),
     ]
-
-
-@contextmanager
-def _engine(
-    work: Path, model_path: str, core: int, options: argparse.Namespace
-) -> Iterator[LocalServer]:
-    """Run an engine, all of its processes on one core."""
-    flags = ["--model-path", model_path, "--dtype", "float32", "--log-level", "warning"]
-    server = LocalServer(
-        [*flags, "--admin-api-key", _KEY, *options.server_flag],
-        log_path=work / f"engine-{core}.log",
-        ready_timeout_s=_READY_S,
-        extra_env={"OMP_NUM_THREADS": "1"},
-    )
-    cores = os.sched_getaffinity(0)
-    # Processes have the affinity of the one that starts them.
-    os.sched_setaffinity(0, {core})
-    try:
-        server.start()
-        os.sched_setaffinity(0, cores)
-        yield server
-    finally:
-        os.sched_setaffinity(0, cores)
-        server.stop()
-
-
-def _gateway(work: Path, name: str, urls: Sequence[str]) -> LocalServer:
-    engines = [flag for url in urls for flag in ("--engine", url)]
-    return LocalServer(
-        ["--coserve-data-dir", str(work / name), *engines],
-        log_path=work / f"{name}.log",
-        module="sglang_coserve.fleet",
-        extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY},
-    )
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:

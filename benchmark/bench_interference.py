@@ -1,6 +1,6 @@
 """What offline work costs online requests, and what it gets: engines on a clock of CPU time.
 
-    python benchmark/bench_interference.py --repeats 3 --out benchmark/results/interference_cpu.json
+    python benchmark/bench_interference.py --repeats 3 --out interference.json
 
 Every system is a real scheduler, model and event loop in one thread of a process of its own.
 Its clock is the CPU time of that thread, so that other work on the machine counts only by

@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
             flags,
             work,
             ready_timeout_s=options.ready_timeout,
+            spares_one=options.router is not None,
             seed=options.seed,
         )
         began_s = time.monotonic()

@@ -24,6 +24,12 @@ __all__ = ["INJURIES", "FleetProcesses"]
 _KEY: Final = "the engines' admin key"
 _END_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.2
+_REJOIN_S: Final = 5.0
+"""Within it a router sends requests to an engine that is up again."""
+
+_BUSY_NICENESS: Final = 10
+"""Of engines that serve, so that one that starts need not wait for them where cores are few."""
+
 _FROZEN_S: Final = 25.0
 """Longer than a gateway listens to an engine that says nothing."""
 
@@ -38,8 +44,19 @@ class FleetProcesses:
         directory: Path,
         *,
         ready_timeout_s: float,
+        spares_one: bool,
         seed: int,
     ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            count: Engines.
+            engine_flags: Of each of them.
+            directory: Where logs and the gateway's data go.
+            ready_timeout_s: How long a start may take.
+            spares_one: Never hurt all engines at a time, as a router must have one to send to.
+            seed: Of which engine is hurt.
+        """
         self._rng = random.Random(seed)
         self._engines = [
             LocalServer(
@@ -61,6 +78,7 @@ class FleetProcesses:
         )
         self.base_url = self._gateway.base_url
         self._restarts: list[threading.Thread] = []
+        self._spared = 1 if spares_one else 0
         self._hurt: set[LocalServer] = set()
         self._is_ending = False
         self.injuries: dict[str, int] = dict.fromkeys(INJURIES, 0)
@@ -178,7 +196,7 @@ class FleetProcesses:
 
     def _hurt_engine(self, hurt: Callable[[LocalServer], None]) -> bool:
         well = [engine for engine in self._engines if engine not in self._hurt]
-        if not well:
+        if len(well) <= self._spared:
             return False
         self._begin_to_hurt(self._rng.choice(well), hurt)
         return True
@@ -212,11 +230,18 @@ class FleetProcesses:
             hurt(engine)
         if engine.has_ended and not self._is_ending:
             self._start(engine)
+            if self._spared:
+                time.sleep(_REJOIN_S)
         self._hurt.discard(engine)
 
     def _start(self, engine: LocalServer) -> None:
         try:
             engine.start()
+            server = psutil.Process(engine.pid)
+            for process in (server, *server.children(recursive=True)):
+                process.nice(_BUSY_NICENESS)
+        except psutil.NoSuchProcess:
+            pass  # It has ended already; whoever did that will see.
         except StartupError as error:
             if not self._is_ending:
                 self.failures.append(str(error))

@@ -117,7 +117,7 @@ class Engine:
             self._due.append((begin_s + request.at_s, rid, request))
         num_online = len(self._due)
         prompts = load.offline_prompts(self._vocab_size)
-        end_s, busy_s = begin_s + load.seconds, 0.0
+        end_s, busy_s = begin_s + load.seconds, self._busy_s
 
         def receive() -> list[Any]:
             nonlocal busy_s

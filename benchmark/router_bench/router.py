@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -11,9 +14,19 @@ import httpx
 
 from sglang_coserve.local_server import ChildServer, free_port
 
-__all__ = ["Router"]
+__all__ = ["COMMANDS", "Router", "router_command"]
+
+COMMANDS: Final = {"smg": "COSERVE_SMG", "sglang-router": "COSERVE_SGLANG_ROUTER"}
+"""Of the routers; a variable of the environment may say where one is."""
 
 _READY_S: Final = 60.0
+
+
+def router_command(name: str) -> Path | None:
+    """Return where a router's command is, or None: by its variable, beside Python, on the PATH."""
+    beside = str(Path(sys.executable).parent)
+    path = os.environ.get(COMMANDS[name]) or shutil.which(name, path=beside) or shutil.which(name)
+    return None if path is None else Path(path)
 
 
 class Router(ChildServer):

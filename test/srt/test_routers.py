@@ -1,14 +1,12 @@
 """Real routers in front of two real engines, one of them full of offline work.
 
-Routers are not installed with the project: name their commands in ``COSERVE_SMG`` and
-``COSERVE_SGLANG_ROUTER``, or have them on the ``PATH``.
+``smg`` is installed with what tests need. ``sglang-router`` is not, since it has a command of that
+name, too: name its own in ``COSERVE_SGLANG_ROUTER``, or have it on the ``PATH``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router_bench.router import Router
+from router_bench.router import COMMANDS, Router, router_command
 from router_bench.traffic import (
     OnlineRun,
     full_of_offline_work,
@@ -25,21 +23,15 @@ from router_bench.traffic import (
 )
 from sglang_coserve.local_server import LocalServer
 
-COMMANDS = {"smg": "COSERVE_SMG", "sglang-router": "COSERVE_SGLANG_ROUTER"}
 ADMIN_KEY = "admin secret"
 GIVE_UP_S = 120
 POLL_S = 1
 REQUESTS_PER_S, SECONDS = 5.0, 12.0
 
 
-def command(name: str) -> Path | None:
-    path = os.environ.get(COMMANDS[name]) or shutil.which(name)
-    return None if path is None else Path(path)
-
-
 @pytest.fixture(params=COMMANDS)
-def router_command(request: pytest.FixtureRequest) -> Path:
-    path = command(request.param)
+def command(request: pytest.FixtureRequest) -> Path:
+    path = router_command(request.param)
     if path is None:
         pytest.skip(f"{request.param} is not installed: name it in {COMMANDS[request.param]}")
     return path
@@ -48,7 +40,7 @@ def router_command(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def engines(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Two of them, for all routers; started only where there is one."""
-    if not any(map(command, COMMANDS)):
+    if not any(map(router_command, COMMANDS)):
         pytest.skip("no router is installed")
     flags = [
         *("--model-path", str(small_model), "--dtype", "float32", "--enable-metrics"),
@@ -68,7 +60,7 @@ def engines(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_a_router_does_not_keep_away_from_offline_work(
-    router_command: Path, engines: list[str], tmp_path: Path
+    command: Path, engines: list[str], tmp_path: Path
 ) -> None:
     """With the policy that goes by what engines report. By chance alone 60 requests would split
     as unevenly as 18 to 42 once in 500 runs."""
@@ -85,10 +77,10 @@ def test_a_router_does_not_keep_away_from_offline_work(
                 is_over=lambda: time.monotonic() > end_s,
             )
 
-    is_smg = router_command.name == "smg"
+    is_smg = command.name == "smg"
     flags = ("--load-monitor-interval", str(POLL_S)) if is_smg else ()
     log_path = tmp_path / "router.log"
-    with Router(router_command, "power_of_two", engines, log_path, *flags) as router:
+    with Router(command, "power_of_two", engines, log_path, *flags) as router:
         found = asyncio.run(run(router.base_url))
     assert not found.failures
     share = found.by_engine["first"] / sum(found.by_engine.values())
@@ -96,15 +88,15 @@ def test_a_router_does_not_keep_away_from_offline_work(
 
 
 def test_a_clients_errors_open_no_breaker(
-    router_command: Path, engines: list[str], tmp_path: Path
+    command: Path, engines: list[str], tmp_path: Path
 ) -> None:
     """``sglang-router`` takes a client's errors for the engine's unless its breaker is off."""
-    flags = () if router_command.name == "smg" else ("--disable-circuit-breaker",)
+    flags = () if command.name == "smg" else ("--disable-circuit-breaker",)
     log_path = tmp_path / "router.log"
     bad = {"text": "x", "sampling_params": {"max_new_tokens": 1, "top_p": 7}}
     good = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
     with (
-        Router(router_command, "round_robin", engines, log_path, *flags) as router,
+        Router(command, "round_robin", engines, log_path, *flags) as router,
         httpx.Client(base_url=router.base_url, timeout=60) as http,
     ):
         # Ten failures open one by default.
@@ -119,7 +111,7 @@ def test_a_clients_errors_open_no_breaker(
 
 @pytest.mark.heavy
 def test_a_drained_engine_gets_no_requests_and_loses_none(
-    router_command: Path, small_model: Path, tmp_path: Path
+    command: Path, small_model: Path, tmp_path: Path
 ) -> None:
     """Two engines of its own, whose operator has a key."""
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--admin-api-key", ADMIN_KEY]
@@ -135,7 +127,7 @@ def test_a_drained_engine_gets_no_requests_and_loses_none(
     with servers[0] as first, servers[1] as second:
         urls = [first.base_url, second.base_url]
         with (
-            Router(router_command, "round_robin", urls, tmp_path / "router.log", *checks) as router,
+            Router(command, "round_robin", urls, tmp_path / "router.log", *checks) as router,
             httpx.Client(base_url=router.base_url, timeout=60) as http,
         ):
 
