@@ -123,8 +123,9 @@ def _served(
     spans_s = [
         ends_s[batch_id] - begun_s for (_, batch_id), begun_s in zip(batches, start_s, strict=True)
     ]
+    output_tokens: int = options.lines * options.length[1]
     return sum(
-        options.lines * each.num_engines * options.length[1] / span_s
+        output_tokens * each.num_engines / span_s
         for each, span_s in zip(gateways, spans_s, strict=True)
     )
 

@@ -95,12 +95,16 @@ def read(path: Path) -> RecordedTraffic:
     return read_traffic(lines(), str(path))
 
 
-def figures(outcome: TrafficOutcome) -> dict[str, float]:
-    """Return the figures that are compared, by name."""
+def figures(outcome: TrafficOutcome) -> dict[str, Any]:
+    """Return the figures that are compared, by name; of a simulation, its single P99s, too."""
     ttft, itl = outcome.online.ttft, outcome.online.itl
     seconds = (ttft.p50_s, ttft.p99_s, itl.p50_s, itl.p99_s)
     values = [float("nan") if value is None else value * 1e3 for value in seconds]
-    return dict(zip(FIGURES, (*values, outcome.offline_tokens), strict=True))
+    found: dict[str, Any] = dict(zip(FIGURES, (*values, outcome.offline_tokens), strict=True))
+    if outcome.single:
+        p99s_s = [report.itl.p99_s for report in outcome.single]
+        found["single_itl_p99_ms"] = [value * 1e3 for value in p99s_s if value is not None]
+    return found
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_what_was_measured_is_read(
 
 
 def test_simulated_as_recorded_it_is_what_was_measured(traffic: RecordedTraffic) -> None:
-    found = compare_change(traffic, Change())
+    found = compare_change(traffic, Change(), runs=1)
     assert found is not None
     assert found.changed is None
     assert found.simulated.ttft_s == pytest.approx(found.recorded.ttft_s, rel=0.1)
@@ -109,8 +110,8 @@ def test_simulated_as_recorded_it_is_what_was_measured(traffic: RecordedTraffic)
 
 
 def test_more_offline_requests_are_more_tokens(traffic: RecordedTraffic) -> None:
-    more = compare_change(traffic, Change(more_offline=0.2))
-    fewer = compare_change(traffic, Change(more_offline=-0.5))
+    more = compare_change(traffic, Change(more_offline=0.2), runs=1)
+    fewer = compare_change(traffic, Change(more_offline=-0.5), runs=1)
     assert more is not None and more.changed is not None
     assert fewer is not None and fewer.changed is not None
     ratio = more.changed.offline_tokens / more.simulated.offline_tokens
@@ -133,7 +134,7 @@ def test_copies_are_spread_and_share_nothing(traffic: RecordedTraffic) -> None:
 
 def test_another_policy_and_other_slos_are_simulated(traffic: RecordedTraffic) -> None:
     change = Change(policy="online_only", slos=(parse_slo("ttft p99 <= 200ms"),))
-    found = compare_change(traffic, change)
+    found = compare_change(traffic, change, runs=1)
     assert found is not None and found.changed is not None
     assert found.changed.offline_tokens == 0
     assert "policy online_only, ttft p99 <= 200ms" in found.table()
@@ -141,7 +142,28 @@ def test_another_policy_and_other_slos_are_simulated(traffic: RecordedTraffic) -
 
 def test_the_same_twice_is_the_same(traffic: RecordedTraffic) -> None:
     change = Change(more_offline=0.3)
-    assert compare_change(traffic, change) == compare_change(traffic, change)
+    assert compare_change(traffic, change, runs=1) == compare_change(traffic, change, runs=1)
+
+
+def test_steps_of_other_runs_take_other_times(traffic: RecordedTraffic) -> None:
+    noisy = replace(traffic, noise_cv=0.3)
+    once, thrice = (compare_change(noisy, Change(), runs=runs) for runs in (1, 3))
+    assert once is not None and thrice is not None
+    singles = thrice.simulated.single
+    assert (len(once.simulated.single), len(singles)) == (0, 3)
+    assert singles[0] == once.simulated.online
+    assert len({report.itl.p99_s for report in singles}) == 3
+    assert thrice.simulated.online.n == 3 * once.simulated.online.n
+    p99s_s = [report.itl.p99_s or 0.0 for report in singles]
+    assert min(p99s_s) <= (thrice.simulated.itl_s or 0.0) <= max(p99s_s)
+    assert thrice.simulated.offline_tokens == pytest.approx(once.simulated.offline_tokens, rel=0.02)
+    assert "Single runs, as recorded: P99 TTFT" in thrice.sentence()
+    assert "Single runs" not in once.sentence()
+
+
+def test_no_run_is_refused(traffic: RecordedTraffic) -> None:
+    with pytest.raises(ConfigError, match="--runs 0"):
+        compare_change(traffic, Change(), runs=0)
 
 
 @pytest.mark.parametrize(("text", "share"), [("+20%", 0.2), ("-100%", -1.0), (" +2.5 % ", 0.025)])
@@ -177,10 +199,20 @@ def test_the_command_says_what_would_be_and_how_far_it_is_off(
 ) -> None:
     plans = tmp_path / "plans.jsonl"
     plans.write_text("".join(recording[0]))
-    output = run(str(plans), "--offline", "+20%", "--slo", "ttft p99 <= 1s", "tpot p99 <= 90ms")
+    output = run(
+        str(plans),
+        "--offline",
+        "+20%",
+        "--slo",
+        "ttft p99 <= 1s",
+        "tpot p99 <= 90ms",
+        "--runs",
+        "2",
+    )
     assert "recorded (measured)" in output
     assert "(simulated)" in output
     assert "is off by" in output
+    assert output.count("Single runs, ") == 2
     with pytest.raises(CoserveError, match="cannot be read"):
         run(str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match="time-limit"):

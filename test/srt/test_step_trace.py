@@ -1,4 +1,4 @@
-"""The ring of steps: which part of which step it shows, and that it stays small."""
+"""What is kept of steps: the ring of the last ones, which stays small, and how long tokens took."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_coserve.srt.monitoring.latencies import Latencies
+from sglang_coserve.srt.monitoring.step_notes import Begun, Ended, Forgotten, Launched
 from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
 from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -20,7 +22,7 @@ def request(rid: str) -> Req:
 
 
 def batch(*reqs: Req, mode: ForwardMode = ForwardMode.EXTEND) -> Any:
-    return SimpleNamespace(reqs=list(reqs), forward_mode=mode)
+    return SimpleNamespace(reqs=list(reqs), forward_mode=mode, prefix_lens=[0] * len(reqs))
 
 
 def lane(held: Any = None, layer: int = 0) -> Any:
@@ -40,13 +42,19 @@ def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
     ledger = RequestLedger(None)
     req = request("a")
     ledger.add(req, 0.5)
-    trace, ran = StepTrace(ledger), batch(req)
-    trace.launched(ran, 1.0, lane())
-    trace.ended(ran.reqs, ForwardKind.EXTEND, 1.5, stopped_at=4)
-    trace.launched(ran, 2.0, lane(ran, 4))
-    req.output_ids.append(7)
-    trace.ended(ran.reqs, ForwardKind.EXTEND, 2.25, [True])
-    trace.forget("a", 2.5)
+    trace, ran = StepTrace(), batch(req)
+    first_note = Launched.of(ran, 1.0, lane(), ledger)
+    ledger.launched(ran)
+    second_note = Launched.of(ran, 2.0, lane(ran, 4), ledger)
+    trace.take(
+        [
+            first_note,
+            Ended(1.5, ran.reqs, ForwardKind.EXTEND, stopped_at=4),
+            second_note,
+            Ended(2.25, ran.reqs, ForwardKind.EXTEND, [True]),
+            Forgotten(2.5, "a"),
+        ]
+    )
     first, second = slices(trace)
     assert (first["name"], first["ts"], first["dur"]) == ("extend, suspended", 1e6, 5e5)
     assert first["args"]["layers"] == {"from": 0, "before": 4}
@@ -56,23 +64,56 @@ def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
 
 
 def test_under_overlap_a_step_begins_when_the_one_before_it_has_ended() -> None:
-    trace = StepTrace(RequestLedger(None))
-    for at_s in (1.0, 1.1):
-        trace.launched(batch(request("a"), mode=ForwardMode.DECODE), at_s, None)
-    for at_s in (2.0, 3.0):
-        trace.ended([request("a")], ForwardKind.DECODE, at_s, [True])
+    trace = StepTrace()
+    trace.take(Launched(at_s, 0, ()) for at_s in (1.0, 1.1))
+    trace.take(Ended(at_s, [request("a")], ForwardKind.DECODE, [True]) for at_s in (2.0, 3.0))
     assert [(one["ts"], one["dur"]) for one in slices(trace)] == [(1e6, 1e6), (2e6, 1e6)]
 
 
 def test_old_steps_make_room() -> None:
-    trace = StepTrace(RequestLedger(None))
+    trace = StepTrace()
     reqs = [request(str(n)) for n in range(40)]
     for number in range(1 << 15):
-        trace.launched(batch(*reqs, mode=ForwardMode.DECODE), float(number), None)
-        trace.ended(reqs, ForwardKind.DECODE, number + 0.5, [False] * 40)
+        ended = Ended(number + 0.5, reqs, ForwardKind.DECODE, [False] * 40)
+        trace.take([Launched(float(number), 0, ()), ended])
     records = trace.since(0.0)
     assert len(records) == 1 << 14
     (last,) = trace_events(records[-1:], process=1)
     assert json.loads(last)["args"]["rows"] == {"online": 40, "offline": 0}
     assert len(json.loads(last)["args"]["online"]) == 32
     assert len(trace.since(float((1 << 15) - 1))) == 1
+
+
+def test_requests_are_noted_once_and_their_cached_tokens_with_them() -> None:
+    ledger = RequestLedger(None)
+    old, new = request("old"), request("new")
+    for req in (old, new):
+        ledger.add(req, 0.5)
+    ledger.launched(batch(old))
+    mixed = batch(new, old, mode=ForwardMode.MIXED)
+    mixed.prefix_lens = [2]  # Of the prompts alone.
+    note = Launched.of(mixed, 1.0, None, ledger)
+    assert note.begun == [Begun(ledger["new"], 2)]
+    assert Launched.of(batch(new, mode=ForwardMode.DECODE), 1.0, None, ledger).begun == []
+
+
+def test_gaps_and_first_tokens_are_counted_however_late_they_are_taken_in() -> None:
+    """A request that has ended meanwhile, and one with its name, too."""
+    ledger = RequestLedger(None)
+    info = ledger.add(request("a"), 0.5)
+    ledger.forget("a")
+    latencies = Latencies(ledger)
+    reqs = [request("a")]
+    once = [
+        Launched(1.0, 0, [Begun(info, 2)]),
+        Ended(1.25, reqs, ForwardKind.EXTEND, stopped_at=4),
+        Launched(1.5, 4, ()),
+        *(Ended(at_s, reqs, ForwardKind.DECODE, [True]) for at_s in (2.0, 2.5, 3.5)),
+        Forgotten(3.5, "a"),
+        Ended(4.0, reqs, ForwardKind.DECODE, [True]),  # Under overlap scheduling.
+    ]
+    latencies.take(once * 2)
+    assert (sum(latencies.ttft["online"].counts), latencies.ttft["online"].sum_s) == (2, 3.0)
+    assert (sum(latencies.gaps["online"].counts), latencies.gaps["online"].sum_s) == (4, 3.0)
+    assert latencies.queued["online"].sum_s == 1.0
+    assert latencies.cached_tokens["online"] == 4

@@ -31,6 +31,13 @@ def what_if(
         str | None,
         typer.Option(metavar="±PERCENT", help="More offline requests, such as +20%, or fewer."),
     ] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Simulations of each, which differ in what steps take by chance; 5 unless told.",
+        ),
+    ] = None,
     time_limit: Annotated[
         float, typer.Option(metavar="S", help="Real seconds after which to give up.")
     ] = math.inf,
@@ -46,7 +53,7 @@ def what_if(
     from sglang_coserve.errors import ConfigError, InputFileError
     from sglang_coserve.simulator import RunControl
     from sglang_coserve.simulator.recorded_traffic import read_traffic
-    from sglang_coserve.simulator.what_if import Change, compare_change, parse_share
+    from sglang_coserve.simulator.what_if import RUNS, Change, compare_change, parse_share
 
     change = Change(
         policy=policy,
@@ -68,7 +75,7 @@ def what_if(
                 control.begin(name, traffic.interval_s)
             return control.tick(simulated_s)
 
-        found = compare_change(traffic, change, on_progress)
+        found = compare_change(traffic, change, on_progress, runs=RUNS if runs is None else runs)
     if control.is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
     if found is None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from sglang_coserve.core.control.slo import Slo, format_slo
@@ -19,7 +20,12 @@ from sglang_coserve.simulator.report import aligned
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
-__all__ = ["Change", "TrafficOutcome", "WhatIfComparison", "compare_change", "parse_share"]
+__all__ = ["RUNS", "Change", "TrafficOutcome", "WhatIfComparison", "compare_change", "parse_share"]
+
+RUNS: Final = 5
+"""Simulations of each setting, which differ in what steps take by chance. On which steps a P99
+falls is chance, too: in 16 simulations of the same 524 gaps it was 21.7 to 37.8 ms
+(``docs/simulator.md``)."""
 
 _SHARE: Final = re.compile(r"([+-]\d+(?:\.\d+)?)\s*%")
 
@@ -48,7 +54,13 @@ class TrafficOutcome:
 
     label: str
     online: LatencyReport
+    """Of all runs together."""
+
     offline_tokens: float
+    """Of a run, on average."""
+
+    single: tuple[LatencyReport, ...] = ()
+    """Of each simulated run."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -59,6 +71,21 @@ class TrafficOutcome:
     def itl_s(self) -> float | None:
         """P99 ITL."""
         return self.online.itl.p99_s
+
+    def span(self) -> str:
+        """Return how far P99 TTFT and P99 ITL are apart in single runs; empty without any."""
+        if not self.single:
+            return ""
+        figures = {
+            "TTFT": [report.ttft.p99_s for report in self.single],
+            "ITL": [report.itl.p99_s for report in self.single],
+        }
+        parts = []
+        for name, values in figures.items():
+            known = [value for value in values if value is not None]
+            if known:
+                parts.append(f"P99 {name} {_ms(min(known))} to {_ms(max(known))} ms")
+        return f"Single runs, {self.label.removeprefix(LABEL + ': ')}: {', '.join(parts)}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +110,8 @@ class WhatIfComparison:
             f"P99 ITL by {_off(real.itl_s, simulated.itl_s)} and offline tokens by "
             f"{_off(real.offline_tokens, simulated.offline_tokens)}."
         )
+        spans = [each.span() for each in (simulated, changed) if each is not None]
+        off = " ".join([off, *filter(None, spans)])
         if changed is None:
             return off
         difference = changed.offline_tokens - simulated.offline_tokens
@@ -97,25 +126,34 @@ def compare_change(
     traffic: RecordedTraffic,
     change: Change,
     on_progress: Callable[[str, float], bool] = lambda _name, _seconds: False,
+    *,
+    runs: int = RUNS,
 ) -> WhatIfComparison | None:
     """Simulate the traffic as it was, and as it would be; None if that was broken off.
 
-    ``on_progress`` is called now and then with what is simulated and the simulated time;
-    True ends it.
+    Args:
+        traffic: The traffic.
+        change: What is to be different.
+        on_progress: Called now and then with what is simulated and the simulated time; True ends
+            it.
+        runs: How often each is simulated, with other random times of its steps.
 
     Raises:
-        ConfigError: no policy has this name.
+        ConfigError: no policy has this name, or ``runs`` is below 1.
     """
+    if runs < 1:
+        raise ConfigError(f"--runs {runs}: at least 1 is needed")
     outcomes: list[TrafficOutcome] = []
     changes = [Change()] if change == Change() else [Change(), change]
     for each in changes:
-        name = str(each)
-        result = _simulate(traffic, each, lambda now_s, name=name: on_progress(name, now_s))  # type: ignore[misc]
-        if not result.is_complete:
-            return None
-        label = "as recorded" if each == Change() else str(each)
-        tokens = result.offline_throughput.total_tokens_per_s * result.interval_s
-        outcomes.append(TrafficOutcome(f"{LABEL}: {label}", latency_report(result.online), tokens))
+        results = []
+        for seed in range(runs):
+            progress = partial(on_progress, f"{each}, {seed + 1} of {runs}")
+            result = _simulate(traffic, each, seed, progress)
+            if not result.is_complete:
+                return None
+            results.append(result)
+        outcomes.append(_together(f"{LABEL}: {each}", results))
     recorded = TrafficOutcome(
         "recorded (measured)", latency_report(traffic.timelines), traffic.offline_tokens
     )
@@ -137,8 +175,18 @@ def parse_share(text: str) -> float:
     return share
 
 
+def _together(label: str, results: Sequence[SimulationResult]) -> TrafficOutcome:
+    tokens = [each.offline_throughput.total_tokens_per_s * each.interval_s for each in results]
+    return TrafficOutcome(
+        label,
+        latency_report([timeline for result in results for timeline in result.online]),
+        sum(tokens) / len(tokens),
+        tuple([latency_report(result.online) for result in results]) if len(results) > 1 else (),
+    )
+
+
 def _simulate(
-    traffic: RecordedTraffic, change: Change, on_progress: Callable[[float], bool]
+    traffic: RecordedTraffic, change: Change, seed: int, on_progress: Callable[[float], bool]
 ) -> SimulationResult:
     recorded, engine = traffic.setup, traffic.engine
     policy = change.policy or recorded.policy
@@ -158,6 +206,7 @@ def _simulate(
             prefix_cache=engine.keeps_prefixes,
             safepoint=safepoint,
             noise_cv=traffic.noise_cv,
+            seed=seed,
         ),
         slos=change.slos or recorded.slos,
         scheduler=recorded.config,

@@ -7,9 +7,11 @@ each token by itself would cost more than a thousandth of a step.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.srt.monitoring.step_notes import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "LatencyHistograms"]
@@ -30,9 +32,6 @@ second."""
 
 DELAY_BUCKETS_S: Final = (0.0, *GAP_BUCKETS_S)
 """What is at most 0 was not delayed."""
-
-Req = Any
-ScheduleBatch = Any
 
 
 class Buckets:
@@ -66,6 +65,9 @@ class LatencyHistograms:
         self._last: dict[str, tuple[bool, float]] = {}
         """Whether it is online, and when its last token came out."""
 
+        self._begun: dict[str, RequestInfo] = {}
+        """Requests that have begun, and have no token yet."""
+
         classes = ("online", "offline")
         self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
@@ -73,27 +75,31 @@ class LatencyHistograms:
         self.prompt_tokens = dict.fromkeys(classes, 0)
         self.cached_tokens = dict.fromkeys(classes, 0)
 
-    def launched(self, batch: ScheduleBatch | None, now_s: float) -> None:
-        """Note which requests a batch is the first of; to be called before the ledger's
-        ``launched``. O(requests) of one with prompts, else O(1)."""
-        if not batch or not batch.forward_mode.is_extend():
-            return
-        # Requests that decode beside prompts have begun.
-        for req, cached_tokens in zip(batch.reqs, batch.prefix_lens, strict=False):
-            rid = req.rid
-            if self._ledger.has_begun(rid) or rid not in self._ledger:
-                continue
-            info = self._ledger[rid]
+    def take(self, notes: Iterable[Note]) -> None:
+        """Take in what has passed, in this order. O(requests) a step."""
+        for note in notes:
+            if isinstance(note, Ended):
+                self._take_tokens(note)
+            elif isinstance(note, Launched):
+                self._take_begun(note)
+            else:
+                self._last.pop(note.rid, None)
+                self._begun.pop(note.rid, None)
+
+    def _take_begun(self, note: Launched) -> None:
+        for info, cached_tokens in note.begun:
+            self._begun[info.rid] = info
             name = info.request_class.value
-            self.queued[name].add(max(0.0, now_s - info.arrival_s))
+            self.queued[name].add(max(0.0, note.at_s - info.arrival_s))
             self.prompt_tokens[name] += info.prompt_tokens
             self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float) -> None:
-        """Note who got a token. O(requests)."""
+    def _take_tokens(self, note: Ended) -> None:
+        now_s = note.at_s
         last, now = self._last, {True: (True, now_s), False: (False, now_s)}
         gaps: dict[tuple[bool, float], int] = {}
-        for req, has in zip(reqs, has_token, strict=True):
+        # Of a batch that was suspended nobody has a token.
+        for req, has in zip(note.reqs, note.has_token, strict=False):
             if not has:
                 continue
             rid = req.rid
@@ -102,16 +108,11 @@ class LatencyHistograms:
                 # Those that end with one step are mostly equal.
                 gaps[before] = gaps.get(before, 0) + 1
                 last[rid] = now[before[0]]
-            elif rid in self._ledger:  # Else it was aborted meanwhile.
-                info = self._ledger[rid]
+            elif (info := self._begun.pop(rid, None)) is not None:  # Else it was aborted meanwhile.
                 last[rid] = now[info.is_online]
                 self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
         for (is_online, before_s), count in gaps.items():
             self.gaps["online" if is_online else "offline"].add(now_s - before_s, count)
-
-    def forget(self, rid: str) -> None:
-        """Drop what is kept of a request that has ended."""
-        self._last.pop(rid, None)
 
     def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
         """Return how long the request has waited that came first, of those of a class that have

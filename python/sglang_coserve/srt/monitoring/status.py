@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.bill import BillReport, Delay
@@ -18,6 +18,7 @@ from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
 from sglang_coserve.srt.safepoint.forward_kind import kind_of
 from sglang_coserve.srt.steps.engine_view import EngineView
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans
 
 __all__ = ["SchedulerStatus"]
+
+_MOST_NOTES: Final = 128
+"""What has passed in some 40 steps; their requests are kept until it is taken in."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,11 @@ class SchedulerStatus:
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
         self._latencies: LatencyHistograms | None = None
-        self._trace = StepTrace(ledger) if self._is_rank_0 else None
+        self._trace = StepTrace() if self._is_rank_0 else None
+        self._ledger = ledger
+        self._notes: list[Note] = []
+        """What has passed, and was not taken in yet; rank 0's alone."""
+
         self._spans: RequestSpans | None = None
         if args.enable_trace and self._is_rank_0:
             # Imports OpenTelemetry, as SGLang has by now.
@@ -113,18 +121,19 @@ class SchedulerStatus:
 
     def last_steps(self, seconds: float) -> list[Record]:
         """Return the last ``seconds`` of steps, as far as they are kept (``StepTrace``)."""
+        self._take_in()
         return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
 
     def launched(self, batch: Any) -> None:
-        """Note the batch with which a pass ends; None if nothing is to run."""
+        """Note the batch with which a pass ends; None if nothing is to run. To be called before
+        the ledger's ``launched``."""
         if self._trace is None:
             return
         now_s = time.perf_counter()
-        self._trace.launched(batch, now_s, self._runner.lane)
+        if batch:
+            self._notes.append(Launched.of(batch, now_s, self._runner.lane, self._ledger))
         if self._spans is not None:
             self._spans.launched(batch, now_s, self._runner.lane)
-        if self._latencies is not None:
-            self._latencies.launched(batch, now_s)
 
     def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
@@ -133,31 +142,37 @@ class SchedulerStatus:
             return
         now_s = time.perf_counter()
         # SGLang's own object has no rows any more.
-        self._trace.ended(suspended.batch.reqs, suspended.kind, now_s, stopped_at=suspended.layer)
+        reqs = list(suspended.batch.reqs)
+        self._notes.append(Ended(now_s, reqs, suspended.kind, stopped_at=suspended.layer))
         if self._spans is not None:
             self._spans.suspended(suspended, now_s)
 
     def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
-        """Note the results of a batch, whose requests were ``reqs``, and publish."""
-        if self._trace is not None:
-            now_s = time.perf_counter()
-            self._trace.ended(reqs, kind_of(batch), now_s, has_token)
-            if self._latencies is not None:
-                self._latencies.processed(reqs, has_token, now_s)
-        self.publish()
+        """Note the results of a batch, whose requests were ``reqs``, and publish if that is due.
+
+        Both sequences are kept and must not change.
+        """
+        if not self._is_rank_0:
+            return  # All ranks have the same state.
+        now_s = time.perf_counter()
+        self._notes.append(Ended(now_s, reqs, kind_of(batch), has_token))
+        if len(self._notes) >= _MOST_NOTES:
+            self._take_in()
+        self._publish_if_due(now_s)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
         if self._trace is not None:
-            self._trace.forget(rid, time.perf_counter())
-        if self._latencies is not None:
-            self._latencies.forget(rid)
+            self._notes.append(Forgotten(time.perf_counter(), rid))
 
-    def publish(self) -> None:
-        """Publish Prometheus metrics, if enabled and due; log a warning about missed targets."""
-        if not self._is_rank_0:
-            return  # All ranks have the same state.
-        now_s = time.perf_counter()
+    def idle(self) -> None:
+        """Publish if that is due, and keep no request that has ended."""
+        if self._is_rank_0:
+            self._take_in()
+            self._publish_if_due(time.perf_counter())
+
+    def _publish_if_due(self, now_s: float) -> None:
+        """Publish Prometheus metrics, if enabled; log a warning about missed targets."""
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
         elif self._exporter is None and self._spans is not None:
@@ -166,8 +181,16 @@ class SchedulerStatus:
         if warning is not None:
             logger.warning("%s", warning)
 
+    def _take_in(self) -> None:
+        notes, self._notes = self._notes, []
+        if self._trace is not None:
+            self._trace.take(notes)
+        if self._latencies is not None:
+            self._latencies.take(notes)
+
     def _publish(self, exporter: Exporter, now_s: float) -> None:
         assert self._latencies is not None
+        self._take_in()
         exporter.publish(self.state(), self._counted_events(), now_s)
         exporter.publish_latencies(self._latencies)
         delays = self._new_delays()

@@ -6,12 +6,10 @@ The scheduler keeps plain values; whoever asks for them makes the events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
-from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 from sglang_coserve.trace_events import mark, slice_of, span_begin, span_end
 
 __all__ = ["Record", "StepTrace", "trace_events"]
@@ -27,22 +25,19 @@ _MOST_UNDER_WAY: Final = 64
 
 _STEP, _BEGIN, _FIRST, _END = range(4)
 
-Req = Any
-ScheduleBatch = Any
 Record = Sequence[Any]
 """What kind it is, when it ended or happened, and the rest of it."""
 
 
 class StepTrace:
-    """A ring of records, the latest ones; for one rank. O(requests) a step.
+    """A ring of records, the latest ones; for one rank.
 
     A step lasts from when it was launched, or the one before it ended, until its results are
     in. What ran beside the scheduler on a GPU ended a little earlier.
     """
 
-    def __init__(self, ledger: RequestLedger) -> None:
-        """``ledger`` knows the live requests."""
-        self._ledger = ledger
+    def __init__(self) -> None:
+        """Begin without steps."""
         self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
         self._launched: deque[tuple[float, int]] = deque(maxlen=_MOST_UNDER_WAY)
         self._ended_s = 0.0
@@ -52,45 +47,29 @@ class StepTrace:
         self._without_token: set[str] = set()
         """Of them, those that have no token yet."""
 
-    def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
-        """Note a batch that is about to run; ``lane`` may have one that goes on."""
-        if not batch:
-            return
-        suspended = None if lane is None else lane.suspended
-        first_layer = suspended.layer if suspended is not None and suspended.batch is batch else 0
-        self._launched.append((now_s, first_layer))
-        if not batch.forward_mode.is_extend():
-            return
-        for req in batch.reqs:
-            rid = req.rid
-            if rid not in self._spans and rid in self._ledger:
-                info = self._ledger[rid]
-                kind = self._spans[rid] = info.request_class.value
-                self._without_token.add(rid)
-                self._records.append(
-                    (_BEGIN, info.arrival_s, rid, kind, info.prompt_tokens, info.job)
-                )
+    def take(self, notes: Iterable[Note]) -> None:
+        """Take in what has passed, in this order. O(requests) a step."""
+        for note in notes:
+            if isinstance(note, Ended):
+                self._take_end(note)
+            elif isinstance(note, Launched):
+                self._take_launch(note)
+            else:
+                self._take_leave(note)
 
-    def ended(
-        self,
-        reqs: Sequence[Req],
-        kind: ForwardKind | None,
-        now_s: float,
-        has_token: Sequence[bool] = (),
-        *,
-        stopped_at: int | None = None,
-    ) -> None:
-        """Note that the batch that was launched first has its results, or was suspended.
+    def _take_launch(self, note: Launched) -> None:
+        self._launched.append((note.at_s, note.first_layer))
+        for info, _ in note.begun:
+            kind = self._spans[info.rid] = info.request_class.value
+            self._without_token.add(info.rid)
+            self._records.append(
+                (_BEGIN, info.arrival_s, info.rid, kind, info.prompt_tokens, info.job)
+            )
 
-        Args:
-            reqs: Its requests.
-            kind: What they did.
-            now_s: Until when it ran.
-            has_token: Which requests got a token; none where it was suspended.
-            stopped_at: The first layer that has not run; None: it ended.
-        """
+    def _take_end(self, note: Ended) -> None:
         if not self._launched:
             return
+        now_s, reqs, kind, has_token, stopped_at = note
         launched_s, first_layer = self._launched.popleft()
         start_s = max(launched_s, self._ended_s)
         self._ended_s = now_s
@@ -109,8 +88,8 @@ class StepTrace:
                     self._without_token.discard(rid)
                     self._records.append((_FIRST, now_s, rid, spans[rid]))
 
-    def forget(self, rid: str, now_s: float) -> None:
-        """Note that a request has ended."""
+    def _take_leave(self, note: Forgotten) -> None:
+        now_s, rid = note
         kind = self._spans.pop(rid, None)
         self._without_token.discard(rid)
         if kind is not None:

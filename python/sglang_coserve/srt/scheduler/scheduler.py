@@ -128,7 +128,7 @@ class CoserveScheduler(Scheduler):
     def on_idle(self) -> None:
         """Publish metrics, and remove the state of requests that SGLang refused by itself."""
         super().on_idle()
-        self.parts.status.publish()
+        self.parts.status.idle()
         if len(self.parts.ledger) and self.is_fully_idle():
             self.parts.forget_all()
 
