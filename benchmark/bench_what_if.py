@@ -103,7 +103,8 @@ def figures(outcome: TrafficOutcome) -> dict[str, Any]:
     values = [float("nan") if value is None else value * 1e3 for value in seconds]
     found: dict[str, Any] = dict(zip(FIGURES, (*values, outcome.offline_tokens), strict=True))
     if outcome.single:
-        found["single_itl_p99_ms"] = [report.itl.p99_s * 1e3 for report in outcome.single]
+        p99s_s = [report.itl.p99_s for report in outcome.single]
+        found["single_itl_p99_ms"] = [None if each is None else each * 1e3 for each in p99s_s]
     return found
 
 
