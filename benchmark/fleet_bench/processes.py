@@ -27,9 +27,6 @@ _POLL_S: Final = 0.2
 _REJOIN_S: Final = 5.0
 """Within it a router sends requests to an engine that is up again."""
 
-_BUSY_NICENESS: Final = 10
-"""Of engines that serve, so that one that starts need not wait for them where cores are few."""
-
 _FROZEN_S: Final = 25.0
 """Longer than a gateway listens to an engine that says nothing."""
 
@@ -178,10 +175,9 @@ class FleetProcesses:
         return self._hurt_engine(self._drain)
 
     def restart_all(self) -> bool:
-        """Drain the engines one after the other, each once the one before is up again."""
+        """Drain the engines one after the other, each once all others are up."""
         for engine in self._engines:
-            while engine in self._hurt:
-                time.sleep(_POLL_S)
+            self.wait_for_engines()
             self._begin_to_hurt(engine, self._drain).join()
         return True
 
@@ -237,11 +233,6 @@ class FleetProcesses:
     def _start(self, engine: LocalServer) -> None:
         try:
             engine.start()
-            server = psutil.Process(engine.pid)
-            for process in (server, *server.children(recursive=True)):
-                process.nice(_BUSY_NICENESS)
-        except psutil.NoSuchProcess:
-            pass  # It has ended already; whoever did that will see.
         except StartupError as error:
             if not self._is_ending:
                 self.failures.append(str(error))
