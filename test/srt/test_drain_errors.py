@@ -1,4 +1,4 @@
-"""An engine that cannot be let in again says why, and goes on draining."""
+"""An engine that cannot be let in again says why, and one that has ended refuses everything."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import LineServer
-from sglang_coserve.srt.routes.drain import Drain
+from sglang_coserve.srt.routes.drain import Drain, DrainHealthMiddleware, set_drain
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:
     """One whose service notes in ``opened`` that it is opened and closed."""
-    manager = SimpleNamespace(gracefully_exit=False, rid_to_state={})
+    manager = SimpleNamespace(gracefully_exit=False, coserve_has_stopped=False, rid_to_state={})
     lines = LineServer(ScriptedBackend())
 
     async def open_service(stack: AsyncExitStack) -> None:
@@ -75,3 +77,18 @@ def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
         assert drain.state().requests == 0
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_has_ended_refuses_every_request() -> None:
+    drain, _, manager = drain_of([])
+    app = FastAPI()
+    app.add_middleware(DrainHealthMiddleware)
+    app.add_api_route("/v1/models", dict)
+    set_drain(app, drain)
+    client = TestClient(app)
+    assert client.get("/v1/models").status_code == 200
+    assert client.get("/health").status_code == 503  # It does not take lines yet.
+    manager.coserve_has_stopped = True
+    answer = client.get("/v1/models")
+    assert answer.status_code == 503
+    assert answer.json()["message"] == "the engine has ended"

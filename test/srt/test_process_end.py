@@ -1,14 +1,20 @@
-"""A server that has lost one of its processes ends, instead of taking requests in vain."""
+"""A server without its engine ends, instead of taking requests in vain."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer
 
+NUM_CLIENTS = 8
 END_TIMEOUT_S = 40
 """Less than the 65 s for which SGLang writes down a GPU's memory, were there one."""
 
@@ -29,3 +35,46 @@ def test_the_server_ends_with_any_of_its_processes(
         lost.kill()
         _, alive = psutil.wait_procs([leader, *children], timeout=END_TIMEOUT_S)
         assert alive == [], (tmp_path / "server.log").read_text()[-2000:]
+
+
+def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """They come over connections that are open, as a router keeps them."""
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    with LocalServer(flags, log_path=tmp_path / "server.log") as server:
+        leader = psutil.Process(server.pid)
+        children = leader.children(recursive=True)
+        (scheduler,) = [c for c in children if c.cmdline()[:1] == ["sglang::scheduler"]]
+        clients = [
+            httpx.Client(base_url=server.base_url, timeout=END_TIMEOUT_S, trust_env=False)
+            for _ in range(NUM_CLIENTS)
+        ]
+        for client in clients:
+            client.post("/generate", json=body).raise_for_status()
+        os.kill(server.pid, signal.SIGTERM)
+        while runs(scheduler):
+            for client in clients:  # So that no connection is closed as idle.
+                with suppress(httpx.TransportError):
+                    client.get("/ping")
+        sending = [threading.Thread(target=sent, args=(client, body)) for client in clients]
+        for thread in sending:
+            thread.start()
+        assert server.wait(END_TIMEOUT_S) == 0, (tmp_path / "server.log").read_text()[-2000:]
+        for thread in sending:
+            thread.join()
+        for client in clients:
+            client.close()
+
+
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def sent(client: httpx.Client, body: dict[str, object]) -> None:
+    """Send a request that may get no answer."""
+    with suppress(httpx.TransportError):
+        client.post("/generate", json=body)

@@ -442,6 +442,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "update_weights_from_tensor": "obj request",
         },
     ),
+    *_of(_MANAGER, NameUse.OVERRIDDEN, {"set_server_stop_hook": "hook"}, first="0.5.20"),
     *_of(_MANAGER, NameUse.CALLED, {"config_value": "name", "flush_cache": "timeout_s"}),
     *_of(
         _MANAGER,

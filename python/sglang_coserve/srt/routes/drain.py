@@ -80,6 +80,11 @@ class Drain:
         """True while the engine takes no lines."""
         return self._service is None
 
+    @property
+    def has_stopped(self) -> bool:
+        """True once the engine's processes have ended, as they were told."""
+        return bool(self._manager.coserve_has_stopped)
+
     def state(self) -> DrainState:
         """Return what is left."""
         return DrainState(
@@ -128,23 +133,31 @@ def set_drain(app: FastAPI, drain: Drain) -> None:
 
 def is_draining(app: Any) -> bool:
     """Return whether the engine of ``app`` is draining."""
-    drain: Drain | None = getattr(getattr(app, "state", None), _STATE, None)
+    drain = _drain_of(app)
     return drain is not None and drain.is_draining
 
 
+def _drain_of(app: Any) -> Drain | None:
+    drain: Drain | None = getattr(getattr(app, "state", None), _STATE, None)
+    return drain
+
+
 class DrainHealthMiddleware:
-    """Tells routers that a draining engine wants no more requests."""
+    """Tells routers that a draining engine wants no more requests, and refuses what comes after its
+    end."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        is_asked = scope["type"] == "http" and scope["path"] in _HEALTH_PATHS
-        if is_asked and is_draining(scope.get("app")):
+        drain = _drain_of(scope.get("app")) if scope["type"] == "http" else None
+        if drain is not None and drain.has_stopped:
+            await send_error(send, 503, "the engine has ended")
+        elif drain is not None and drain.is_draining and scope["path"] in _HEALTH_PATHS:
             await send_error(send, 503, "the engine is draining")
-            return
-        await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def install_drain_routes(app: FastAPI) -> list[Any]:

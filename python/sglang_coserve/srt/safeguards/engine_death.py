@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fatal_signals_recorded_in", "is_stop_asked"]
+__all__ = ["fatal_signals_recorded_in", "is_stop_asked", "uvicorn_server"]
 
 
 def is_stop_asked(tokenizer_manager: Any) -> bool:
@@ -20,9 +20,12 @@ def is_stop_asked(tokenizer_manager: Any) -> bool:
     """
     if tokenizer_manager.gracefully_exit:
         return True
-    # Uvicorn handles Ctrl-C with a method of its server.
-    server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    return bool(getattr(server, "should_exit", False))
+    return bool(getattr(uvicorn_server(), "should_exit", False))
+
+
+def uvicorn_server() -> Any:
+    """Return Uvicorn's server, a method of which handles Ctrl-C; None where something else does."""
+    return getattr(signal.getsignal(signal.SIGINT), "__self__", None)
 
 
 @contextmanager

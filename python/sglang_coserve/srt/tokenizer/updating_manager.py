@@ -1,4 +1,4 @@
-"""SGLang's tokenizer manager with notifications of weight updates and of the engine's death."""
+"""SGLang's tokenizer manager with notifications of weight updates and of the engine's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safeguards.engine_death import is_stop_asked
+from sglang_coserve.srt.safeguards.engine_death import is_stop_asked, uvicorn_server
 from sglang_coserve.srt.safeguards.threaded_manager import ThreadedTokenizerManager
 from sglang_coserve.srt.tokenizer.weight_updates import WeightUpdates
 
@@ -14,6 +14,9 @@ __all__ = ["UpdatingTokenizerManager"]
 
 _IDLE_TIMEOUT_S: Final = 60.0
 """More than the scheduler needs to remove aborted requests."""
+
+_LAST_ANSWERS_S: Final = 5
+"""More than a refusal takes; what is unanswered then had no engine any more."""
 
 
 class UpdatingTokenizerManager(ThreadedTokenizerManager):
@@ -24,6 +27,9 @@ class UpdatingTokenizerManager(ThreadedTokenizerManager):
         self.coserve_weights = WeightUpdates()
         self.coserve_on_death: Callable[[], None] | None = None
         """Called when the engine has crashed, right before this process ends."""
+        self.coserve_has_stopped = False
+        """After SIGTERM all requests were answered and the schedulers have ended."""
+
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
 
@@ -32,6 +38,21 @@ class UpdatingTokenizerManager(ThreadedTokenizerManager):
         if self.coserve_on_death is not None and not is_stop_asked(self):
             self.coserve_on_death()
         super().dump_requests_before_crash(*args, **kwargs)
+
+    def set_server_stop_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` end the HTTP server after the schedulers have ended.
+
+        What comes then over a connection that is open, a router's say, would never be answered, and
+        the server would wait for it for ever: it is refused, and Uvicorn waits for seconds only.
+        """
+
+        def stop() -> None:
+            self.coserve_has_stopped = True
+            if (server := uvicorn_server()) is not None:
+                server.config.timeout_graceful_shutdown = _LAST_ANSWERS_S
+            hook()
+
+        super().set_server_stop_hook(stop)
 
     async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``."""
