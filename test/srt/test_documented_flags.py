@@ -75,9 +75,14 @@ def flags_of_routers() -> set[str]:
     return flags_in(ROOT / "test/srt/test_routers.py")
 
 
+def flags_of_curl() -> set[str]:
+    """Those that the docs use."""
+    return {"--retry", "--retry-all-errors", "--retry-delay"}
+
+
 def test_every_flag_in_the_docs_exists() -> None:
     known = flags_of_server() | flags_of_sglang() | flags_of_coserve() | flags_of_scripts()
-    known |= flags_of_other_versions() | flags_of_routers()
+    known |= flags_of_other_versions() | flags_of_routers() | flags_of_curl()
     assert sorted(documented() - known) == []
 
 

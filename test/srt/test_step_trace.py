@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_coserve.srt.monitoring.latencies import Latencies
+from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.step_notes import Begun, Ended, Forgotten, Launched
 from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
 from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
@@ -102,7 +102,7 @@ def test_gaps_and_first_tokens_are_counted_however_late_they_are_taken_in() -> N
     ledger = RequestLedger(None)
     info = ledger.add(request("a"), 0.5)
     ledger.forget("a")
-    latencies = Latencies(ledger)
+    latencies = LatencyHistograms(ledger)
     reqs = [request("a")]
     once = [
         Launched(1.0, 0, [Begun(info, 2)]),

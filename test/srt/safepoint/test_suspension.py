@@ -341,13 +341,13 @@ def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
 
     safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
     before = dict(safepoints.stats.suspensions)
-    safepoints._kept = {ForwardKind.DECODE: "one piece"}
+    safepoints._no_safepoints = {ForwardKind.DECODE: "one piece"}
     stops.start(9, 0.7)
     try:
         outputs, aborted, _ = scenarios.run_mixed(engine, [*WORK, *ONLINE], 1)
     finally:
         stops.stop()
-        safepoints._kept = {}
+        safepoints._no_safepoints = {}
     engine.assert_nothing_leaked()
     after = safepoints.stats.suspensions
     suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in ForwardKind}
