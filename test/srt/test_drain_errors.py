@@ -83,7 +83,11 @@ def test_an_engine_that_has_ended_refuses_every_request() -> None:
     drain, _, manager = drain_of([])
     app = FastAPI()
     app.add_middleware(DrainHealthMiddleware)
-    app.add_api_route("/v1/models", dict)
+
+    async def models() -> dict[str, str]:
+        return {}
+
+    app.add_api_route("/v1/models", models)
     set_drain(app, drain)
     client = TestClient(app)
     assert client.get("/v1/models").status_code == 200
