@@ -18,20 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import openai
-
-from common.batch_server import openai_client, wait_until
-from common.failures import RunFailedError, exit_status
+from common.batch_server import BatchServer
+from common.failures import exit_status
 from common.figures import Figure, all_met, report
 from common.input_file import write_lines
 from common.model import ServedModel, prepare_model
-from fleet_bench.pinned_engine import begin_batch, gateway, pinned_engine
-from sglang_coserve.local_server import LocalServer
+from fleet_bench.pinned_engine import gateway, pinned_engine
 
 _BATCH_S: Final = 1200.0
 _POLL_S: Final = 0.1
@@ -39,7 +37,7 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Gateway:
-    server: LocalServer
+    server: BatchServer
     num_engines: int
 
 
@@ -92,42 +90,27 @@ def _served(
     rng: random.Random,
 ) -> float:
     """Serve a batch over each gateway at the same time; return their output tokens a second."""
-    with ExitStack() as stack:
-        batches: list[tuple[openai.OpenAI, str]] = []
-        start_s: list[float] = []
-        for each in gateways:
-            source = work / "in.jsonl"
-            write_lines(
-                source,
-                options.lines * each.num_engines,
-                vocab_size=model.vocab_size,
-                prompt_tokens=options.length[0],
-                output_tokens=options.length[1],
-                seed=rng.randrange(1 << 30),
-            )
-            client = stack.enter_context(openai_client(each.server.base_url))
-            start_s.append(time.monotonic())
-            batches.append((client, begin_batch(client, source)))
-        ends_s: dict[str, float] = {}
+    seeds = [rng.randrange(1 << 30) for _ in gateways]
 
-        def all_done() -> bool:
-            for client, batch_id in batches:
-                batch = client.batches.retrieve(batch_id)
-                if batch.status == "completed" and batch_id not in ends_s:
-                    ends_s[batch_id] = time.monotonic()
-                elif batch.status in ("failed", "expired", "cancelled"):
-                    raise RunFailedError(f"a batch is {batch.status}: {batch.errors}")
-            return len(ends_s) == len(batches)
+    def tokens_per_s(number: int) -> float:
+        each, source = gateways[number], work / f"in-{number}.jsonl"
+        lines: int = options.lines * each.num_engines
+        write_lines(
+            source,
+            lines,
+            vocab_size=model.vocab_size,
+            prompt_tokens=options.length[0],
+            output_tokens=options.length[1],
+            seed=seeds[number],
+        )
+        start_s = time.monotonic()
+        batch_id = each.server.create(each.server.upload(source))
+        each.server.until(batch_id, "completed", timeout_s=_BATCH_S, poll_s=_POLL_S)
+        output_tokens: int = lines * options.length[1]
+        return output_tokens / (time.monotonic() - start_s)
 
-        wait_until(all_done, _BATCH_S, "the batches to be served", _POLL_S)
-    spans_s = [
-        ends_s[batch_id] - begun_s for (_, batch_id), begun_s in zip(batches, start_s, strict=True)
-    ]
-    output_tokens: int = options.lines * options.length[1]
-    return sum(
-        output_tokens * each.num_engines / span_s
-        for each, span_s in zip(gateways, spans_s, strict=True)
-    )
+    with ThreadPoolExecutor() as threads:
+        return sum(threads.map(tokens_per_s, range(len(gateways))))
 
 
 def _figures(found: dict[str, list[float]], num_engines: int) -> list[Figure]:

@@ -27,14 +27,13 @@ from typing import Final
 import httpx
 import numpy as np
 
-from common.batch_server import openai_client, wait_until
+from common.batch_server import BatchServer, wait_until
 from common.failures import RunFailedError, exit_status
 from common.figures import Figure, all_met, report
 from common.input_file import write_lines
 from common.model import ServedModel, prepare_model
-from fleet_bench.pinned_engine import begin_batch, gateway, pinned_engine
+from fleet_bench.pinned_engine import gateway, pinned_engine
 from router_bench.traffic import online_requests, unshared_requests
-from sglang_coserve.local_server import LocalServer
 
 _BATCH_LINES: Final = 5000
 """More than are served while online requests are measured."""
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
 
 
 @contextmanager
-def _batch(server: LocalServer, work: Path, model: ServedModel, seed: int) -> Generator[None]:
+def _batch(server: BatchServer, work: Path, model: ServedModel, seed: int) -> Generator[None]:
     """Have a batch within; at the end it is cancelled, and nothing of it is in an engine."""
     source = work / "in.jsonl"
     write_lines(
@@ -110,21 +109,14 @@ def _batch(server: LocalServer, work: Path, model: ServedModel, seed: int) -> Ge
         output_tokens=_LENGTH_TOKENS[1],
         seed=seed,
     )
-    with openai_client(server.base_url) as client:
-        batch_id = begin_batch(client, source)
-        try:
-            yield
-        finally:
-            client.batches.cancel(batch_id)
-            wait_until(
-                lambda: client.batches.retrieve(batch_id).status == "cancelled",
-                _WAIT_S,
-                "the batch to be cancelled",
-                _POLL_S,
-            )
+    batch_id = server.create(server.upload(source))
+    try:
+        yield
+    finally:
+        server.cancel(batch_id)
 
 
-def _pulled(server: LocalServer) -> int:
+def _pulled(server: BatchServer) -> int:
     """Return how many lines a gateway has pulled so far."""
     answer = httpx.get(f"{server.base_url}/coserve/status", timeout=30.0, trust_env=False)
     return int(answer.raise_for_status().json()["fleet"]["lines_pulled"])

@@ -55,13 +55,22 @@ def openai_client(base_url: str) -> openai.OpenAI:
 class BatchServer:
     """Runs while it is entered; may be killed and started again on the same directory."""
 
-    def __init__(self, flags: Sequence[str], data: Path, log: Path, ready_timeout_s: float) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        data: Path,
+        log: Path,
+        ready_timeout_s: float,
+        **process: Any,
+    ) -> None:
+        """``process`` are other settings of ``LocalServer``: a gateway's module, say."""
         self.data = data
         self._server = LocalServer(
             [*flags, "--coserve-data-dir", str(data)],
             log_path=log,
             port=free_port(),
             ready_timeout_s=ready_timeout_s,
+            **process,
         )
         self.base_url = self._server.base_url
         self.client = openai_client(self.base_url)

@@ -1,4 +1,4 @@
-"""Engines on a core each, gateways before them, and batches over those."""
+"""Engines on a core each, and gateways before them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import openai
-
-from common.batch_server import upload
-from common.input_file import COMPLETIONS
+from common.batch_server import BatchServer
 from sglang_coserve.local_server import LocalServer
 
-__all__ = ["begin_batch", "gateway", "pinned_engine"]
+__all__ = ["gateway", "pinned_engine"]
 
 _KEY: Final = "the engines' admin key"
 _READY_S: Final = 300.0
@@ -44,22 +41,13 @@ def pinned_engine(model_path: str, core: int, log_path: Path, *flags: str) -> It
         server.stop()
 
 
-def gateway(data: Path, engine_urls: Sequence[str]) -> LocalServer:
+def gateway(data: Path, engine_urls: Sequence[str]) -> BatchServer:
     """Return a gateway that is not started; it keeps everything in ``data``."""
-    engines = [flag for url in engine_urls for flag in ("--engine", url)]
-    return LocalServer(
-        ["--coserve-data-dir", str(data), *engines],
-        log_path=data.with_suffix(".log"),
+    return BatchServer(
+        [flag for url in engine_urls for flag in ("--engine", url)],
+        data,
+        data.with_suffix(".log"),
+        _READY_S,
         module="sglang_coserve.fleet",
-        ready_timeout_s=_READY_S,
         extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY},
     )
-
-
-def begin_batch(client: openai.OpenAI, source: Path) -> str:
-    """Upload a file and begin a batch of it with time enough; return the batch's id."""
-    # The type knows OpenAI's one window only.
-    window: Any = "30d"
-    return client.batches.create(
-        input_file_id=upload(client, source), endpoint=COMPLETIONS, completion_window=window
-    ).id
