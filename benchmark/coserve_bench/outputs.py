@@ -11,6 +11,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from common.results import markdown_table, write_json
+from coserve_bench.offline_bounds import OfflineBounds
 from coserve_bench.options import Options
 from coserve_bench.plots import (
     plot_latency_ratios,
@@ -23,6 +24,7 @@ from coserve_bench.run_record import RunRecord
 from coserve_bench.runner import Runner
 from coserve_bench.summary import searched, summarize_runs
 from coserve_bench.table import markdown, overview
+from sglang_coserve.errors import ConfigError
 
 __all__ = ["write_comparison", "write_searches"]
 
@@ -30,8 +32,13 @@ __all__ = ["write_comparison", "write_searches"]
 def write_comparison(options: Options, runner: Runner) -> Table:
     """Write results.json, table.md and the figures of the runs there are; return an overview."""
     out = options.out
-    rows = summarize_runs(runner.records, options.rules)
-    text = markdown("Online and offline requests on one engine", rows)
+    bounds, why_no_bound = None, ""
+    try:
+        bounds = OfflineBounds.of(options, runner.records)
+    except ConfigError as error:
+        why_no_bound = f"\nNo bound: {error}.\n"
+    rows = summarize_runs(runner.records, options.rules, bounds)
+    text = markdown("Online and offline requests on one engine", rows) + why_no_bound
     text += f"\n{_conditions(options, runner)}\n"
     if speeds := _speeds(options, runner):
         text += f"\n{speeds}\n"

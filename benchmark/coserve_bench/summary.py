@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.stock import best_setting
+from coserve_bench.offline_bounds import OfflineBounds
 from coserve_bench.run_record import RunRecord
 from coserve_bench.slo import SloRule, targets_of
 from coserve_bench.systems import BASELINE, SEARCHED, THROUGHPUT_BOUND
@@ -93,12 +94,17 @@ def pair_ratios(
     return ratios
 
 
-def figures_of(record: RunRecord, targets: SloTargets | None) -> dict[str, float | None]:
+def figures_of(
+    record: RunRecord, targets: SloTargets | None, bounds: OfflineBounds | None = None
+) -> dict[str, float | None]:
     """Return the figures of one run, named as in docs/metrics.md with their unit."""
     report = latency_report(record.online)
     online = throughput(record.online, 0.0, record.window_s)
     offline = None if record.offline is None else record.offline.throughput
     offline_tokens_per_s = 0.0 if offline is None else offline.total_tokens_per_s
+    bound_tokens_per_s = None
+    if bounds is not None and offline is not None and targets is not None:
+        bound_tokens_per_s = bounds.tokens_per_s(record, targets)
     return {
         "p50_ttft_ms": _ms(report.ttft.p50_s),
         "p99_ttft_ms": _ms(report.ttft.p99_s),
@@ -109,6 +115,10 @@ def figures_of(record: RunRecord, targets: SloTargets | None) -> dict[str, float
         "token_attainment": None if targets is None else token_attainment(record.online, targets),
         "online_tokens_per_s": online.total_tokens_per_s,
         "offline_tokens_per_s": None if offline is None else offline_tokens_per_s,
+        "offline_bound_tokens_per_s": bound_tokens_per_s,
+        "offline_share_of_bound": (
+            offline_tokens_per_s / bound_tokens_per_s if bound_tokens_per_s else None
+        ),
         "offline_output_tokens_per_s": None if offline is None else offline.output_tokens_per_s,
         "total_tokens_per_s": online.total_tokens_per_s + offline_tokens_per_s,
         "online_failed": sum(t.outcome is Outcome.FAILED for t in record.online),
@@ -116,8 +126,15 @@ def figures_of(record: RunRecord, targets: SloTargets | None) -> dict[str, float
     }
 
 
-def summarize_runs(records: Sequence[RunRecord], rules: Sequence[SloRule]) -> list[Row]:
-    """Return one row for each load, system and SLO, loads ascending, else in order of first run."""
+def summarize_runs(
+    records: Sequence[RunRecord],
+    rules: Sequence[SloRule],
+    bounds: OfflineBounds | None = None,
+) -> list[Row]:
+    """Return one row for each load, system and SLO, loads ascending, else in order of first run.
+
+    With ``bounds``, runs with targets have the most offline tokens/s that were possible, too.
+    """
     groups: dict[tuple[float, str, str], list[RunRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.key.repeat):
         groups[record.key.load, record.key.system, record.key.slo].append(record)
@@ -128,7 +145,9 @@ def summarize_runs(records: Sequence[RunRecord], rules: Sequence[SloRule]) -> li
         baseline = [run.online for run in groups.get((group[0], BASELINE, ""), ())]
         default = targets_of(rules[0], baseline) if rules else None
         targets[group] = runs[-1].targets or default
-        figures[group] = {run.key.repeat: figures_of(run, run.targets or default) for run in runs}
+        figures[group] = {
+            run.key.repeat: figures_of(run, run.targets or default, bounds) for run in runs
+        }
     return [
         _row(group, figures, targets[group]) for group in sorted(groups, key=lambda group: group[0])
     ]

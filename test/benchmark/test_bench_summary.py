@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from bench_cases import online, record
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve_bench.offline_bounds import OfflineBounds
+from coserve_bench.options import parse_options
 from coserve_bench.plan import RunKey
 from coserve_bench.plots import plot_latency_ratios, plot_offline_throughput, plot_timeline
 from coserve_bench.run_record import RunRecord, read_record, write_record
@@ -17,6 +20,7 @@ from coserve_bench.summary import Row, pair_ratios, searched, spread, summarize_
 from coserve_bench.systems import BASELINE, THROUGHPUT_BOUND
 from coserve_bench.table import markdown
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.slo_search.machine import EngineMachine
 
 P99 = SloRule("p99")
 
@@ -181,3 +185,30 @@ def test_a_run_has_a_name_of_its_own() -> None:
         RunKey(1, 0.2, "coserve", "p99x1", 0.51),
     ]
     assert len({key.name for key in keys}) == len(keys)
+
+
+def test_offline_tokens_stand_beside_the_most_that_was_possible(tmp_path: Path) -> None:
+    profile = Path(__file__).parents[2] / "benchmark" / "results" / "coserve_profile_cpu.json"
+    options = parse_options(["--latency-profile", str(profile), "--out", str(tmp_path)])
+    full = [online(0.5, 0.01, arrival_s, 30) for arrival_s in range(9)]
+    alone = record(BASELINE, [online(0.1, 0.01)])
+    runs = [alone, record("coserve", [online(0.1, 0.01)], targets=SloTargets(2, 1), offline=full)]
+    assert OfflineBounds.of(options, runs) is None  # Nothing is known of the engine.
+
+    runs[0] = replace(alone, provenance={"engine": EngineMachine().to_dict()})
+    bounds = OfflineBounds.of(options, runs)
+    row = row_of(summarize_runs(runs, [P99], bounds), "coserve")
+    bound, share = (
+        row.figures[f"offline_{name}"].median for name in ("bound_tokens_per_s", "share_of_bound")
+    )
+    assert share == pytest.approx(row.figures["offline_tokens_per_s"].median / bound)
+    assert 0 < share < 1
+
+    # Online requests take their part of what is possible.
+    busy = [online(0.1, 0.01, arrival_s / 10, 100) for arrival_s in range(90)]
+    runs[1] = record("coserve", busy, targets=SloTargets(2, 1), offline=full)
+    busy_row = row_of(summarize_runs(runs, [P99], bounds), "coserve")
+    assert busy_row.figures["offline_bound_tokens_per_s"].median < bound
+    assert (
+        "offline_bound_tokens_per_s" not in row_of(summarize_runs(runs, [P99]), "coserve").figures
+    )

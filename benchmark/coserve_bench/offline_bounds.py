@@ -1,0 +1,97 @@
+"""The most offline work that was possible beside the online requests of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from bound_bench.upper_bound import (
+    Capacity,
+    OfflineShape,
+    offline_bound,
+    require_convex,
+    required,
+)
+from common.failures import RunFailedError
+from coserve_bench.options import Options
+from coserve_bench.run_record import RunRecord
+from coserve_bench.systems import BASELINE
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.metrics import Outcome, SloTargets
+from sglang_coserve.profiler import load_profile
+from sglang_coserve.slo_search.machine import EngineMachine
+from sglang_coserve.workload import TraceRequest
+
+__all__ = ["OfflineBounds", "engine_limits"]
+
+_LATE_SHARE: Final = 0.01
+"""Of the online requests that may miss their targets, as where a P99 is the target."""
+
+_TIMEOUT_S: Final = 30.0
+
+
+def engine_limits(base_url: str) -> dict[str, Any]:
+    """Return what bounds a batch of the engine at ``base_url``, for ``RunRecord.provenance``.
+
+    Raises:
+        RunFailedError: the server does not answer.
+    """
+    try:
+        with httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
+            info = client.get("/server_info").raise_for_status().json()
+            card = client.get("/v1/models").raise_for_status().json()["data"][0]
+    except httpx.HTTPError as error:
+        raise RunFailedError(f"the server does not tell its limits: {error}") from error
+    return EngineMachine.of_server(info, card).to_dict()
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBounds:
+    """Computes them with a latency profile: docs/benchmarks.md, "An upper bound"."""
+
+    model: LatencyModel
+    capacity: Capacity
+    """Of the baseline's engine: others may have smaller chunks, for reasons of latency."""
+
+    shape: OfflineShape
+
+    @classmethod
+    def of(cls, options: Options, records: Sequence[RunRecord]) -> OfflineBounds | None:
+        """Return None without a profile, or where offline requests differ in their lengths.
+
+        Raises:
+            ConfigError: there is a profile whose model is not convex.
+        """
+        limits = [
+            record.provenance["engine"]
+            for record in records
+            if record.key.system == BASELINE and "engine" in record.provenance
+        ]
+        if options.latency_profile is None or options.offline.file is not None or not limits:
+            return None
+        machine = EngineMachine(**limits[0])
+        model = load_profile(options.latency_profile).latency_model
+        require_convex(model)
+        return cls(
+            model=model,
+            # Decodes of running requests come on top of a chunk.
+            capacity=Capacity(
+                batch_tokens=machine.max_batch_tokens + machine.max_running,
+                requests=machine.max_running,
+                kv_tokens=machine.kv_capacity_tokens,
+            ),
+            shape=OfflineShape(options.offline.prompt_tokens, options.offline.output_tokens),
+        )
+
+    def tokens_per_s(self, record: RunRecord, targets: SloTargets) -> float:
+        """Return the bound beside the online requests of a run. 0: not even these fit."""
+        online = [
+            TraceRequest(number, each.arrival_s, each.prompt_tokens, len(each.token_times_s))
+            for number, each in enumerate(record.online)
+            if each.outcome is Outcome.FINISHED
+        ]
+        needed = required(online, targets, record.window_s, late_share=_LATE_SHARE)
+        return offline_bound(self.model, self.capacity, self.shape, needed, record.window_s)
