@@ -6,7 +6,8 @@ Engines that compute nothing answer every line after a fixed time, so that all C
 keeping batches. Measured are the processes of a gateway with some of them before it, and those of
 a single server with the same Batch API, whose backend answers as they do: what HTTP to engines
 and placement add. Each run is a batch of its own, in a new process on a new directory; its upload
-counts too. Memory is the most that the process and its helpers had at once, seen every 50 ms.
+counts too. Memory is the most that the process and its helpers had at once, seen every 50 ms; what
+it was as the batch went on is written, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.local_server import LocalServer
 
 _POLL_S: Final = 0.05
-_GIVE_UP_S: Final = 3600.0
+_REPORT_S: Final = 30.0
 _COLUMNS: Final = (
     "server",
     "lines",
@@ -57,6 +58,9 @@ class ServedBatch:
     own_memory_mib: float
     """The most that the process had without its helpers, which check and sort the input."""
 
+    memory_mib: Sequence[tuple[int, float, float]] = ()
+    """Every 30 s: how many lines are done, memory then, that without the helpers."""
+
 
 class _Meter:
     """CPU time and memory of a process and its children, those that have ended included."""
@@ -64,17 +68,19 @@ class _Meter:
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
         self._start_s = self._cpu_s()
-        self.most_bytes = 0
-        self.own_bytes = 0
+        self.now_mib: tuple[float, ...] = (0.0, 0.0)
+        """With and without the children."""
+
+        self.most_mib: tuple[float, ...] = (0.0, 0.0)
 
     def look(self) -> None:
-        """Note how much memory is held now."""
-        held = 0
-        for process in (self._process, *self._process.children(recursive=True)):
+        """Note how much memory is taken now."""
+        own = taken = self._process.memory_info().rss
+        for process in self._process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                held += process.memory_info().rss
-        self.most_bytes = max(self.most_bytes, held)
-        self.own_bytes = max(self.own_bytes, self._process.memory_info().rss)
+                taken += process.memory_info().rss
+        self.now_mib = (taken / (1 << 20), own / (1 << 20))
+        self.most_mib = tuple(map(max, self.most_mib, self.now_mib))
 
     @property
     def cpu_s(self) -> float:
@@ -118,7 +124,7 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         in_flight = ("--max-in-flight", str(options.in_flight))
         if not options.gateway_alone:
             with _fake(work, options, "single", *alone, *in_flight) as server:
-                single.append(_served("single server", server, source, lines))
+                single.append(_served("single server", server, source, lines, options))
         urls = []
         for number in range(options.engines):
             engine = stack.enter_context(_fake(work, options, f"engine-{number}"))
@@ -136,7 +142,7 @@ def measured(options: argparse.Namespace, lines: int) -> list[ServedBatch]:
         )
         with gateway:
             name = f"gateway, {options.engines} engines"
-            return [*single, _served(name, gateway, source, lines)]
+            return [*single, _served(name, gateway, source, lines, options)]
 
 
 def _fake(work: Path, options: argparse.Namespace, name: str, *flags: str) -> LocalServer:
@@ -149,7 +155,9 @@ def _fake(work: Path, options: argparse.Namespace, name: str, *flags: str) -> Lo
     )
 
 
-def _served(name: str, server: LocalServer, source: Path, lines: int) -> ServedBatch:
+def _served(
+    name: str, server: LocalServer, source: Path, lines: int, options: argparse.Namespace
+) -> ServedBatch:
     meter = _Meter(server.pid)
     start_s = time.monotonic()
     with httpx.Client(base_url=server.base_url, timeout=600.0, trust_env=False) as client:
@@ -163,15 +171,26 @@ def _served(name: str, server: LocalServer, source: Path, lines: int) -> ServedB
         }
         batch: dict[str, Any] = client.post("/v1/batches", json=wanted).raise_for_status().json()
         path = f"/v1/batches/{batch['id']}"
-        next_poll_s = 0.0
+        next_poll_s, next_report_s = 0.0, start_s + _REPORT_S
+        memory: list[tuple[int, float, float]] = []
         while batch["status"] != "completed":
-            if batch["status"] in ("failed", "expired") or time.monotonic() > start_s + _GIVE_UP_S:
+            is_late = time.monotonic() > start_s + options.timeout
+            if batch["status"] in ("failed", "expired") or is_late:
                 raise CoserveError(f"{name}: the batch is {batch['status']}: {batch['errors']}")
             time.sleep(_POLL_S)
             meter.look()
             if time.monotonic() >= next_poll_s:
                 batch = client.get(path).raise_for_status().json()
                 next_poll_s = time.monotonic() + 10 * _POLL_S
+            if time.monotonic() >= next_report_s:
+                next_report_s += _REPORT_S
+                done, (all_mib, own_mib) = batch["request_counts"]["completed"], meter.now_mib
+                memory.append((done, all_mib, own_mib))
+                print(
+                    f"bench_gateway: {name}: {batch['status']}, {done:,} of {lines:,} lines, "
+                    f"{all_mib:.0f} MiB, {own_mib:.0f} without helpers",
+                    file=sys.stderr,
+                )
     counts = batch["request_counts"]
     if counts["completed"] != lines:
         raise CoserveError(f"{name}: {counts} of {lines} lines")
@@ -180,8 +199,9 @@ def _served(name: str, server: LocalServer, source: Path, lines: int) -> ServedB
         lines,
         cpu_us_per_line=meter.cpu_s * 1e6 / lines,
         lines_per_s=lines / (time.monotonic() - start_s),
-        most_memory_mib=meter.most_bytes / (1 << 20),
-        own_memory_mib=meter.own_bytes / (1 << 20),
+        most_memory_mib=meter.most_mib[0],
+        own_memory_mib=meter.most_mib[1],
+        memory_mib=memory,
     )
 
 
@@ -231,6 +251,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--in-flight", type=int, default=256, help="lines at a time, at most")
     add("--prompt-chars", type=int, default=256)
     add("--gateway-alone", action="store_true", help="without the single server beside it")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="for a batch to be complete")
     add("--out", type=Path)
     return parser.parse_args(argv)
 
