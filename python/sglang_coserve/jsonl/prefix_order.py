@@ -72,7 +72,9 @@ def read_order(order: BinaryIO, start: int, count: int) -> Iterator[OrderedLine]
 
 def _sorter() -> sqlite3.Connection:
     database = sqlite3.connect("", isolation_level=None)
-    for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -65536"):
+    # 16 MiB for each of a table and two sorts: 1,000,000 lines take 75 MiB and 6.4 s of CPU, and
+    # with 64 MiB each 149 MiB and 6.7 s.
+    for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
         database.execute(f"PRAGMA {setting}")
     database.execute("CREATE TABLE lines (head BLOB, key BLOB, offset INTEGER, number INTEGER)")
     database.execute("BEGIN")
