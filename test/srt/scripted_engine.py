@@ -210,10 +210,19 @@ class ScriptedEngine:
     def _unfinished_work(self) -> str:
         """Say what an engine that does not come to rest still has to do."""
         scheduler = self.scheduler
-        unfinished = [rid for rid, req in self.reqs.items() if not req.finished()]
+        unfinished = {
+            rid: f"{len(req.output_ids)} tokens"
+            for rid, req in self.reqs.items()
+            if not req.finished()
+        }
+        parts = getattr(scheduler, "parts", None)
+        offline = parts.admission.num_waiting() if parts else 0
+        loads = getattr(scheduler.tree_cache, "prefetches", None)
         return (
             f"the engine does not come to rest: {len(scheduler.waiting_queue)} waiting, "
-            f"running {scheduler.running_batch}, KV {self._kv_pools()}, unfinished {unfinished}"
+            f"{offline} of ours, running {scheduler.running_batch}, KV {self._kv_pools()}, "
+            f"{loads.in_flight_tokens if loads else 0} tokens being loaded, "
+            f"unfinished {unfinished}, last passes {self.iterations[-2:]}"
         )
 
     def _kv_pools(self) -> list[tuple[int, int, int, int]]:
