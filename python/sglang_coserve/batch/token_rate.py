@@ -13,7 +13,7 @@ __all__ = ["TokenRate"]
 _LEARNING_S: Final = 10.0
 _TOGETHER_S: Final = 0.1
 """Tokens that come within it are remembered as one number, so that memory does not grow with the
-rate: 2,000 lines a second took 30 MB."""
+rate: 2,000 lines a second took some 40 MiB."""
 
 
 class TokenRate:
