@@ -23,7 +23,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
 
-__all__ = ["Capacity", "OfflineShape", "Required", "offline_bound", "require_convex", "required"]
+__all__ = ["Capacity", "OfflineShape", "Required", "offline_bound", "required"]
 
 _HALVINGS: Final = 60
 """Of a bisection: as many as a float has bits."""
@@ -141,7 +141,7 @@ def offline_bound(
     Raises:
         ConfigError: the model is not convex.
     """
-    require_convex(model)
+    _require_convex(model)
     plan = _Plan(model, capacity, offline, online)
     if plan.least_s(0.0, 0.0) > window_s:
         return 0.0
@@ -271,7 +271,7 @@ def _predict(model: LatencyModel, parts: Sequence[float]) -> float:
     return model.predict(StepStats(*parts))  # type: ignore[arg-type]
 
 
-def require_convex(model: LatencyModel) -> None:
+def _require_convex(model: LatencyModel) -> None:
     """Refuse a model of which two steps are found that take less than two average ones.
 
     Raises:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import httpx
-
-from bound_bench.upper_bound import (
-    Capacity,
-    OfflineShape,
-    offline_bound,
-    require_convex,
-    required,
-)
-from common.failures import RunFailedError
+from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
 from coserve_bench.options import Options
 from coserve_bench.run_record import RunRecord
 from coserve_bench.systems import BASELINE
@@ -25,27 +16,10 @@ from sglang_coserve.profiler import load_profile
 from sglang_coserve.slo_search.machine import EngineMachine
 from sglang_coserve.workload import TraceRequest
 
-__all__ = ["OfflineBounds", "engine_limits"]
+__all__ = ["OfflineBounds"]
 
 _LATE_SHARE: Final = 0.01
 """Of the online requests that may miss their targets, as where a P99 is the target."""
-
-_TIMEOUT_S: Final = 30.0
-
-
-def engine_limits(base_url: str) -> dict[str, Any]:
-    """Return what bounds a batch of the engine at ``base_url``, for ``RunRecord.provenance``.
-
-    Raises:
-        RunFailedError: the server does not answer.
-    """
-    try:
-        with httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
-            info = client.get("/server_info").raise_for_status().json()
-            card = client.get("/v1/models").raise_for_status().json()["data"][0]
-    except httpx.HTTPError as error:
-        raise RunFailedError(f"the server does not tell its limits: {error}") from error
-    return EngineMachine.of_server(info, card).to_dict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +34,7 @@ class OfflineBounds:
 
     @classmethod
     def of(cls, options: Options, records: Sequence[RunRecord]) -> OfflineBounds | None:
-        """Return None without a profile, or where offline requests differ in their lengths.
-
-        Raises:
-            ConfigError: there is a profile whose model is not convex.
-        """
+        """Return None without a profile, or where offline requests differ in their lengths."""
         limits = [
             record.provenance["engine"]
             for record in records
@@ -73,10 +43,8 @@ class OfflineBounds:
         if options.latency_profile is None or options.offline.file is not None or not limits:
             return None
         machine = EngineMachine(**limits[0])
-        model = load_profile(options.latency_profile).latency_model
-        require_convex(model)
         return cls(
-            model=model,
+            model=load_profile(options.latency_profile).latency_model,
             # Decodes of running requests come on top of a chunk.
             capacity=Capacity(
                 batch_tokens=machine.max_batch_tokens + machine.max_running,
@@ -87,7 +55,11 @@ class OfflineBounds:
         )
 
     def tokens_per_s(self, record: RunRecord, targets: SloTargets) -> float:
-        """Return the bound beside the online requests of a run. 0: not even these fit."""
+        """Return the bound beside the online requests of a run. 0: not even these fit.
+
+        Raises:
+            ConfigError: the profile's model is not convex.
+        """
         online = [
             TraceRequest(number, each.arrival_s, each.prompt_tokens, len(each.token_times_s))
             for number, each in enumerate(record.online)

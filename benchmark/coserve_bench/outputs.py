@@ -32,12 +32,13 @@ __all__ = ["write_comparison", "write_searches"]
 def write_comparison(options: Options, runner: Runner) -> Table:
     """Write results.json, table.md and the figures of the runs there are; return an overview."""
     out = options.out
-    bounds, why_no_bound = None, ""
+    why_no_bound = ""
     try:
         bounds = OfflineBounds.of(options, runner.records)
+        rows = summarize_runs(runner.records, options.rules, bounds)
     except ConfigError as error:
+        rows = summarize_runs(runner.records, options.rules)
         why_no_bound = f"\nNo bound: {error}.\n"
-    rows = summarize_runs(runner.records, options.rules, bounds)
     text = markdown("Online and offline requests on one engine", rows) + why_no_bound
     text += f"\n{_conditions(options, runner)}\n"
     if speeds := _speeds(options, runner):

@@ -14,7 +14,6 @@ from common.machine import describe_machine
 from common.model import prepare_model
 from common.results import claim_folder
 from coserve_bench.machine_speed import SpeedLog
-from coserve_bench.offline_bounds import engine_limits
 from coserve_bench.offline_lines import write_sample
 from coserve_bench.one_run import Bench
 from coserve_bench.online_load import OnlineLoad
@@ -28,6 +27,7 @@ from sglang_coserve.demo.servers import make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.slo_search.machine import EngineMachine
 
 __all__ = ["Runner"]
 
@@ -142,7 +142,7 @@ class Runner:
         try:
             base_url = await self._serve(system, targets)
             assert self._plan is not None and self._server is not None
-            limits = await asyncio.to_thread(engine_limits, base_url)
+            limits = await asyncio.to_thread(EngineMachine.at, base_url)
             measured, speed = await self._speeds.run_at_usual_speed(
                 partial(self._bench.measure, base_url, key, system, requests, self._say),
                 self._server.suspended_process,
@@ -163,7 +163,7 @@ class Runner:
                 "server": [module_of(is_ours=system.is_ours), *self._plan[1]],
                 "online_requests_per_s": rate_per_s,
                 "seed": self._options.seed,
-                "engine": limits,
+                "engine": limits.to_dict(),
             },
             speed=speed,
         )

@@ -134,6 +134,9 @@ def summarize_runs(
     """Return one row for each load, system and SLO, loads ascending, else in order of first run.
 
     With ``bounds``, runs with targets have the most offline tokens/s that were possible, too.
+
+    Raises:
+        ConfigError: the bounds' model is not convex.
     """
     groups: dict[tuple[float, str, str], list[RunRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.key.repeat):

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from sglang_coserve.client import AsyncCoserveClient, AsyncJob, ClientOptions
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.local_server import LocalServer
@@ -87,15 +85,7 @@ class LiveBench:
         Raises:
             ServerError: the server does not report them.
         """
-        try:
-            with httpx.Client(base_url=base_url, trust_env=False, timeout=60.0) as client:
-                info, models = (
-                    client.get(path).raise_for_status().json()
-                    for path in ("/server_info", "/v1/models")
-                )
-        except httpx.HTTPError as error:
-            raise ServerError(f"the server does not report its limits: {error}") from error
-        return EngineMachine.of_server(info, models["data"][0])
+        return EngineMachine.at(base_url)
 
     def measure(
         self, name: str, base_url: str, load: SearchLoad, offline_file: Path | None = None

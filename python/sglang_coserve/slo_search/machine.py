@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import httpx
+
+from sglang_coserve.errors import ServerError
 from sglang_coserve.simulator import ExecutorConfig
 from sglang_coserve.workload import RESERVED_TOKENS
 
@@ -29,6 +32,23 @@ class EngineMachine:
 
     overlap: bool = False
     """Whether the next step is planned while the current one runs."""
+
+    @classmethod
+    def at(cls, base_url: str) -> EngineMachine:
+        """Ask a running server for its limits.
+
+        Raises:
+            ServerError: the server does not report them.
+        """
+        try:
+            with httpx.Client(base_url=base_url, trust_env=False, timeout=60.0) as client:
+                info, models = (
+                    client.get(path).raise_for_status().json()
+                    for path in ("/server_info", "/v1/models")
+                )
+        except httpx.HTTPError as error:
+            raise ServerError(f"the server does not report its limits: {error}") from error
+        return cls.of_server(info, models["data"][0])
 
     @classmethod
     def of_server(cls, info: Mapping[str, Any], model_card: Mapping[str, Any]) -> EngineMachine:
