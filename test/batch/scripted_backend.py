@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineHandedBackError, MovedKv
+from sglang_coserve.lines.backend import ChangeListeners, LineHandedBackError, MovedKv
 
 ENDPOINT = "/v1/completions"
 
@@ -82,12 +82,15 @@ class ScriptedBackend:
 
     delays_s: dict[str, float] | None = None
     is_changing: bool = False
-    take_out: Callable[[], None] | None = None
+    listeners: ChangeListeners = field(default_factory=ChangeListeners)
     leaves: MovedKv | None = None
     """What it leaves of a line that it hands back; None: it hands none back."""
 
-    def when_changing(self, take_out: Callable[[], None]) -> None:
-        self.take_out = take_out
+    def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:
+        return self.listeners.add(take_out)
+
+    def take_out(self) -> None:
+        self.listeners.tell()
 
     async def online_delays_s(self) -> dict[str, float] | None:
         return None if self.delays_s is None else dict(self.delays_s)

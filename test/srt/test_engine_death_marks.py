@@ -65,7 +65,7 @@ def test_weights_have_another_name_after_every_exchange_and_in_every_process() -
         weights, others = WeightUpdates(), WeightUpdates()
         assert weights.name == others.name == ""
         told: list[bool] = []
-        weights.on_update.append(lambda: told.append(weights.is_changing))
+        weights.listeners.add(lambda: told.append(weights.is_changing))
         names = []
         for _ in range(3):
             with weights.updating(empties_cache=True):

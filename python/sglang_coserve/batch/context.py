@@ -38,6 +38,9 @@ class JobContext(LineContext):
     store: Store
     limits: BatchLimits
 
+    opened: AsyncExitStack
+    """What ``close`` closes."""
+
     @classmethod
     async def open(
         cls,
@@ -66,35 +69,33 @@ class JobContext(LineContext):
             engine_lines = EngineLines()
             if dies_with_engine:
                 engine_lines = await _open_engine_lines(data, store, threads)
-            opened.pop_all()
-        backend.when_changing(engine_lines.take_out)
-        return cls(
-            directory=data,
-            store=store,
-            threads=threads,
-            slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
-            engine_lines=engine_lines,
-            backend=backend,
-            limits=limits,
-            clock=clock or SystemClock(),
-            rng=rng or random.SystemRandom(),
-            retry_policy=RetryPolicy(
-                math.inf,
-                limits.max_attempts,
-                limits.first_retry_delay_s,
-                limits.max_retry_delay_s,
-            ),
-            health=EngineHealth(),
-            flush_interval_s=limits.flush_interval_s,
-            journal_interval_s=limits.journal_interval_s,
-        )
+            opened.callback(engine_lines.close)
+            opened.callback(backend.when_changing(engine_lines.take_out))
+            return cls(
+                directory=data,
+                store=store,
+                threads=threads,
+                slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
+                engine_lines=engine_lines,
+                backend=backend,
+                limits=limits,
+                clock=clock or SystemClock(),
+                rng=rng or random.SystemRandom(),
+                retry_policy=RetryPolicy(
+                    math.inf,
+                    limits.max_attempts,
+                    limits.first_retry_delay_s,
+                    limits.max_retry_delay_s,
+                ),
+                health=EngineHealth(),
+                flush_interval_s=limits.flush_interval_s,
+                journal_interval_s=limits.journal_interval_s,
+                opened=opened.pop_all(),
+            )
 
     async def close(self) -> None:
         """Release the directory, and end the threads."""
-        self.engine_lines.close()
-        await self.threads.close()
-        await self.store.close()
-        self.directory.close()
+        await self.opened.aclose()
 
 
 def new_id(prefix: str, rng: random.Random) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -41,7 +42,6 @@ __all__ = ["BatchService", "FileContent"]
 
 _log = logging.getLogger(__name__)
 
-_FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
 _MAX_FILES: Final = 10_000
 _MAX_BATCHES: Final = 100
@@ -118,26 +118,25 @@ class BatchService:
             StartupError: the directory cannot be used, or another server is using it.
         """
         limits = limits or BatchLimits()
-        service: Self | None = None
-        try:
-            context = await JobContext.open(
-                directory,
-                backend,
-                limits,
-                dies_with_engine=dies_with_engine,
-                clock=clock,
-                rng=rng,
-            )
-            pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
-            files = FileStore(context.directory, context.store, context.threads, limits, pace)
-            service = cls(context, files, JobSupervisor(context, record_events=record_events))
-            await service._start()
-        except BaseException as error:
-            if service is not None:
-                await service.close()
-            if isinstance(error, StorageError):
+        async with AsyncExitStack() as opened:
+            try:
+                context = await JobContext.open(
+                    directory,
+                    backend,
+                    limits,
+                    dies_with_engine=dies_with_engine,
+                    clock=clock,
+                    rng=rng,
+                )
+                opened.push_async_callback(context.close)
+                pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
+                files = FileStore(context.directory, context.store, context.threads, limits, pace)
+                service = cls(context, files, JobSupervisor(context, record_events=record_events))
+                opened.push_async_exit(service)
+                await service._start()
+            except StorageError as error:
                 raise StartupError(str(error)) from error
-            raise
+            opened.pop_all()
         return service
 
     async def _start(self) -> None:

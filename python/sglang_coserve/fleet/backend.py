@@ -31,7 +31,14 @@ from sglang_coserve.http_lines import (
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import (
+    Backend,
+    BackendLoad,
+    ChangeListeners,
+    LineRequest,
+    LineResult,
+    MovedKv,
+)
 from sglang_coserve.lines.result_record import error_message
 
 __all__ = ["FleetBackend"]
@@ -83,7 +90,7 @@ class FleetBackend(Backend):
         self._limits = BodyLimits()
         self._rate = TokenRate(monotonic_s)
         self._delays = FleetDelays()
-        self._take_out: Callable[[], None] = lambda: None
+        self._listeners = ChangeListeners()
         self._has_model = asyncio.Event()
         self.lines_moved = 0
         """Attempts that went on elsewhere, without a loss."""
@@ -158,9 +165,9 @@ class FleetBackend(Backend):
     async def settled(self) -> None:
         """See ``Backend.settled``."""
 
-    def when_changing(self, take_out: Callable[[], None]) -> None:
+    def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:
         """See ``Backend.when_changing``; also called when most engines have another model."""
-        self._take_out = take_out
+        return self._listeners.add(take_out)
 
     @property
     def endpoints(self) -> frozenset[str]:
@@ -391,8 +398,8 @@ class FleetBackend(Backend):
             _log.warning("%d of %d engines serve the model %s", len(described), len(models), model)
             for engine in self.engines:
                 self._update_placement(engine)
-            self._take_out()
             self._has_model.set()
+            self._listeners.tell()
 
 
 def _least(limits: Sequence[BodyLimits]) -> BodyLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 __all__ = [
     "Backend",
     "BackendLoad",
+    "ChangeListeners",
     "FailureKind",
     "LineBackend",
     "LineHandedBackError",
@@ -20,6 +22,9 @@ __all__ = [
     "LineResult",
     "MovedKv",
 ]
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +199,12 @@ class Backend(LineBackend, Protocol):
     def limits(self) -> BodyLimits:
         """Limits of a line's body; larger ones are never passed to ``run``."""
 
-    def when_changing(self, take_out: Callable[[], None]) -> None:  # noqa: ARG002
-        """Register ``take_out``, to be called when an update would wait for lines in flight."""
-        return
+    def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002
+        """Register ``take_out``, to be called when an update would wait for lines in flight.
+
+        Returns what unregisters it.
+        """
+        return lambda: None
 
     def hand_back(self, request: LineRequest) -> bool:  # noqa: ARG002
         """Ask that a line that is being run be handed back with its KV, within some seconds.
@@ -222,3 +230,28 @@ class Backend(LineBackend, Protocol):
         None if unknown. Batches without a delay, or without a recent one, are left out.
         """
         return None
+
+
+class ChangeListeners:
+    """Those who are told that a backend changes its model (``Backend.when_changing``)."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[], None]] = []
+
+    def add(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Have ``listener`` called by ``tell``; return what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._listeners)
+
+    def tell(self) -> None:
+        """Call each of them. Never raises: one that fails is logged, for the others and the
+        exchange itself are to go on."""
+        for listener in self._listeners.copy():
+            try:
+                listener()
+            except Exception:
+                _log.exception("lines in flight could not be told that the model changes")

@@ -50,7 +50,7 @@ class EngineLines:
         return self._turns.suspects()
 
     def take_out(self) -> None:
-        """Let the attempts at all lines in the engine time out now."""
+        """End the attempts at all lines in the engine now; see ``in_engine``."""
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(0.0)
@@ -59,7 +59,8 @@ class EngineLines:
     async def in_engine(self, batch_id: str, line: int) -> AsyncGenerator[asyncio.Timeout]:
         """Wait for a line's turn, and record it as in the engine within this context.
 
-        Yields a timeout, within which the engine must be called.
+        Yields a timeout. Once ``take_out`` was called it has expired: what runs in the context is
+        cancelled, and the context ends without an error.
 
         Raises:
             StorageError: the line cannot be recorded, so it must not reach the engine.
@@ -68,11 +69,17 @@ class EngineLines:
         async with self._turns.alone() if is_suspect else self._turns.beside():
             entry = self._file.begin(batch_id, line) if self._file else 0
             limit = asyncio.timeout(None)
-            self._limits.add(limit)
             try:
-                yield limit
+                async with limit:
+                    self._limits.add(limit)
+                    try:
+                        yield limit
+                    finally:
+                        self._limits.discard(limit)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
             finally:
-                self._limits.discard(limit)
                 if self._file:
                     self._file.end(entry)
 

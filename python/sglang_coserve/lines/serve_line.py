@@ -46,26 +46,26 @@ async def serve_line(
 
     is_first = True
     while True:
+        result: LineResult | None = None
         await backend.settled()
         async with context.engine_lines.in_engine(request.batch_id, request.line) as limit:
             model = backend.model
             generated = received.tokens(request.line) if model == received.model else ()
-            body = request.body if is_first else await fresh_body()
-            is_first = False
+            body, is_first = (request.body if is_first else await fresh_body()), False
             retries.began(now_s())
             try:
-                async with limit:
-                    result = await backend.run(
-                        replace(request, body=body, generated=generated), take_tokens
-                    )
+                result = await backend.run(
+                    replace(request, body=body, generated=generated), take_tokens
+                )
             except ServerError:
                 raise
             except Exception as error:
-                if limit.expired():
-                    continue
-                # An unexpected error in the engine must fail only this line, not the job.
-                _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
-                result = _engine_failed(error)
+                if not limit.expired():
+                    # An unexpected error in the engine must fail only this line, not the job.
+                    _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
+                    result = _engine_failed(error)
+        if result is None:
+            continue  # It was taken out.
         if backend.model != model or (result.is_retryable and backend.is_changing):
             continue
         if not result.is_retryable:

@@ -15,6 +15,7 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
+    ChangeListeners,
     LineHandedBackError,
     LineRequest,
     LineResult,
@@ -86,9 +87,10 @@ class BatchBackend(Backend):
         """See ``Backend.is_changing``."""
         return bool(self._tokenizer_manager.coserve_weights.is_changing)
 
-    def when_changing(self, take_out: Callable[[], None]) -> None:
+    def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:
         """See ``Backend.when_changing``."""
-        self._tokenizer_manager.coserve_weights.on_update.append(take_out)
+        listeners: ChangeListeners = self._tokenizer_manager.coserve_weights.listeners
+        return listeners.add(take_out)
 
     async def settled(self) -> None:
         """See ``Backend.settled``."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+
+from sglang_coserve.lines.backend import ChangeListeners
 
 __all__ = ["WeightUpdates"]
 
@@ -22,8 +24,8 @@ class WeightUpdates:
         """Cache namespace for the prefixes of batch lines. Not empty once weights were updated
         without flushing the cache, which then holds KV of other weights."""
 
-        self.on_update: list[Callable[[], None]] = []
-        """Called when an exchange is about to wait for the end of all requests in flight."""
+        self.listeners = ChangeListeners()
+        """Told when an exchange is about to wait for the end of all requests in flight."""
 
         self._settled = asyncio.Event()
         self._settled.set()
@@ -50,11 +52,10 @@ class WeightUpdates:
         or are paused and continue with the new weights.
         """
         self._num_pending += 1
-        self._settled.clear()
-        if not self._is_paused:
-            for take_out in self.on_update:
-                take_out()
         try:
+            self._settled.clear()
+            if not self._is_paused:
+                self.listeners.tell()
             yield
         finally:
             # A failed update may have changed some of the weights.
