@@ -31,12 +31,12 @@ def times(
     """
     rng = random.Random(seed)
     found: defaultdict[str, list[float]] = defaultdict(list)
-    end_s = 1e6
+    end_s = 30.0  # Longer than all steps, and shorter than a baseline waits for a token.
 
     def collect(now_s: float) -> None:
         for rid, number, at_s in baseline.advance(predict, now_s):
-            assert number == len(found[rid]) + 1
-            found[rid].append(at_s)
+            assert number == len(found[str(rid)]) + 1
+            found[str(rid)].append(at_s)
 
     for number, (arrival_s, prompt, _) in enumerate(requests):
         baseline.arrived(str(number), arrival_s, prompt)
@@ -64,7 +64,7 @@ def all_known(requests: list[Request], baseline: Baseline) -> dict[str, list[flo
         baseline.produced(str(number), tokens)
         baseline.ended(str(number))
     for rid, _, at_s in baseline.advance(predict, 1e6):
-        found[rid].append(at_s)
+        found[str(rid)].append(at_s)
     return dict(found)
 
 
@@ -149,11 +149,11 @@ def test_a_decode_step_waits_for_all_its_tokens() -> None:
     for rid in "ab":
         baseline.arrived(rid, 0.0, 8)
         baseline.produced(rid)
-    assert {token.rid for token in baseline.advance(predict, 9.0)} == {"a", "b"}
+    assert {token.key for token in baseline.advance(predict, 9.0)} == {"a", "b"}
     baseline.produced("a")
     assert baseline.advance(predict, 9.0) == []
     baseline.ended("b")
-    assert [token.rid for token in baseline.advance(predict, 9.0)] == ["a"]
+    assert [token.key for token in baseline.advance(predict, 9.0)] == ["a"]
 
 
 def test_a_request_that_is_dropped_leaves() -> None:
@@ -162,7 +162,7 @@ def test_a_request_that_is_dropped_leaves() -> None:
     baseline.arrived("b", 0.0, 8)
     baseline.advance(predict, 9.0)
     baseline.ended("a")
-    assert [token.rid for token in baseline.advance(predict, 9.0)] == ["b"]
+    assert [token.key for token in baseline.advance(predict, 9.0)] == ["b"]
     baseline.ended("b")
     assert baseline.advance(predict, 9.0) == []
     assert len(baseline) == 0
@@ -176,12 +176,29 @@ def test_what_is_not_in_is_ignored(rid: str) -> None:
     assert baseline.advance(predict, 9.0) == []
 
 
-def test_a_rid_may_come_again_once_its_request_has_ended() -> None:
-    """Also before the next step, with which the virtual engine drops the one before."""
+def test_a_request_of_which_nothing_is_heard_is_given_up() -> None:
+    """Whatever comes meanwhile: prompts, and the tokens of others that it stops."""
     baseline = make()
-    for start_s in (0.0, 5.0):
-        baseline.arrived("a", start_s, 10)
-        baseline.produced("a")
-        (token,) = baseline.advance(predict, start_s + 1.0)
-        assert (token.rid, token.number) == ("a", 1)
-        baseline.ended("a")
+    baseline.arrived("lost", 0.0, 8)
+    baseline.arrived("long", 0.0, 8)
+    now_s, found = 0.0, []
+    for number in range(100):
+        now_s += 1.0
+        baseline.arrived(number, now_s, 8)
+        baseline.produced(number)
+        baseline.produced("long")
+        baseline.ended(number)
+        found += baseline.advance(predict, now_s)
+    assert "lost" not in baseline
+    assert "long" in baseline
+    assert [token.number for token in found if token.key == "long"] == list(range(1, 101))
+
+
+def test_a_pause_of_the_engine_gives_up_whatever_it_stopped() -> None:
+    baseline = make()
+    for key in range(5):
+        baseline.arrived(key, 0.0, 8)
+    for now_s in (1.0, 30.0, 62.0, 90.0, 123.0):
+        assert len(baseline) > 0
+        baseline.advance(predict, now_s)
+    assert len(baseline) == 0

@@ -95,3 +95,22 @@ def test_shares_add_up_and_only_the_latest_jobs_are_remembered() -> None:
     assert report.total_s == pytest.approx(total_s)
     assert len(report.jobs) == 1024
     assert "job-2001" in report.jobs and "job-5" not in report.jobs
+
+
+def test_it_is_as_large_as_the_jobs_that_ran_last_however_many_there_were() -> None:
+    """An online request is always in, so that the busy period never ends."""
+    bill = Bill()
+    bill.period_begins(beside_offline=False)
+    old = bill.mark()
+    for number in range(3000):
+        bill.worked(1.0, [JobTokens(f"job-{number}", 1), JobTokens("long", 1)])
+    assert len(bill.mark()) == 256
+    recent = bill.mark()
+    bill.worked(1.0, [JobTokens("job-0", 1), JobTokens("long", 3)])
+    # What is no longer told apart is not charged again when it comes back.
+    bill.charge(Delay(8.0, 12.0), recent, bill.mark())
+    assert of(bill)["job-0"] == pytest.approx(2.0 + 4.0 * 0.25 / sum(bill.mark().values()))
+    for _ in range(10):
+        bill.charge(Delay(1.0, 2.0), old, bill.mark())
+    assert len(bill.report().jobs) <= 256
+    assert sum(of(bill).values()) == pytest.approx(32.0)

@@ -97,6 +97,42 @@ def test_what_has_finished_is_not_forgotten_before_it_is_judged() -> None:
     assert found.monitor.report(1.0).requests == 1
 
 
+def test_a_rid_that_is_used_again_is_another_request() -> None:
+    """Also before the baseline is through with the one before."""
+    found = followed()
+    serve(found, 0.5)
+    serve(found, 0.5, 1.0)
+    assert len(found) == 2
+    found.arrived(info())
+    for now_s in (2.0, 2.5):
+        found.produced("a", now_s)
+    found.advance(predict, 3.0)
+    assert found.monitor.report(3.0).requests == 2
+    assert len(found) == 1
+
+
+def test_a_request_that_nobody_says_has_ended_does_not_stop_the_judging() -> None:
+    found = followed()
+    found.arrived(RequestInfo("lost", RequestClass.ONLINE, 10, 64, arrival_s=0.0))
+    for number in range(80):
+        now_s = float(number)
+        request = RequestInfo(str(number), RequestClass.ONLINE, 10, 64, arrival_s=now_s)
+        found.arrived(request)
+        for tokens in range(2):
+            found.produced(str(number), now_s + 0.125 * (tokens + 1))
+        found.ended(str(number), Ending.COMPLETE)
+        found.advance(predict, now_s + 0.5)
+    assert found.monitor.report(80.0).requests == 80
+    assert len(found) == 1
+    # It was only slow: it is judged all the same, by what was measured.
+    found.produced("lost", 81.0)
+    found.ended("lost", Ending.COMPLETE)
+    report = found.monitor.report(82.0)
+    assert report.requests == 81
+    assert report.attainment == pytest.approx(80 / 81)
+    assert len(found) == 0
+
+
 def test_a_refused_request_has_missed() -> None:
     found = followed()
     found.arrived(info())

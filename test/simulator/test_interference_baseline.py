@@ -74,7 +74,7 @@ class Follower:
 
     def advance(self, now_s: float) -> None:
         for rid, _, at_s in self._baseline.advance(MODEL.predict, now_s):
-            self.alone[rid].append(at_s)
+            self.alone[str(rid)].append(at_s)
 
     def _tell(self, request: SimRequest) -> None:
         rid = request.info.rid

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["Baseline", "BaselineToken", "EngineSize"]
 
+_MOST_WAIT_S: Final = 60.0
+"""Longest that the clock stands still for one request. Between two of a request's tokens the real
+engine takes less, even where it retracts requests; what takes longer is no latency to compare."""
+
 
 class BaselineToken(NamedTuple):
     """One output token, and when it would have come without offline work."""
 
-    rid: str
+    key: Hashable
+    """Whose it is."""
+
     number: int
     """Position among the request's output tokens, from 1."""
 
@@ -24,7 +30,7 @@ class BaselineToken(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    rid: str
+    key: Hashable
     arrival_s: float
     prompt_left_tokens: int
     """Prompt tokens still to be computed in the baseline."""
@@ -41,6 +47,9 @@ class _Request:
     has_ended: bool = False
     """The real request has ended: no token comes after the known ones."""
 
+    awaited_since_s: float | None = None
+    """Since when the baseline cannot go on without this request's next token; None if it can."""
+
     @property
     def has_all(self) -> bool:
         """True when the baseline has generated every token that the request ever gets."""
@@ -55,7 +64,8 @@ class Baseline:
     gives the duration of each step. How many tokens a request generates is known only once the
     real engine has generated them, so a decode step is delayed until all the tokens that it
     would produce are known. The real engine serves the same requests and more, so it lags
-    behind, and the delay is short: mostly the step that the real engine is running.
+    behind, and the delay is short: mostly the step that the real engine is running. Requests of
+    which nothing is heard for a minute are given up, so that they do not stop it for all others.
 
     Each simulated step costs O(its requests); amortized, there is one for each real step with
     online requests.
@@ -78,7 +88,7 @@ class Baseline:
         self._kv_tokens = kv_tokens
         self._mixes_decodes = mixes_decodes
         self._clock_s = 0.0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[Hashable, _Request] = {}
         self._waiting: deque[_Request] = deque()
         """In order of arrival; the first may be partly computed."""
 
@@ -89,42 +99,45 @@ class Baseline:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Return whether a request is here: neither given up nor through."""
+        return key in self._requests
+
     def arrived(
-        self, rid: str, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
+        self, key: Hashable, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
     ) -> None:
         """Add an online request; to be called in order of arrival. O(1).
 
         Args:
-            rid: Its id, which no request here may have unless that one has ended.
+            key: Its name, which no other request ever has.
             arrival_s: When it arrived.
             prompt_tokens: Length of its prompt.
             cached_tokens: Prompt tokens that the prefix cache holds.
         """
-        if rid in self._requests:
-            self._drop_ended()  # An ended request had the same rid.
-        assert rid not in self._requests
+        assert key not in self._requests
         cached_tokens = min(cached_tokens, prompt_tokens - 1)
-        request = _Request(rid, arrival_s, prompt_tokens - cached_tokens, cached_tokens)
-        self._requests[rid] = request
+        request = _Request(key, arrival_s, prompt_tokens - cached_tokens, cached_tokens)
+        self._requests[key] = request
         self._waiting.append(request)
 
-    def produced(self, rid: str, tokens: int = 1) -> None:
+    def produced(self, key: Hashable, tokens: int = 1) -> None:
         """Record that the real engine generated ``tokens`` more tokens of a request. O(1)."""
-        request = self._requests.get(rid)
+        request = self._requests.get(key)
         if request is not None:
             request.known_tokens += tokens
+            request.awaited_since_s = None
 
-    def ended(self, rid: str) -> None:
+    def ended(self, key: Hashable) -> None:
         """Record that the real request has ended: no more tokens of it follow. O(1)."""
-        request = self._requests.get(rid)
+        request = self._requests.get(key)
         if request is not None and not request.has_ended:
             request.has_ended = True
             if request.has_all:
                 self._gone.append(request)
 
-    def drop(self, rid: str) -> None:
-        """Forget a request that the real engine dropped. Its rid may be used again. O(1)."""
-        request = self._requests.pop(rid, None)
+    def drop(self, key: Hashable) -> None:
+        """Forget a request that the real engine dropped. O(1)."""
+        request = self._requests.pop(key, None)
         if request is not None:
             self._gone.append(request)
 
@@ -157,12 +170,12 @@ class Baseline:
             return False
         chunks = self._chunks(start_s)
         if chunks is None:
-            return False
+            return self._gives_up(next(filter(_may_have_ended, self._decoding)), now_s)
         decodes = self._decoding if self._mixes_decodes or not chunks else []
         keys = len(decodes)
         for decode in decodes:
             if decode.generated_tokens >= decode.known_tokens:
-                return False
+                return self._gives_up(decode, now_s)
             keys += decode.context_tokens
         stats = StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
         for request, count in chunks:
@@ -174,7 +187,7 @@ class Baseline:
         for decode in decodes:
             decode.context_tokens += 1
             decode.generated_tokens = number = decode.generated_tokens + 1
-            tokens.append(new_token(BaselineToken, (decode.rid, number, end_s)))
+            tokens.append(new_token(BaselineToken, (decode.key, number, end_s)))
             if decode.has_ended and number >= decode.known_tokens:
                 self._gone.append(decode)
         for request, count in chunks:
@@ -184,9 +197,25 @@ class Baseline:
                 self._waiting.popleft()
                 request.generated_tokens = 1
                 self._decoding.append(request)
-                tokens.append(BaselineToken(request.rid, 1, end_s))
+                tokens.append(BaselineToken(request.key, 1, end_s))
                 if request.has_all:
                     self._gone.append(request)
+        return True
+
+    def _gives_up(self, awaited: _Request, now_s: float) -> bool:
+        """Give up a request whose next token has been awaited for too long; else return False.
+
+        O(1) until then; then O(requests), as others may have been awaited behind it.
+        """
+        if awaited.awaited_since_s is None:
+            awaited.awaited_since_s = now_s
+        if now_s - awaited.awaited_since_s <= _MOST_WAIT_S:
+            return False
+        for request in filter(_may_have_ended, self._decoding):
+            if request.awaited_since_s is None:
+                request.awaited_since_s = now_s
+            elif now_s - request.awaited_since_s > _MOST_WAIT_S:
+                self.drop(request.key)
         return True
 
     def _drop_ended(self) -> None:
@@ -195,11 +224,10 @@ class Baseline:
             return
         requests = self._requests
         for request in self._gone:
-            if requests.get(request.rid) is request:
-                del requests[request.rid]
+            requests.pop(request.key, None)
         self._gone.clear()
-        self._waiting = deque(r for r in self._waiting if requests.get(r.rid) is r)
-        self._decoding = [decode for decode in self._decoding if requests.get(decode.rid) is decode]
+        self._waiting = deque(r for r in self._waiting if r.key in requests)
+        self._decoding = [decode for decode in self._decoding if decode.key in requests]
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
         """Return the prompts of a step that starts at ``start_s``, with the tokens of each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -15,10 +15,23 @@ _MOST_JOBS: Final = 1024
 """Jobs whose sums are kept, those that were billed last: four times as many as may be unfinished by
 default. So a server that runs for months does not fill its memory."""
 
+_MOST_WORKING: Final = 256
+"""Jobs whose work is told apart: those that ran last, as many as may be unfinished by default. On a
+server that always has an online request, it is the jobs of months otherwise."""
+
 _MOST_DELAYS: Final = 1 << 12
 """Single delays that wait to be taken: more than end in a second, which is when that is done."""
 
-WorkMark = Mapping[str | None, float]
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """What a job has run in this busy period, since it was among the last ones."""
+
+    job: str | None
+    seconds: float = 0.0
+
+
+WorkMark = Mapping[_Work, float]
 """Seconds of each job's work in this busy period, up to some moment."""
 
 
@@ -74,16 +87,21 @@ class Bill:
     what ran from there to its last token, in proportion to the time. Where nothing ran
     meanwhile, a delay is that of the requests before it, and goes to all offline work since
     the engine last had no online request, with the step that ran then. Was there none,
-    whatever the difference is has other reasons, and nobody is billed.
+    whatever the difference is has other reasons, and nobody is billed. Of very many jobs only those
+    that ran last are charged.
     """
 
     def __init__(self) -> None:
         """Start with nothing billed."""
-        self._work_s: dict[str | None, float] = {}
+        self._work: OrderedDict[str | None, _Work] = OrderedDict()
+        """By job; the one that ran last stands last."""
+
         self._last_s: dict[str | None, float] = {}
         """Of the last step with offline work."""
 
-        self._billed_s: dict[str | None, float] = {}
+        self._billed_s: OrderedDict[str | None, float] = OrderedDict()
+        """The one that was billed last stands last."""
+
         self._delays: deque[Delay] = deque(maxlen=_MOST_DELAYS)
         self._requests = 0
         self._ttft_s = 0.0
@@ -95,7 +113,9 @@ class Bill:
         ``beside_offline`` says that the engine has offline requests. What it does of them may be
         suspended, and is then reported only when it has ended.
         """
-        self._work_s = self._last_s.copy() if beside_offline else {}
+        self._work.clear()
+        if beside_offline:
+            self._add(self._last_s)
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
         """Note how long a step took for offline work; O(jobs in it).
@@ -111,17 +131,24 @@ class Bill:
             self._last_s = {job: offline_s * tokens / total for job, tokens in jobs}
         else:
             self._last_s = {None: offline_s}
-        for job, seconds in self._last_s.items():
-            self._work_s[job] = self._work_s.get(job, 0.0) + seconds
+        self._add(self._last_s)
+
+    def _add(self, seconds_of: Mapping[str | None, float]) -> None:
+        for job, seconds in seconds_of.items():
+            work = self._work.setdefault(job, _Work(job))
+            self._work.move_to_end(job)
+            work.seconds += seconds
+        while len(self._work) > _MOST_WORKING:
+            self._work.popitem(last=False)
 
     def mark(self) -> WorkMark:
-        """Return the work so far; O(jobs of this busy period)."""
-        return self._work_s.copy()
+        """Return the work so far; O(jobs told apart)."""
+        return {work: work.seconds for work in self._work.values()}
 
     def charge(self, delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
         """Bill an online request that has ended in the engine and in the baseline.
 
-        O(jobs of this busy period).
+        O(jobs told apart).
 
         Args:
             delay: Of its tokens.
@@ -131,15 +158,15 @@ class Bill:
         Returns:
             False when there was no offline work that could have delayed it.
         """
-        now = self._work_s
+        now = self.mark()
         if not now:
             return False
         self._requests += 1
         self._delays.append(delay)
         self._ttft_s += delay.ttft_s
         self._gaps_s += delay.gaps_s
-        self._split(delay.ttft_s, first, arrived)
-        self._split(delay.gaps_s, now, first)
+        self._split(delay.ttft_s, first, arrived, now)
+        self._split(delay.gaps_s, now, first, now)
         return True
 
     def take_delays(self) -> list[Delay]:
@@ -154,18 +181,18 @@ class Bill:
         unowned_s = self._billed_s.get(None, 0.0)
         return BillReport(self._requests, self._ttft_s, self._gaps_s, jobs, unowned_s)
 
-    def _split(self, seconds: float, until: WorkMark, since: WorkMark) -> None:
+    def _split(self, seconds: float, until: WorkMark, since: WorkMark, all_work: WorkMark) -> None:
         if not seconds:
             return
-        work_s = {job: total_s - since.get(job, 0.0) for job, total_s in until.items()}
+        work_s = {work: total_s - since.get(work, 0.0) for work, total_s in until.items()}
         whole_s = sum(work_s.values())
         if whole_s <= 0:
-            work_s = self._work_s
+            work_s = all_work
             whole_s = sum(work_s.values())
         billed_s = self._billed_s
-        for job, share_s in work_s.items():
+        for work, share_s in work_s.items():
             if share_s > 0:
-                # The one that was billed last stands last.
-                billed_s[job] = billed_s.pop(job, 0.0) + seconds * share_s / whole_s
+                billed_s[work.job] = billed_s.get(work.job, 0.0) + seconds * share_s / whole_s
+                billed_s.move_to_end(work.job)
         while len(billed_s) > _MOST_JOBS:
-            del billed_s[next(iter(billed_s))]
+            billed_s.popitem(last=False)

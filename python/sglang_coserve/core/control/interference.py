@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,6 +33,9 @@ class _Watched:
     """An online request that has not ended yet, in the engine or in the baseline."""
 
     info: RequestInfo
+    number: int
+    """Its name in the baseline: a rid may be used again before the baseline is through with it."""
+
     arrived_work: WorkMark
     first_work: WorkMark
     """What the bill knew of offline work when it arrived and at its first token."""
@@ -52,7 +55,8 @@ class Interference:
     """Tracks online requests from arrival to end, in the engine and in the baseline.
 
     A request is judged once it has ended in both. Without a baseline (a server without
-    a latency model) it is judged by its measured latencies alone.
+    a latency model), or if the baseline has given the request up, it is judged by its measured
+    latencies alone.
     """
 
     def __init__(
@@ -67,7 +71,13 @@ class Interference:
         self._allowance = allowance
         self._needs_gaps = monitor.needs_gaps or allowance.needs_gaps
         self._bill = Bill()
-        self._watched: dict[str, _Watched] = {}
+        self._live: dict[str, _Watched] = {}
+        """By rid: those that have not ended in the engine."""
+
+        self._watched: dict[Hashable, _Watched] = {}
+        """By number: those that have not been judged."""
+
+        self._num_arrived = 0
         self._num_judged = 0
         self._online_s = 0.0
         """Total time that the steps so far spent on online requests."""
@@ -132,29 +142,31 @@ class Interference:
     ) -> None:
         """Start to track an online request; ignored if it is offline or tracked already.
 
-        O(jobs that have requests in the engine).
+        O(jobs that the bill tells apart).
 
         Args:
             info: The request.
             cached_tokens: How many tokens of its prompt are in the prefix cache.
             beside_offline: The engine has offline requests.
         """
-        if not info.is_online or info.rid in self._watched:
+        if not info.is_online or info.rid in self._live:
             return
         self._now_s = max(self._now_s, info.arrival_s)
         if not self._watched:
             self._bill.period_begins(beside_offline=beside_offline)
         work = self._bill.mark()
-        self._watched[info.rid] = _Watched(info, work, work)
+        number = self._num_arrived
+        self._num_arrived += 1
+        self._live[info.rid] = self._watched[number] = _Watched(info, number, work, work)
         if self._baseline is not None:
-            self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens, cached_tokens)
+            self._baseline.arrived(number, info.arrival_s, info.prompt_tokens, cached_tokens)
 
     def mean_due_s(self, requests: Iterable[Request]) -> float:
         """Return when the first next token is due, for each mean gap so far to stay within target.
 
         Infinite if none of them has both a token and a TPOT target. O(requests).
         """
-        watched_by_rid, default_s = self._watched, self._allowance.tpot_target_s
+        watched_by_rid, default_s = self._live, self._allowance.tpot_target_s
         first_s = math.inf
         for request in requests:
             info = request.info
@@ -177,7 +189,7 @@ class Interference:
     def produced(self, rid: str, now_s: float) -> None:
         """Record a token of a request; ignored if it is not tracked. O(1)."""
         self._now_s = now_s
-        watched = self._watched.get(rid)
+        watched = self._live.get(rid)
         if watched is None:
             return
         watched.tokens += 1
@@ -189,19 +201,19 @@ class Interference:
             self._measure_gap(watched, now_s)
         watched.last_s = now_s
         if self._baseline is not None:
-            self._baseline.produced(rid)
+            self._baseline.produced(watched.number)
 
     def ended(self, rid: str, ending: Ending) -> None:
         """Record that a request has ended; ignored if it is not tracked. O(1)."""
-        watched = self._watched.get(rid)
-        if watched is None or watched.is_finished:
+        watched = self._live.pop(rid, None)
+        if watched is None:
             return
         if ending is Ending.COMPLETE:
             self._finished(watched)
             return
         if self._baseline is not None:
-            self._baseline.drop(rid)
-        del self._watched[rid]
+            self._baseline.drop(watched.number)
+        del self._watched[watched.number]
         if ending is Ending.REFUSED:
             self._monitor.failed(watched.info, self._now_s, _times(watched))
 
@@ -218,11 +230,11 @@ class Interference:
         monitor, allowance = self._monitor, self._allowance
         gaps: list[tuple[RequestInfo, float, float | None]] = []
         get = self._watched.get
-        for rid, number, at_s in self._baseline.advance(predict, now_s):
-            watched = get(rid)
+        for key, position, at_s in self._baseline.advance(predict, now_s):
+            watched = get(key)
             if watched is None:
                 continue
-            if number == 1:
+            if position == 1:
                 watched.alone_first_s = at_s
                 watched.alone_tokens = 1
                 self._learn_first_token(watched)
@@ -233,7 +245,7 @@ class Interference:
                     alone_s = at_s - watched.alone_last_s
                     gaps.append((watched.info, watched.gaps_s.popleft(), alone_s))
             watched.alone_last_s = at_s
-            watched.alone_tokens = number
+            watched.alone_tokens = position
             if watched.is_finished:
                 self._judge_if_complete(watched)
         if gaps:
@@ -241,10 +253,10 @@ class Interference:
 
     def _finished(self, watched: _Watched) -> None:
         watched.is_finished = True
-        if self._baseline is None:
-            self._judge(watched)
+        if self._baseline is None or watched.number not in self._baseline:
+            self._judge(watched, None)  # The baseline has given it up, if there is one.
         else:
-            self._baseline.ended(watched.info.rid)
+            self._baseline.ended(watched.number)
             self._judge_if_complete(watched)
 
     def _learn_first_token(self, watched: _Watched) -> None:
@@ -271,13 +283,11 @@ class Interference:
 
     def _judge_if_complete(self, watched: _Watched) -> None:
         if watched.alone_tokens >= watched.tokens:
-            self._judge(watched)
+            times = watched.alone_first_s, watched.alone_last_s, watched.alone_tokens
+            self._judge(watched, TokenTimes(*times))
 
-    def _judge(self, watched: _Watched) -> None:
-        alone = None
-        if self._baseline is not None:
-            alone = TokenTimes(watched.alone_first_s, watched.alone_last_s, watched.alone_tokens)
-        del self._watched[watched.info.rid]
+    def _judge(self, watched: _Watched, alone: TokenTimes | None) -> None:
+        del self._watched[watched.number]
         measured = _times(watched)
         if measured is None:
             return
@@ -294,6 +304,8 @@ class Interference:
         weight = 1 / min(self._num_judged, _FEW_REQUESTS)
         self._gaps_per_request += weight * (gaps - self._gaps_per_request)
         self._monitor.finished(watched.info, measured, alone)
+        if self._baseline is not None and alone is None:
+            return  # Its delay may have any reason: nothing is learned from it.
         if measured.tokens > 1:
             tpot_alone_s = None if alone is None else alone.tpot_s
             self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, self._now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from sglang_coserve.core.control.baseline import Baseline, BaselineToken, EngineSize
 from sglang_coserve.core.step_stats import StepStats
@@ -21,33 +21,38 @@ class PipelineBaseline:
     def __init__(self, engines: Sequence[Baseline]) -> None:
         """Start without requests; ``engines`` must have none."""
         self._engines = engines
-        self._engine_of: dict[str, Baseline] = {}
+        self._engine_of: dict[Hashable, Baseline] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._engines))
 
+    def __contains__(self, key: Hashable) -> bool:
+        """See ``Baseline``; also False once it has ended."""
+        engine = self._engine_of.get(key)
+        return engine is not None and key in engine
+
     def arrived(
-        self, rid: str, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
+        self, key: Hashable, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
     ) -> None:
         """See ``Baseline.arrived``; the request goes to the engine with the fewest. O(K)."""
         engine = min(self._engines, key=len)
-        self._engine_of[rid] = engine
-        engine.arrived(rid, arrival_s, prompt_tokens, cached_tokens)
+        self._engine_of[key] = engine
+        engine.arrived(key, arrival_s, prompt_tokens, cached_tokens)
 
-    def produced(self, rid: str, tokens: int = 1) -> None:
+    def produced(self, key: Hashable, tokens: int = 1) -> None:
         """See ``Baseline.produced``."""
-        if (engine := self._engine_of.get(rid)) is not None:
-            engine.produced(rid, tokens)
+        if (engine := self._engine_of.get(key)) is not None:
+            engine.produced(key, tokens)
 
-    def ended(self, rid: str) -> None:
+    def ended(self, key: Hashable) -> None:
         """See ``Baseline.ended``."""
-        if (engine := self._engine_of.pop(rid, None)) is not None:
-            engine.ended(rid)
+        if (engine := self._engine_of.pop(key, None)) is not None:
+            engine.ended(key)
 
-    def drop(self, rid: str) -> None:
+    def drop(self, key: Hashable) -> None:
         """See ``Baseline.drop``."""
-        if (engine := self._engine_of.pop(rid, None)) is not None:
-            engine.drop(rid)
+        if (engine := self._engine_of.pop(key, None)) is not None:
+            engine.drop(key)
 
     def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineToken]:
         """See ``Baseline.advance``; tokens are ordered by engine, not by time."""
