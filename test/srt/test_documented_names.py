@@ -110,7 +110,7 @@ def exported_by_gateway() -> set[str]:
     from sglang_coserve.fleet.report import fleet_metrics
 
     status = ServiceStatus({"in_progress": 1}, 0, 0, 0, 1, 0, 0, "model")
-    text = fleet_metrics(FleetBackend("key"), status, required_tokens_per_s=1.0).decode()
+    text = fleet_metrics(FleetBackend("key"), status, 1.0, {}).decode()
     return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
 
 

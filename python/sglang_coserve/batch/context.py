@@ -20,6 +20,7 @@ from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.in_flight_file import InFlightFile
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["JobContext", "new_id"]
@@ -37,6 +38,7 @@ class JobContext(LineContext):
     directory: DataDirectory
     store: Store
     limits: BatchLimits
+    background: TaskSupervisor
 
     opened: AsyncExitStack
     """What ``close`` closes."""
@@ -49,6 +51,7 @@ class JobContext(LineContext):
         limits: BatchLimits,
         *,
         dies_with_engine: bool,
+        background: TaskSupervisor | None,
         clock: Clock | None,
         rng: random.Random | None,
     ) -> Self:
@@ -58,6 +61,7 @@ class JobContext(LineContext):
             StartupError: the directory cannot be used, or another server is using it.
             StorageError: the disk failed.
         """
+        clock = clock or SystemClock()
         async with AsyncExitStack() as opened:
             data = DataDirectory(directory)
             data.open()
@@ -79,7 +83,8 @@ class JobContext(LineContext):
                 engine_lines=engine_lines,
                 backend=backend,
                 limits=limits,
-                clock=clock or SystemClock(),
+                background=background or TaskSupervisor(clock),
+                clock=clock,
                 rng=rng or random.SystemRandom(),
                 retry_policy=RetryPolicy(
                     math.inf,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import NotFoundError, TooLargeError
+from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owner_storage import Upload
 from sglang_coserve.batch.record import FileRecord
@@ -130,8 +130,8 @@ class FileStore:
         """Delete expired files, except those that a batch needs."""
         while expired := await self._store.run(file_rows.expired, now_s, _EXPIRED_AT_ONCE):
             for owner, file_id in expired:
-                # Its owner may have been faster.
-                with suppress(NotFoundError):
+                # Its owner may have been faster, or has begun a batch with it meanwhile.
+                with suppress(NotFoundError, ConflictError):
                     await self.remove(owner, file_id)
 
     def _settle(self, connection: sqlite3.Connection) -> None:

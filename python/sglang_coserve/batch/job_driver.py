@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.job_lines import JobLines
@@ -30,14 +30,17 @@ from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.retry import backoff_s
 
-__all__ = ["JobDriver"]
+__all__ = ["BATCH_TASK", "JobDriver"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+BATCH_TASK: Final = "batch"
+"""What drivers are called in the state of the process's tasks."""
+
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
-"""How often a batch is tried again while its disk fails."""
+"""How often a batch is tried again while its disk fails, or whatever else is wrong."""
 
 _MAX_FAILURES = 5
 """How often a batch whose window has closed, or that is cancelled, is tried again before it
@@ -64,14 +67,18 @@ class JobDriver:
         """The latest state that this driver has seen."""
 
         self.share = JobShare(record.owner, record.priority, record.weight, record.expires_at_s)
-        self.stalled_by: str | None = None
-        """Why the batch makes no progress; None while it does."""
-
         self._context = context
         self._validating = validating
         self._apply_event = apply
         self._changed = asyncio.Event()
         self._failures = 0
+        self._fault: LineFault | None = None
+        """Of the latest attempt to make progress; None while there is some."""
+
+    @property
+    def stalled_by(self) -> str | None:
+        """Why the batch makes no progress; None while it does."""
+        return self._fault.message if self._fault else None
 
     def notice_change(self) -> None:
         """Interrupt the current work, because the state has changed."""
@@ -89,29 +96,36 @@ class JobDriver:
             except _InterruptedError:
                 continue
             except StorageError as error:
-                self._note_failure(str(error))
-                with suppress(_InterruptedError, StorageError):
-                    await self._wait_for_disk()
+                self._note_failure(LineFault("storage_failed", str(error)))
+                await self._pause()
+            except Exception as error:
+                # It stops neither other batches nor what its owner asks of this one.
+                self._context.background.note_failure(BATCH_TASK, error, self.record.id)
+                text = f"internal error: {error!r}; it is tried again"
+                self._note_failure(LineFault("internal_error", text))
+                await self._pause()
 
     def _forget_failures(self) -> None:
-        self.stalled_by = None
+        self._fault = None
         self._failures = 0
 
-    def _note_failure(self, reason: str) -> None:
-        if reason != self.stalled_by:
-            _log.error("batch %s waits: %s", self.record.id, reason)
-        self.stalled_by = reason
+    def _note_failure(self, fault: LineFault) -> None:
+        if fault != self._fault:
+            _log.error("batch %s waits: %s", self.record.id, fault.message)
+        self._fault = fault
         self._failures += 1
 
-    async def _wait_for_disk(self) -> None:
-        """Wait for the disk to recover; fail a batch that has tried often enough."""
+    async def _pause(self) -> None:
+        """Wait for what has failed to recover; fail a batch that has tried often enough."""
         context = self._context
         pause_s = backoff_s(self._failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, context.rng)
-        await self._uninterrupted(context.clock.sleep(pause_s))
-        batch = self.record
-        is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
-        if is_over and self._failures >= _MAX_FAILURES:
-            await self._apply(Failed((LineFault("storage_failed", str(self.stalled_by)),)), batch)
+        # What fails here fails again in the next attempt, and is noted there.
+        with suppress(Exception):
+            await self._uninterrupted(context.clock.sleep(pause_s))
+            batch = self.record
+            is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
+            if is_over and self._failures >= _MAX_FAILURES and self._fault is not None:
+                await self._apply(Failed((self._fault,)), batch)
 
     async def _advance(self, batch: JobRecord) -> None:
         match batch.status:

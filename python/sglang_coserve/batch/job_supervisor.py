@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.headroom import Headroom
-from sglang_coserve.batch.job_driver import JobDriver
+from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
 from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over
@@ -26,8 +25,6 @@ from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.lines.fair_slots import FairSlots
 
 __all__ = ["JobSupervisor"]
-
-_log = logging.getLogger(__name__)
 
 _MAX_VALIDATING: Final = 2
 _LOOK_INTERVAL_S: Final = 1.0
@@ -58,10 +55,14 @@ class JobSupervisor:
         self._size_slots()
         for record in await self._context.store.run(batch_rows.unfinished):
             self._lead(record)
+        # Each by itself: an engine may hang, a disk may fail, and the others go on.
         self._watching = [
-            asyncio.create_task(self._watch()),
-            # By itself: an engine that hangs does not answer.
-            asyncio.create_task(self._count_delays()),
+            self._context.background.start(name, work)
+            for name, work in (
+                ("batch_urgency", self._watch),
+                ("rate_history", self._keep_history),
+                ("online_delays", self._count_delays),
+            )
         ]
 
     async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
@@ -151,19 +152,16 @@ class JobSupervisor:
 
     async def _change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         record = await self._apply(batch_id, event, None, owner)
-        if batch_id in self._tasks:
+        if batch_id in self._drivers:
             self._drivers[batch_id].notice_change()
-        elif not record.status.is_final:
-            # Its driver has died of an internal error; a new one may fare better.
-            self._lead(record)
         return record
 
     def _lead(self, record: JobRecord) -> None:
         driver = JobDriver(record, self._context, self._validating, self._apply)
-        task = asyncio.create_task(driver.run())
+        task = self._context.background.start(BATCH_TASK, driver.run, record.id)
         self._drivers[record.id] = driver
         self._tasks[record.id] = task
-        task.add_done_callback(lambda task: self._ended(record.id, task))
+        task.add_done_callback(lambda _: self._ended(record.id))
 
     async def _apply(
         self, batch_id: str, event: Event, expected: Status | None, owner: str | None = None
@@ -183,17 +181,8 @@ class JobSupervisor:
             self.event_added.set()
         return record
 
-    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
-        del self._tasks[batch_id]
-        if task.cancelled() or task.exception() is None:
-            del self._drivers[batch_id]
-            return
-        # The driver stays, to say so to whoever asks.
-        error = task.exception()
-        self._drivers[
-            batch_id
-        ].stalled_by = f"internal error: {error!r}; resume or cancel the batch"
-        _log.error("batch %s stands still", batch_id, exc_info=error)
+    def _ended(self, batch_id: str) -> None:
+        del self._tasks[batch_id], self._drivers[batch_id]
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""
@@ -207,18 +196,16 @@ class JobSupervisor:
             self._size_slots()
             for batch_id, forecast in self.job_forecasts().items():
                 self._drivers[batch_id].share.is_urgent = forecast.is_urgent
-            try:
-                await self._forecaster.look()
-            except StorageError as error:
-                _log.warning("the history of rates could not be written: %s", error)
+
+    async def _keep_history(self) -> None:
+        while True:
+            await self._context.clock.sleep(_LOOK_INTERVAL_S)
+            await self._forecaster.look()
 
     async def _count_delays(self) -> None:
         while True:
             await self._context.clock.sleep(COUNT_INTERVAL_S)
-            try:
-                await self._delays.count(self._drivers.keys())
-            except StorageError as error:
-                _log.warning("the delays of online requests could not be written: %s", error)
+            await self._delays.count(self._drivers.keys())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:

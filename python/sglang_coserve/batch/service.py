@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AsyncExitStack
@@ -37,10 +36,9 @@ from sglang_coserve.batch.transfers import Transfers, UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 __all__ = ["BatchService", "FileContent"]
-
-_log = logging.getLogger(__name__)
 
 _EXPIRY_INTERVAL_S: Final = 60.0
 _MAX_FILES: Final = 10_000
@@ -104,6 +102,7 @@ class BatchService:
         *,
         record_events: bool = False,
         dies_with_engine: bool = True,
+        background: TaskSupervisor | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> Self:
@@ -111,8 +110,9 @@ class BatchService:
 
         With ``record_events`` the end of a batch stays in ``pending_events`` until it
         is settled. Without ``dies_with_engine`` this process outlives the engine's end, so that
-        nothing is recorded to learn from it at the next start. ``rng`` makes the ids, so it must be
-        one that cannot be guessed.
+        nothing is recorded to learn from it at the next start. ``background`` runs the service's
+        tasks: that of the process, or one of its own. ``rng`` makes the ids, so it must be one that
+        cannot be guessed.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -125,6 +125,7 @@ class BatchService:
                     backend,
                     limits,
                     dies_with_engine=dies_with_engine,
+                    background=background,
                     clock=clock,
                     rng=rng,
                 )
@@ -142,7 +143,7 @@ class BatchService:
     async def _start(self) -> None:
         await self._files.settle()
         await self._runner.start()
-        self._expiring = asyncio.create_task(self._expire_regularly())
+        self._expiring = self.background.start("file_expiry", self._expire_regularly)
 
     async def close(self) -> None:
         """Stop every batch where it is, and release the directory."""
@@ -308,6 +309,11 @@ class BatchService:
         return await self._change(owner, batch_id, ResumeAsked())
 
     @property
+    def background(self) -> TaskSupervisor:
+        """What runs its tasks."""
+        return self._context.background
+
+    @property
     def fatal_signal_path(self) -> Path:
         """Where it is to be written that the process dies of a signal such as SIGSEGV."""
         return self._context.directory.fatal_signal
@@ -374,8 +380,5 @@ class BatchService:
 
     async def _expire_regularly(self) -> None:
         while True:
-            try:
-                await self._files.remove_expired(self._context.clock.now_s())
-            except StorageError:
-                _log.exception("expired files could not be deleted")
+            await self._files.remove_expired(self._context.clock.now_s())
             await self._context.clock.sleep(_EXPIRY_INTERVAL_S)

@@ -24,7 +24,7 @@ import httpx
 
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.errors import ConfigError, CoserveError, StorageError
+from sglang_coserve.errors import ConfigError, CoserveError
 from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.retry import backoff_s
 from sglang_coserve.outbound import OutboundTransport, is_private_literal
@@ -126,7 +126,7 @@ class Webhooks:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._deliver_all())
+        self._task = self._service.background.start("webhooks", self._deliver_all)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -137,14 +137,10 @@ class Webhooks:
 
     async def _deliver_all(self) -> None:
         while True:
-            try:
-                events = await self._service.pending_events(_AT_ONCE)
-                async with asyncio.TaskGroup() as tasks:
-                    for event in events:
-                        tasks.create_task(self._deliver(event))
-            except* StorageError:
-                _log.exception("webhook events cannot be read or settled")
-                events = []
+            events = await self._service.pending_events(_AT_ONCE)
+            async with asyncio.TaskGroup() as tasks:
+                for event in events:
+                    tasks.create_task(self._deliver(event))
             if not events:
                 await self._wait()
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Self
 
 from sglang_coserve.batch.token_rate import TokenRate
@@ -40,6 +41,7 @@ from sglang_coserve.lines.backend import (
     MovedKv,
 )
 from sglang_coserve.lines.result_record import error_message
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 __all__ = ["FleetBackend"]
 
@@ -48,6 +50,10 @@ _LOOK_INTERVAL_S: Final = 0.5
 
 _LOOKS_PER_S: Final = 100
 """Of all engines together: takes about a tenth of a core. More engines are asked less often."""
+
+_WATCH: Final = "engine_watch"
+_DELAYS: Final = "online_delays"
+"""Names of tasks."""
 
 _NO_MORE: Final = "it is none of the fleet any more"
 
@@ -66,11 +72,13 @@ class FleetBackend(Backend):
         self,
         admin_key: str,
         *,
+        background: TaskSupervisor | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
         look_interval_s: float = _LOOK_INTERVAL_S,
     ) -> None:
-        """``admin_key`` is that of every engine."""
+        """``admin_key`` is that of every engine; ``background`` runs what watches them."""
         self._admin_key = admin_key
+        self._background = background or TaskSupervisor()
         self._monotonic_s = monotonic_s
         self._look_interval_s = look_interval_s
         self._engines: dict[str, RemoteEngine] = {}
@@ -148,7 +156,9 @@ class FleetBackend(Backend):
         for engine in new:
             self._engines[engine.url] = engine
             self._update_placement(engine)
-            self._watching[engine.url] = asyncio.create_task(self._watch(engine))
+            self._watching[engine.url] = self._background.start(
+                _WATCH, partial(self._watch, engine), engine.url
+            )
 
     async def ready(self) -> None:
         """Wait until some engine has said what it serves."""
@@ -200,8 +210,8 @@ class FleetBackend(Backend):
         for engine, each in zip(there, answers, strict=True):
             if isinstance(each, EngineDelays):
                 self._delays.add(engine.url, each)
-            elif not isinstance(each, ServerError):
-                raise each
+            elif not isinstance(each, ServerError):  # Those are told by ``look``.
+                self._background.note_failure(_DELAYS, each, engine.url)
         self._delays.keep(self._engines.keys())
         return self._delays.sums_s()
 
@@ -340,28 +350,32 @@ class FleetBackend(Backend):
 
     async def _watch(self, engine: RemoteEngine) -> None:
         """Look at an engine again and again, until it is none of the fleet any more."""
-        url, placement = engine.url, self._placement
-        while url in self._wanted or placement.in_flight(url):
-            before = engine.state
-            try:
-                await engine.look(placement.in_flight(url))
-            except Exception as error:
-                _log.exception("%s cannot be looked at", url)
-                engine.set_state(EngineState.DOWN, repr(error))
-            if url not in self._wanted:
-                engine.set_state(EngineState.DRAINING, _NO_MORE)
-            if engine.state is not before:
-                reason = f": {engine.reason}" if engine.reason else ""
-                _log.warning("%s is %s%s", url, engine.state.value, reason)
-            self._choose_model()
-            self._update_placement(engine)
-            self._look_at_pool(engine)
+        url = engine.url
+        while url in self._wanted or self._placement.in_flight(url):
+            await self._look_at(engine)
             await asyncio.sleep(max(self._look_interval_s, len(self._engines) / _LOOKS_PER_S))
-        engine.set_state(EngineState.DOWN, _NO_MORE)
-        self._update_placement(engine)
-        placement.remove_engine(url)
-        del self._engines[url], self._watching[url]
+        if self._engines.get(url) is engine:
+            engine.set_state(EngineState.DOWN, _NO_MORE)
+            self._update_placement(engine)
+            self._placement.remove_engine(url)
+            del self._engines[url], self._watching[url]
         await engine.connection.close()
+
+    async def _look_at(self, engine: RemoteEngine) -> None:
+        url, before = engine.url, engine.state
+        try:
+            await engine.look(self._placement.in_flight(url))
+        except Exception as error:
+            engine.set_state(EngineState.DOWN, repr(error))
+            self._background.note_failure(_WATCH, error, url)
+        if url not in self._wanted:
+            engine.set_state(EngineState.DRAINING, _NO_MORE)
+        if engine.state is not before:
+            reason = f": {engine.reason}" if engine.reason else ""
+            _log.warning("%s is %s%s", url, engine.state.value, reason)
+        self._choose_model()
+        self._update_placement(engine)
+        self._look_at_pool(engine)
 
     def _update_placement(self, engine: RemoteEngine) -> None:
         pools = self._pools

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from sglang_coserve.fleet.key_check import KeyCheck
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import fleet_metrics, fleet_status
 from sglang_coserve.fleet.view_routes import view_routes
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["gateway_app"]
@@ -53,19 +55,18 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        background = app.state.background = TaskSupervisor()
         async with AsyncExitStack() as stack:
-            fleet = await stack.enter_async_context(FleetBackend(options.engine_admin_key))
-            app.state.fleet = fleet
-            tasks = [
-                asyncio.create_task(follow(options.sources, fleet.set_engines)),
-                asyncio.create_task(_open(app, options, fleet, stack, on_failure)),
-            ]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+            fleet = app.state.fleet = await stack.enter_async_context(
+                FleetBackend(options.engine_admin_key, background=background)
+            )
+            opened = await stack.enter_async_context(AsyncExitStack())
+            for name, work in (
+                ("engine_discovery", partial(follow, options.sources, fleet.set_engines)),
+                ("batch_api_start", partial(_open, app, options, fleet, opened, on_failure)),
+            ):
+                await stack.enter_async_context(background.running(name, work))
+            yield
 
     app = FastAPI(title="coserve gateway", lifespan=lifespan)
     set_not_ready(app, "the gateway is starting")
@@ -88,18 +89,20 @@ async def _open(
     app: FastAPI,
     options: GatewayOptions,
     fleet: FleetBackend,
-    stack: AsyncExitStack,
+    opened: AsyncExitStack,
     on_failure: Callable[[CoserveError], None],
 ) -> None:
-    """Open the Batch API as soon as that is possible, for as long as ``stack``."""
+    """Open the Batch API as soon as that is possible, for as long as ``opened``."""
     try:
         set_not_ready(app, "no engine has said what it serves yet: see /coserve/status")
         await fleet.ready()
         target = webhook_target_of(options.batch_api)
-        service = await _open_when_free(app, options, fleet, records_events=target is not None)
-        stack.push_async_callback(_close, app, service)
-        if target is not None:
-            await stack.enter_async_context(Webhooks(service, target))
+        async with AsyncExitStack() as stack:
+            service = await _open_when_free(app, options, fleet, records_events=target is not None)
+            stack.push_async_callback(_close, app, service)
+            if target is not None:
+                await stack.enter_async_context(Webhooks(service, target))
+            opened.push_async_exit(stack.pop_all())
     except CoserveError as error:
         on_failure(error)
         return
@@ -119,6 +122,7 @@ async def _open_when_free(
                 limits,
                 record_events=records_events,
                 dies_with_engine=False,
+                background=app.state.background,
             )
         except InUseError:
             if not is_standby:
@@ -153,6 +157,7 @@ async def _status(request: Request) -> dict[str, Any]:
     return {
         "fleet": fleet_status(request.app.state.fleet),
         "batch_api": await batch_api_status(request.app),
+        "background": request.app.state.background.state(),
     }
 
 
@@ -162,5 +167,6 @@ async def _metrics(request: Request) -> Response:
     with suppress(BatchApiOffError, StorageError):
         service = find_service(request.app)
         status, required_per_s = await service.status(), service.headroom().required_tokens_per_s
-    content = fleet_metrics(request.app.state.fleet, status, required_per_s)
+    state = request.app.state
+    content = fleet_metrics(state.fleet, status, required_per_s, state.background.state())
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")

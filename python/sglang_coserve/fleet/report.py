@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,14 +32,17 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
 
 
 def fleet_metrics(
-    fleet: FleetBackend, batches: ServiceStatus | None, required_tokens_per_s: float
+    fleet: FleetBackend,
+    batches: ServiceStatus | None,
+    required_tokens_per_s: float,
+    background: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
     """Return the same, and the numbers of the Batch API, for Prometheus.
 
-    Without ``batches`` there is no Batch API now.
+    Without ``batches`` there is no Batch API now. ``background`` is ``TaskSupervisor.state``.
     """
     registry = CollectorRegistry()
-    registry.register(_Families(fleet, batches, required_tokens_per_s))
+    registry.register(_Families(fleet, batches, required_tokens_per_s, background))
     return generate_latest(registry)
 
 
@@ -65,11 +68,16 @@ def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
 
 class _Families(Collector):
     def __init__(
-        self, fleet: FleetBackend, batches: ServiceStatus | None, required_tokens_per_s: float
+        self,
+        fleet: FleetBackend,
+        batches: ServiceStatus | None,
+        required_tokens_per_s: float,
+        background: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._fleet = fleet
         self._batches = batches
         self._required_tokens_per_s = required_tokens_per_s
+        self._background = background
 
     def collect(self) -> Iterator[Metric]:
         fleet, name = self._fleet, "coserve_gateway"
@@ -105,6 +113,14 @@ class _Families(Collector):
         yield served
         tokens = "Prompt and output tokens of lines."
         yield CounterMetricFamily(f"{name}_tokens", tokens, fleet.load().total_tokens)
+        failures = CounterMetricFamily(
+            "coserve_background_failures",
+            "Background tasks that failed and were started again.",
+            labels=["task"],
+        )
+        for task, background in self._background.items():
+            failures.add_metric([task], background["failures"])
+        yield failures
         if self._batches is not None:
             yield from self._batch_families(self._batches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -37,6 +38,8 @@ _SILENT_S: Final = 4 * HEARTBEAT_S
 """An engine that has been silent for so long hangs."""
 
 _HEADERS: Final = {"content-type": "application/x-ndjson"}
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +132,9 @@ class EngineStream:
             self._lose(f"it has said nothing for {silent_s:g} s")
         except OSError as error:
             self._lose(str(error))
+        except Exception as error:
+            _log.exception("the conversation with %s has failed", address)
+            self._lose(f"the conversation failed: {error!r}")
         finally:
             self._lose("the connection was closed here")
 

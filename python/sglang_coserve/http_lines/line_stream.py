@@ -117,6 +117,7 @@ class LineStream:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         self._take(first)
         reading = asyncio.create_task(self._read(receive))
+        reading.add_done_callback(lambda _: self._changed.set())
         try:
             while not self._is_gone:
                 if not await self._has_changed(heartbeat_s):
@@ -124,6 +125,8 @@ class LineStream:
                     continue
                 if content := self._content():
                     await send(_part(content))
+                if reading.done():
+                    reading.result()  # Deaf to what is asked for: the connection ends.
                 if self._fault is not None or self._has_ended:
                     await send({"type": "http.response.body"})
                     return

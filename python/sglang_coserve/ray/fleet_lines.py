@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
@@ -29,6 +30,7 @@ from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.serve_line import serve_line
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 __all__ = ["Answer", "FleetLines"]
 
@@ -53,7 +55,8 @@ class FleetLines:
         self, engines: EngineSource, admin_key: str, *, job: str, no_engine_timeout_s: float
     ) -> None:
         """``job`` names it in the engines' logs."""
-        self._fleet = fleet = FleetBackend(admin_key)
+        self._background = TaskSupervisor()
+        self._fleet = fleet = FleetBackend(admin_key, background=self._background)
         self._job = job
         self._no_engine_timeout_s = no_engine_timeout_s
         self._numbers = itertools.count(1)
@@ -72,7 +75,9 @@ class FleetLines:
 
     async def __aenter__(self) -> Self:
         await self._fleet.__aenter__()
-        self._following = asyncio.create_task(follow([self._engines], self._fleet.set_engines))
+        self._following = self._background.start(
+            "engine_discovery", partial(follow, [self._engines], self._fleet.set_engines)
+        )
         self._no_engine = asyncio.create_task(self._watch_for_engines())
         return self
 

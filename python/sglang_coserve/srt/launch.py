@@ -19,6 +19,7 @@ from typing import Any
 from sglang_coserve.batch.routes import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
@@ -30,6 +31,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.profiling.latency_source import check_profile
 from sglang_coserve.srt.routes.batch_api import (
@@ -187,10 +189,15 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
             "replicas": [state["coserve"] for state in states],
             "output_delay_ms": manager.coserve_output_delay.usual_s * 1e3,
             "batch_api": await batch_api_status(app),
+            "background": background.state(),
         }
 
     app = http_server.app
     config: CoserveConfig = server_args._coserve
+    background = TaskSupervisor()
+    settings = compat.settings_of(server_args)
+    if settings.enable_metrics:
+        background = TaskSupervisor(count=BackgroundFailures(settings.served_model_name))
     app.add_middleware(
         MarksMiddleware,
         offline_objectives=frozenset(config.offline_objectives),
@@ -203,10 +210,10 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_fail_fast(app)  # Before ours are there, which read little.
     install_load_route(http_server)
-    install_batch_api(http_server, server_args.admin_api_key)
+    install_batch_api(http_server, server_args.admin_api_key, background)
     install_body_errors(app)
     keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
-    View(http_server, keys).install(app)
+    View(http_server, keys, background).install(app)
     check = StartCheck(http_server)
 
     def verify_and_serve(

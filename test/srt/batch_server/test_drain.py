@@ -99,6 +99,23 @@ def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
     asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
 
+def test_its_background_tasks_are_shown(deployment: Deployment) -> None:
+    status = ask(deployment, "GET", "/coserve/status", API_KEY).raise_for_status().json()
+    tasks = status["background"]
+    assert {"view_samples", "drain_at_stop", "batch_metrics", "file_expiry"} <= tasks.keys()
+    assert all(task["failures"] == 0 for task in tasks.values())
+    assert all(task["running"] == 1 for name, task in tasks.items() if name != "batch")
+    assert all(replica["background"] == {} for replica in status["replicas"])
+    text = ask(deployment, "GET", "/metrics").raise_for_status().text
+    counted = {
+        sample.labels["task"]: sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name == "coserve_background_failures"
+        for sample in family.samples
+    }
+    assert counted == dict.fromkeys(tasks, 0.0)
+
+
 def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:

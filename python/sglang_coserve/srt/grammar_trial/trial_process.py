@@ -73,5 +73,10 @@ class TrialProcess:
                 self._on_answer(*self._answers.recv())
         except (EOFError, OSError):
             logger.warning("the process that tries grammars has ended: %s", self._process.wait())
+        except Exception:
+            logger.exception("the process that tries grammars cannot be understood: it is ended")
         finally:
+            # What it would still answer nobody would hear: the next grammar gets another process.
+            self._process.kill()
+            self._process.wait()
             self._on_end()

@@ -7,9 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvFileError
 
 __all__ = ["KvJob", "KvThreads"]
@@ -54,14 +54,16 @@ class KvJob:
 class KvThreads:
     """Threads that end with the process, however long a disk hangs."""
 
-    def __init__(self, regularly: Callable[[], None], interval_s: float) -> None:
+    def __init__(
+        self, background: TaskSupervisor, regularly: Callable[[], None], interval_s: float
+    ) -> None:
         """``regularly`` is called at once, and then again after ``interval_s``."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._regularly = regularly
         self._interval_s = interval_s
-        targets = [self._run] * _THREADS + [self._run_regularly]
-        for target in targets:
-            threading.Thread(target=target, name="kv-moves", daemon=True).start()
+        for _ in range(_THREADS):
+            background.start_thread("kv_moves", self._run)
+        background.start_thread("kv_expiry", self._run_regularly)
 
     def begin(self, work: Callable[[KvJob], None]) -> KvJob:
         """Call ``work`` in a thread; if it raises, the job has failed."""
@@ -88,6 +90,5 @@ class KvThreads:
 
     def _run_regularly(self) -> None:
         while True:
-            with suppress(OSError):  # The next time will do.
-                self._regularly()
+            self._regularly()
             time.sleep(self._interval_s)

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, is_kv_name
 from sglang_coserve.srt.kv_checkpoint.kv_jobs import KvJob, KvThreads
 
@@ -89,8 +90,10 @@ class KvMoves:
         self,
         cache: Any,
         path: Path,
+        background: TaskSupervisor,
     ) -> None:
-        """``path`` is the directory, the same one for all engines."""
+        """``path`` is the directory, the same one for all engines; ``background`` runs the
+        threads."""
         rank, num_ranks = cache.rank_of_ranks()
         self._cache = cache
         self._num_ranks = num_ranks
@@ -105,7 +108,7 @@ class KvMoves:
         shape = ", ".join(map(str, (*kv.shape[:_SLOT_DIM], *kv.shape[_SLOT_DIM + 1 :])))
         self._kind = f"{kv.dtype} of ({shape}), {cache.page_size} tokens in a page, "
         self._kind += f"rank {rank} of {num_ranks}"
-        self._threads = KvThreads(directory.remove_expired, _SWEEP_INTERVAL_S)
+        self._threads = KvThreads(background, directory.remove_expired, _SWEEP_INTERVAL_S)
         self._leaving: dict[str, _Leaving] = {}
         self._coming: dict[str, _Coming] = {}
         self._counts: Counter[str] = cache.counts

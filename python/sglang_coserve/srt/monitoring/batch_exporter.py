@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from sglang_coserve.batch import BatchService, StorageError
+from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
 
 __all__ = ["BatchExporter", "batches_exported"]
 
 _INTERVAL_S: Final = 1.0
-
-logger = logging.getLogger(__name__)
 
 
 class BatchExporter:
@@ -61,19 +58,14 @@ class BatchExporter:
 @asynccontextmanager
 async def batches_exported(service: BatchService, exporter: BatchExporter) -> AsyncGenerator[None]:
     """Within it, ``exporter`` publishes how ``service`` stands, once a second; then, nothing."""
-    publishing = asyncio.create_task(_publish(service, exporter))
     try:
-        yield
+        async with service.background.running("batch_metrics", lambda: _publish(service, exporter)):
+            yield
     finally:
-        publishing.cancel()
-        await asyncio.wait({publishing})
         exporter.publish_none()
 
 
 async def _publish(service: BatchService, exporter: BatchExporter) -> None:
     while True:
-        try:
-            exporter.publish(await service.status(), service.headroom())
-        except StorageError as error:
-            logger.warning("the batches cannot be counted for /metrics: %s", error)
+        exporter.publish(await service.status(), service.headroom())
         await asyncio.sleep(_INTERVAL_S)

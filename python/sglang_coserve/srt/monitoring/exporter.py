@@ -16,7 +16,7 @@ from sglang_coserve.srt.monitoring.latencies import (
     LatencyHistograms,
 )
 
-__all__ = ["Exporter"]
+__all__ = ["BackgroundFailures", "Exporter"]
 
 _INTERVAL_S = 1.0
 
@@ -110,6 +110,7 @@ class Exporter:
             "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
         )
         self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
+        self._background = _background_counter(tuple(common))
         self._counted: dict[tuple[Any, ...], float] = {}
 
     def is_due(self, now_s: float) -> bool:
@@ -132,6 +133,8 @@ class Exporter:
         self._count(self._shed, state["online"]["shed"])
         for event, count in events.items():
             self._count(self._events, count, event)
+        for task, background in state["background"].items():
+            self._count(self._background, background["failures"], task)
         slo = state["slo"]
         if slo["attainment"] is not None:
             self._attainment.labels(*common).set(slo["attainment"])
@@ -224,6 +227,28 @@ class Exporter:
         key = (counter, *labels)
         counter.labels(*self._common, *labels).inc(total - self._counted.get(key, 0))
         self._counted[key] = total
+
+
+class BackgroundFailures:
+    """Counts the failures of a process that has no ``Exporter``; see ``TaskSupervisor``."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counter: Any = None
+
+    def __call__(self, task: str, failures: int) -> None:
+        """Count ``failures`` of the tasks of one name."""
+        # When SGLang's settings are read it has not said yet where metrics go.
+        if self._counter is None:
+            self._counter = _background_counter(("model_name",))
+        self._counter.labels(self._model_name, task).inc(failures)
+
+
+def _background_counter(labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Counter
+
+    text = "Background tasks that failed and were started again."
+    return Counter("coserve_background_failures", text, (*labels, "task"))
 
 
 def _add(histogram: Any, buckets: Buckets) -> None:

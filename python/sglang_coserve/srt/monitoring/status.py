@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.bill import BillReport, Delay
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
@@ -50,6 +51,7 @@ class SchedulerStatus:
         load: LoadReporter,
         runner: StepRunner,
         checkpointing: KvCheckpointing,
+        background: TaskSupervisor,
         events: Counter[str],
     ) -> None:
         self._scheduler = scheduler
@@ -58,6 +60,7 @@ class SchedulerStatus:
         self._admission = admission
         self._runner = runner
         self._checkpointing = checkpointing
+        self._background = background
         self._load = load
         self._events = events
         args = compat.settings_of(scheduler.server_args)
@@ -110,6 +113,7 @@ class SchedulerStatus:
             },
             "kv_tokens": self._load.recent().kv._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
+            "background": self._background.state(),
             **self._admission.state(),
             **self._runner.state(),
         }

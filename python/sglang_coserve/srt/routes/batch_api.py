@@ -31,6 +31,7 @@ from sglang_coserve.http_lines import (
     line_endpoints,
     set_line_server,
 )
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.batch_exporter import BatchExporter, batches_exported
 from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
@@ -62,8 +63,13 @@ def check_batch_settings(config: CoserveConfig) -> None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
-def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
-    """Add the Batch API's routes to SGLang's app, and run its service while the server runs."""
+def install_batch_api(
+    http_server: Any, admin_api_key: str | None, background: TaskSupervisor
+) -> None:
+    """Add the Batch API's routes to SGLang's app, and run its service while the server runs.
+
+    ``background`` runs the tasks of the service.
+    """
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
@@ -85,7 +91,7 @@ def install_batch_api(http_server: Any, admin_api_key: str | None) -> None:
             # The service starts first, so that its errors stop the start before the warm-up.
             config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
             if config.coserve_data_dir is not None or admin_api_key:
-                await stack.enter_async_context(_served(http_server, config))
+                await stack.enter_async_context(_served(http_server, config, background))
             yield await stack.enter_async_context(stock_lifespan(app))
 
     app.router.lifespan_context = lifespan
@@ -104,7 +110,9 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 
 
 @asynccontextmanager
-async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[None]:
+async def _served(
+    http_server: Any, config: CoserveConfig, background: TaskSupervisor
+) -> AsyncGenerator[None]:
     backend = await _backend(http_server, config)
     lines = LineServer(backend)
     set_line_server(http_server.app, lines)
@@ -112,11 +120,11 @@ async def _served(http_server: Any, config: CoserveConfig) -> AsyncGenerator[Non
     args = compat.settings_of(manager.server_args)
     # Once: Prometheus takes no metric twice, and the service is opened again after a drain.
     exporter = BatchExporter(args.served_model_name) if args.enable_metrics else None
-    open_service = partial(_open_service, http_server, config, backend, exporter)
+    open_service = partial(_open_service, http_server, config, backend, background, exporter)
     drain = Drain(manager, lines, open_service)
     await drain.end()
     set_drain(http_server.app, drain)
-    stopping = asyncio.create_task(_drain_when_stopping(backend, drain))
+    stopping = background.start("drain_at_stop", partial(_drain_when_stopping, backend, drain))
     try:
         yield
     finally:
@@ -145,6 +153,7 @@ async def _open_service(
     http_server: Any,
     config: CoserveConfig,
     backend: BatchBackend,
+    background: TaskSupervisor,
     exporter: BatchExporter | None,
     stack: AsyncExitStack,
 ) -> None:
@@ -155,7 +164,11 @@ async def _open_service(
         return
     target = webhook_target_of(config)
     service = await BatchService.open(
-        Path(config.coserve_data_dir), backend, limits_of(config), record_events=target is not None
+        Path(config.coserve_data_dir),
+        backend,
+        limits_of(config),
+        record_events=target is not None,
+        background=background,
     )
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service)

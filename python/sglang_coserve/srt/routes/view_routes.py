@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -26,7 +27,8 @@ from sglang_coserve.batch.routes import (
     shown_batches,
     view_answer,
 )
-from sglang_coserve.srt.monitoring.view_sampler import sampled
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.srt.monitoring.view_sampler import sample
 from sglang_coserve.srt.routes.trace_route import TRACE_PATH
 from sglang_coserve.view import History, Page, standing
 
@@ -39,9 +41,10 @@ _ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "predi
 class View:
     """The two routes, and the samples behind them."""
 
-    def __init__(self, http_server: Any, keys: Keys) -> None:
-        """``http_server`` is SGLang's module of that name."""
+    def __init__(self, http_server: Any, keys: Keys, background: TaskSupervisor) -> None:
+        """``http_server`` is SGLang's module of that name; ``background`` runs the sampling."""
         self._http_server = http_server
+        self._background = background
         self._keys = keys
         self._page = Page.assemble()
         self._history = History()
@@ -68,7 +71,8 @@ class View:
             async with AsyncExitStack() as stack:
                 entered = await stack.enter_async_context(stock_lifespan(app))
                 manager = self._http_server._global_state.tokenizer_manager
-                await stack.enter_async_context(sampled(manager, self._history))
+                sampling = partial(sample, manager, self._history)
+                await stack.enter_async_context(self._background.running("view_samples", sampling))
                 yield entered
 
         app.router.lifespan_context = lifespan

@@ -18,11 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_children() -> None:
-    """End this process with status 1 soon after any of its child processes has ended.
+    """End this process with status 1 soon after any of its child processes has ended, and when
+    they cannot be watched.
 
     Applies to children started from now on.
     """
-    threading.Thread(target=_watch, name="coserve-child-watch", daemon=True).start()
+    threading.Thread(target=_watch_to_the_end, name="coserve-child-watch", daemon=True).start()
+
+
+def _watch_to_the_end() -> None:
+    try:
+        _watch()
+    except Exception:
+        logger.exception("the processes of the server cannot be watched: it ends")
+        os._exit(1)
 
 
 def _watch() -> None:

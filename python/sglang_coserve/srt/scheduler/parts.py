@@ -9,6 +9,7 @@ from typing import Any
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.request import Ending
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.fifo import FifoAdmission
 from sglang_coserve.srt.admission.planned import PlannedAdmission
@@ -51,6 +52,7 @@ class CoserveParts:
         self.events: Counter[str] = Counter()
         """Counts of the events of offline requests so far."""
 
+        self.background = TaskSupervisor()
         self.ledger = RequestLedger(scheduler.tree_cache)
         reason = why_off(config, on_cpu=scheduler.device == "cpu")
         if reason is not None and compat.is_first_rank(scheduler):
@@ -68,6 +70,7 @@ class CoserveParts:
             view=self.view,
             retraction=self.retraction,
             ledger=self.ledger,
+            background=self.background,
             forget=self.forget,
         )
         self.intake = RequestIntake(
@@ -102,6 +105,7 @@ class CoserveParts:
             load=self.load,
             runner=self.runner,
             checkpointing=self.checkpointing,
+            background=self.background,
             events=self.events,
         )
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.core.request import Ending
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
 from sglang_coserve.srt.marks.offline_marks import take_moved_kv
@@ -45,6 +46,7 @@ class RequestMoves:
         view: EngineView,
         retraction: OfflineRetraction,
         ledger: RequestLedger,
+        background: TaskSupervisor,
         forget: Callable[[Req], None],
     ) -> None:
         """``directory`` is where engines leave KV for each other; None: no KV is moved."""
@@ -54,7 +56,9 @@ class RequestMoves:
         self._retraction = retraction
         self._ledger = ledger
         self._forget = forget
-        self._kv = None if directory is None else KvMoves(scheduler.tree_cache, Path(directory))
+        self._kv: KvMoves | None = None
+        if directory is not None:
+            self._kv = KvMoves(scheduler.tree_cache, Path(directory), background)
         self._asked: dict[str, str] = {}
         """The requests that are to leave, with the model that their KV is of."""
 

@@ -1,0 +1,184 @@
+"""Runs what is to run for as long as a process, or a part of it, and starts it again if it fails.
+
+A task that nobody awaits can end without anybody's knowledge. So every task and thread that is to
+last is started here: its failure is logged, counted, shown by ``state``, and followed by another
+attempt. Only what somebody awaits soon is a task of its own elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.retry import backoff_s
+
+__all__ = ["TaskSupervisor"]
+
+_FIRST_PAUSE_S: Final = 0.5
+_MAX_PAUSE_S: Final = 10.0
+"""What a task does is late by so much once its cause of failure has gone; until then, to start it
+again costs next to nothing."""
+
+_LOG_AGAIN_S: Final = 3600.0
+"""The same failure is logged as often; it is counted each time."""
+
+_MOST_LOGGED: Final = 1024
+"""Failures that are remembered as logged, by task and subject. With more of them, some are logged
+once more."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _TaskState:
+    """Of all tasks of one name."""
+
+    running: int = 0
+    """Those that run, or are about to be started again."""
+
+    failures: int = 0
+    """Since the start of the process."""
+
+    last_error: str | None = None
+
+    last_failure_at: float | None = None
+    """Seconds since the epoch."""
+
+
+class TaskSupervisor:
+    """The long-lived tasks and threads of one process. ``note_failure`` and ``state`` may be called
+    in any thread."""
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        count: Callable[[str, int], None] = lambda _name, _failures: None,
+    ) -> None:
+        """``count`` adds failures to a counter of each name: 0 when the first task is started."""
+        self._clock = clock or SystemClock()
+        self._rng = rng or random.Random()
+        self._count = count
+        self._lock = threading.Lock()
+        self._states: dict[str, _TaskState] = {}
+        self._logged: dict[tuple[str, str], tuple[str, float]] = {}
+
+    def start(
+        self, name: str, work: Callable[[], Awaitable[None]], subject: str = ""
+    ) -> asyncio.Task[None]:
+        """Await ``work()``, and again whenever it raises, until it returns or is cancelled.
+
+        Pauses grow up to 10 s, and are short again once an attempt has lasted longer. ``name`` is
+        one of few, ``subject`` what this task of several is about: it is logged.
+        """
+        task = asyncio.get_running_loop().create_task(self._run(name, work, subject), name=name)
+        self._add_running(name, 1)
+        # As a callback: a task that is cancelled before it starts runs no code.
+        task.add_done_callback(lambda _: self._add_running(name, -1))
+        return task
+
+    @asynccontextmanager
+    async def running(self, name: str, work: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
+        """``start`` it, and cancel it at the end of the context."""
+        task = self.start(name, work)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def start_thread(self, name: str, work: Callable[[], None]) -> None:
+        """The same in a thread, which ends with the process."""
+        self._add_running(name, 1)
+        threading.Thread(
+            target=self._run_thread, args=(name, work), name=f"coserve-{name}", daemon=True
+        ).start()
+
+    def note_failure(self, name: str, error: BaseException, subject: str = "") -> None:
+        """Count and log a failure that has ended no task."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        text, now_s = f"{type(error).__name__}: {error}", self._clock.now_s()
+        with self._lock:
+            state = self._states.setdefault(name, _TaskState())
+            state.failures += 1
+            state.last_error, state.last_failure_at = text, now_s
+            logged, logged_s = self._logged.get((name, subject), ("", 0.0))
+            is_new = text != logged or now_s - logged_s >= _LOG_AGAIN_S
+            if is_new:
+                if len(self._logged) >= _MOST_LOGGED:
+                    self._logged.clear()
+                self._logged[name, subject] = (text, now_s)
+        self._count(name, 1)
+        if is_new:
+            what = f"{name} ({subject})" if subject else name
+            # What is raised on purpose says all by itself.
+            trace = None if isinstance(error, CoserveError) else error
+            _log.error("%s failed and is tried again: %s", what, text, exc_info=trace)
+
+    def state(self) -> dict[str, Any]:
+        """Return by name how many tasks run, and how they have failed, as JSON values."""
+        with self._lock:
+            return {name: asdict(state) for name, state in sorted(self._states.items())}
+
+    async def _run(self, name: str, work: Callable[[], Awaitable[None]], subject: str) -> None:
+        pauses = _Pauses(self._rng)
+        while True:
+            pauses.began()
+            try:
+                return await work()
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Not this task is cancelled, but something that it awaited.
+                self.note_failure(name, error, subject)
+            except Exception as error:
+                self.note_failure(name, error, subject)
+            await self._clock.sleep(pauses.next_s())
+
+    def _run_thread(self, name: str, work: Callable[[], None]) -> None:
+        pauses = _Pauses(self._rng)
+        while True:
+            pauses.began()
+            try:
+                work()
+                break
+            except Exception as error:
+                self.note_failure(name, error)
+                time.sleep(pauses.next_s())
+        self._add_running(name, -1)
+
+    def _add_running(self, name: str, number: int) -> None:
+        with self._lock:
+            self._states.setdefault(name, _TaskState()).running += number
+        if number > 0:
+            self._count(name, 0)
+
+
+class _Pauses:
+    """The pauses between the attempts of one task."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._failures = 0
+        self._began_s = 0.0
+
+    def began(self) -> None:
+        self._began_s = time.monotonic()
+
+    def next_s(self) -> float:
+        """Return the next one: the attempt has failed."""
+        if time.monotonic() - self._began_s > _MAX_PAUSE_S:
+            self._failures = 0
+        self._failures += 1
+        return backoff_s(self._failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, self._rng)
