@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -183,3 +185,18 @@ def test_gaps_per_request_are_those_of_the_requests_that_ended_lately(numbers: l
         serve(found, *range(1, gaps + 2), rid=str(number))
         found.advance(predict, 1e9)
     assert found.gaps_per_request == pytest.approx(np.mean(numbers[-400:]), rel=0.01)
+
+
+@pytest.mark.parametrize("target_s", [5e-324 / 1e3, 5e-324, 1e-313, 1e-309, 1e-6, 1e308])
+@pytest.mark.parametrize("has_baseline", [True, False])
+def test_no_own_target_is_too_small_or_too_large_to_judge_by(
+    target_s: float, has_baseline: bool
+) -> None:
+    found = followed(has_baseline=has_baseline)
+    found.arrived(replace(info(), ttft_target_s=target_s, tpot_target_s=target_s))
+    for now_s in (0.5, 0.75, 1.0):
+        found.produced("a", now_s)
+    found.ended("a", Ending.COMPLETE)
+    found.advance(predict, 2.0)
+    assert len(found) == 0
+    assert found.allowance.arrival_s > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,7 +62,7 @@ def test_the_last_few_are_never_forgotten(added: list[tuple[float, int]]) -> Non
     assert recent.share_above(0.5) == 1.0
 
 
-@pytest.mark.parametrize("value_s", [0.0, 1e9])
+@pytest.mark.parametrize("value_s", [0.0, 1e9, math.inf, 1e308, 5e-324, -1.0, math.nan])
 def test_values_out_of_range_count_at_its_ends(value_s: float) -> None:
     recent = RecentValues(10.0)
     recent.add(value_s, 0.0)

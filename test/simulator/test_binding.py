@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_coserve.core.offline_queue import PackedTokens, unpack_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
 from sglang_coserve.simulator.assemble import (
@@ -25,8 +26,9 @@ from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
 
 
-def shared_tokens(a: bytes, b: bytes) -> int:
-    return next(i // 4 for i in range(0, min(len(a), len(b)), 4) if a[i : i + 4] != b[i : i + 4])
+def shared_tokens(a: PackedTokens, b: PackedTokens) -> int:
+    pairs = zip(unpack_tokens(a), unpack_tokens(b), strict=False)
+    return next(place for place, (one, other) in enumerate(pairs) if one != other)
 
 
 def test_equal_hash_ids_become_equal_tokens() -> None:
@@ -38,7 +40,7 @@ def test_equal_hash_ids_become_equal_tokens() -> None:
     a, b, c = from_trace(trace, RequestClass.ONLINE)
     assert shared_tokens(a.tokens, b.tokens) == 2 * BLOCK_TOKENS
     assert shared_tokens(a.tokens, c.tokens) == 0
-    assert len(c.tokens) == 4 * 100
+    assert len(unpack_tokens(c.tokens)) == 100
     assert (c.info.arrival_s, c.info.max_new_tokens, c.output_tokens) == (2.0, 5, 5)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
 from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 
 PAGE = 2
@@ -65,7 +66,7 @@ class Tree(RuleBasedStateMachine):
         self.locked: list[tuple[PackedTokens, Node]] = []
 
     def heads_of(self, tokens: PackedTokens) -> list[PackedTokens]:
-        step = PAGE * 4
+        step = PAGE * TOKEN_BYTES
         return [
             PackedTokens(tokens[: i + step]) for i in range(0, len(tokens) // step * step, step)
         ]
@@ -95,7 +96,9 @@ class Tree(RuleBasedStateMachine):
         assert evicted == min(-(-tokens // PAGE) * PAGE, evictable)
         assert self.cache.total_tokens == total - evicted
         self.heads = {
-            head for head in self.heads if self.cache.match(head, len(head) // 4) * 4 == len(head)
+            head
+            for head in self.heads
+            if self.cache.match(head, len(head) // TOKEN_BYTES) * TOKEN_BYTES == len(head)
         }
 
     @invariant()

@@ -1,4 +1,4 @@
-"""How many requests one body may become."""
+"""How many requests one body may become, and what its numbers may be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.marks.bounds import FIELD_BOUNDS, PARAM_BOUNDS
 from sglang_coserve.srt.safeguards.engine_limits import check_request
 
 
-def request(text: Any = None, input_ids: Any = None, n: int = 1) -> Any:
+def request(text: Any = None, input_ids: Any = None, **params: Any) -> Any:
     return SimpleNamespace(
-        text=text, input_ids=input_ids, input_embeds=None, rid=None, sampling_params={"n": n}
+        text=text, input_ids=input_ids, input_embeds=None, rid=None, sampling_params=params
     )
 
 
@@ -22,7 +24,7 @@ def request(text: Any = None, input_ids: Any = None, n: int = 1) -> Any:
 )
 def test_a_body_with_too_many_prompts_is_refused(text: Any, input_ids: Any, n: int) -> None:
     with pytest.raises(ValueError, match="3000 prompts and choices"):
-        check_request(request(text, input_ids, n))
+        check_request(request(text, input_ids, n=n))
 
 
 def test_token_ids_are_one_prompt() -> None:
@@ -36,3 +38,38 @@ def test_beam_search_is_refused() -> None:
     beams.sampling_params["beam_width"] = 4
     with pytest.raises(ValueError, match="leave beam_width out"):
         check_request(beams)
+
+
+NO_NUMBERS: tuple[Any, ...] = (
+    "1",
+    True,
+    [[]],
+    {},
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    10**400,
+    -(10**400),
+)
+
+
+@pytest.mark.parametrize("name", PARAM_BOUNDS)
+def test_a_sampling_parameter_is_within_both_of_its_bounds(name: str) -> None:
+    bound = PARAM_BOUNDS[name]
+    for value in (bound.least, bound.most):
+        check_request(request("a", **{name: value}))
+    for wrong in (*NO_NUMBERS, bound.least - 1, bound.most * 2):
+        with pytest.raises(RequestError, match=f"{name} is .*: use a"):
+            check_request(request("a", **{name: wrong}))
+
+
+@pytest.mark.parametrize("name", FIELD_BOUNDS)
+def test_another_number_is_within_both_of_its_bounds(name: str) -> None:
+    bound, body = FIELD_BOUNDS[name], request("a")
+    for value in (bound.least, bound.most, [bound.least]):
+        setattr(body, name, value)
+        check_request(body)
+    for wrong in (*NO_NUMBERS, bound.least - 1, bound.most * 2):
+        setattr(body, name, wrong)
+        with pytest.raises(RequestError, match=f"{name} is .*: use a"):
+            check_request(body)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import (
+    TTL_KEY,
     check_line_marks,
     check_marks,
     check_targets_act,
     is_offline,
+    said_by_client,
     targets_of,
     with_client_marks,
 )
@@ -51,12 +53,15 @@ def test_good_marks_are_read(
 
 
 BAD_TARGETS = [0, -1, -0.5, True, "250", [250], {}, float("nan"), float("inf"), 10**400, 2e9]
+BAD_TARGETS += [5e-324, 1e-310, 1e-9]
 
 
 @pytest.mark.parametrize("key", ["coserve_slo_ttft_ms", "coserve_slo_tpot_ms"])
 @pytest.mark.parametrize("value", BAD_TARGETS, ids=lambda value: str(value)[:9])
 def test_a_bad_target_is_refused_with_what_to_use(key: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=rf"{key} is .*: use a number of milliseconds above 0"):
+    with pytest.raises(
+        RequestError, match=rf"{key} is .*: use a number of milliseconds, 0.001 to 1e"
+    ):
         check_marks({key: value})
 
 
@@ -65,6 +70,15 @@ def test_a_bad_deadline_is_refused_with_what_to_use(value: Any) -> None:
     marks = {"coserve_class": "offline", "coserve_deadline_s": value}
     with pytest.raises(RequestError, match=r"coserve_deadline_s is .*: use a number of seconds"):
         check_marks(marks)
+
+
+@pytest.mark.parametrize("ttl_s", [1e-11, 1e60])
+def test_a_gateways_time_to_live_has_the_bounds_of_a_deadline(ttl_s: float) -> None:
+    with (
+        said_by_client({"coserve_class": "offline", TTL_KEY: ttl_s}),
+        pytest.raises(RequestError, match=r"coserve_deadline_s is .*: use a number of sec"),
+    ):
+        with_client_marks(None)
 
 
 def test_an_online_request_has_no_deadline() -> None:
@@ -147,7 +161,7 @@ def test_what_passes_the_check_can_be_read(custom_params: Any) -> None:
     except RequestError:
         return
     targets = targets_of(req(custom_params))
-    assert all(target is None or 0 <= target <= 1e6 for target in targets)
+    assert all(target is None or 1e-6 <= target <= 1e6 for target in targets)
     assert targets == (None, None) or not is_offline(req(custom_params))
 
 

@@ -235,7 +235,7 @@ def run_stop_tokens_outside(engine: ScriptedEngine) -> str:
     from sglang_coserve.srt.safeguards.engine_limits import check_values
 
     for request in requests:
-        check_values(request, engine.scheduler.model_config.vocab_size, is_multimodal=False)
+        check_values(request, engine.scheduler.model_config.vocab_size, None)
     engine.run(requests)
     engine.assert_nothing_leaked()
     ends = {engine.reqs[request.rid].finished_reason.to_json()["type"] for request in requests}

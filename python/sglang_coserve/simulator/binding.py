@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sglang_coserve.core.offline_queue import PackedTokens
+from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
+from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import InputFileError, WorkloadError
@@ -17,7 +19,7 @@ from sglang_coserve.workload import TraceRequest, prompt_token_ids
 
 __all__ = ["from_jsonl", "from_trace"]
 
-_TOKEN_BYTES = 4
+_TEXT_BYTES = 4
 _VOCAB_SIZE = 2**31
 _DEFAULT_OUTPUT_TOKENS = 256
 
@@ -64,7 +66,7 @@ def from_trace(
 
 def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
     token_ids = prompt_token_ids(request, vocab_size=_VOCAB_SIZE, seed=seed)
-    return PackedTokens(token_ids.astype("uint32").tobytes())
+    return PackedTokens(token_ids.astype(f"u{TOKEN_BYTES}").tobytes())
 
 
 def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
@@ -106,13 +108,13 @@ def _from_line(line: str, where: str, index: int) -> SimRequest:
             f"{where}: max_tokens: expected a whole number from 1 up, got {limit!r}"
         )
     data = text.encode()
-    tokens = PackedTokens(data + b"\0" * (-len(data) % _TOKEN_BYTES))
+    tokens = pack_tokens(array("I", data + b"\0" * (-len(data) % _TEXT_BYTES)))
     if not tokens:
         raise WorkloadError(f"{where}: the prompt is empty")
     info = RequestInfo(
         rid=f"offline-{index}",
         request_class=RequestClass.OFFLINE,
-        prompt_tokens=len(tokens) // _TOKEN_BYTES,
+        prompt_tokens=len(tokens) // TOKEN_BYTES,
         max_new_tokens=limit,
         arrival_s=0.0,
     )

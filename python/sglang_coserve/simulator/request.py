@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
-from sglang_coserve.core.offline_queue import PackedTokens
+from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
 from sglang_coserve.core.request import RequestState, check_transition
 from sglang_coserve.core.snapshot import Request, RequestInfo
@@ -187,8 +186,8 @@ class SimRequest:
         """Make ``tokens`` include the output generated so far."""
         # An odd factor, so that the ids of two requests differ at equal positions.
         first_id = self._serial * 0x9E3779B1
-        output = array("I", [(first_id + i) % 2**32 for i in range(self.generated_tokens)])
-        self._tokens = PackedTokens(self.prompt + output.tobytes())
+        output = pack_tokens((first_id + i) % 2**32 for i in range(self.generated_tokens))
+        self._tokens = PackedTokens(self.prompt + output)
 
     def refresh_view(self, cached_tokens: int = 0) -> None:
         """Update ``view`` to the current state; ``cached_tokens`` is for waiting requests."""

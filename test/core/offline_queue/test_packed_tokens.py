@@ -12,7 +12,7 @@ from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_
 from sglang_coserve.errors import RequestError
 
 # The values differ in their first, their last and in all bytes.
-token_lists = st.lists(st.sampled_from([0, 1, 1 << 24, 2**32 - 1]), max_size=40)
+token_lists = st.lists(st.sampled_from([0, 1, 1 << 24, 2**32 - 1, 2**62 + 10**6]), max_size=40)
 
 
 @given(token_lists)
@@ -36,7 +36,7 @@ def test_common_prefix_ends_at_the_first_token_that_differs(
     assert end_bytes == min(num_shared, stop) * TOKEN_BYTES
 
 
-@pytest.mark.parametrize("token_ids", [[-1], [2**32], [1.5], ["a"], [None]])
+@pytest.mark.parametrize("token_ids", [[-1], [2**64], [1.5], ["a"], [None]])
 def test_what_is_no_token_id_is_refused(token_ids: list[int]) -> None:
     with pytest.raises(RequestError, match="give token ids as integers from 0"):
         pack_tokens(token_ids)

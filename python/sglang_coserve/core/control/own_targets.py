@@ -11,6 +11,9 @@ __all__ = ["OwnTargets"]
 
 _TAIL = 0.01
 
+_LEAST_S = 1e-6
+"""A shorter target counts as this one: its inverse may be no number."""
+
 
 class OwnTargets:
     """Bounds the length of steps for requests that may arrive with a strict TTFT target.
@@ -45,6 +48,6 @@ class OwnTargets:
         if own_s is not None:
             self._integrator.observe(float(measured_s > own_s))
         # Inverse targets: the strictest is the largest, and no target is 0.
-        self._targets_per_s.add(0.0 if own_s is None else 1 / own_s, now_s)
+        self._targets_per_s.add(0.0 if own_s is None else 1 / max(own_s, _LEAST_S), now_s)
         if own_s is not None or self._target_s < float("inf"):
             self._target_s = 1 / self._targets_per_s.statistic(Statistic.P99)

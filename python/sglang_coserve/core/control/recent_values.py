@@ -23,6 +23,8 @@ _BINS_PER_E: Final = 100
 _NUM_BINS: Final = 2048
 """Covers latencies of up to 2 h."""
 
+_MOST_S: Final = _LEAST_S * math.exp(_NUM_BINS / _BINS_PER_E)
+
 _NUM_PARTS: Final = 8
 """Parts of the window. The oldest goes as a whole, so the window varies by an eighth."""
 
@@ -96,6 +98,9 @@ class RecentValues:
 
 
 def _bin(value_s: float) -> int:
-    if value_s <= _LEAST_S:
+    """Return where a value is counted: any number, and the first bin for none at all (NaN)."""
+    if not value_s > _LEAST_S:
         return 0
+    if value_s >= _MOST_S:
+        return _NUM_BINS - 1
     return min(int(_BINS_PER_E * math.log(value_s / _LEAST_S)), _NUM_BINS - 1)

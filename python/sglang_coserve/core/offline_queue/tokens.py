@@ -10,7 +10,10 @@ from sglang_coserve.errors import RequestError
 
 __all__ = ["TOKEN_BYTES", "PackedTokens", "common_prefix_bytes", "pack_tokens", "unpack_tokens"]
 
-TOKEN_BYTES: Final = array("I").itemsize
+_TYPE: Final = "Q"
+"""Images and sounds have placeholders of up to 62 bits in a prompt."""
+
+TOKEN_BYTES: Final = array(_TYPE).itemsize
 """Bytes of one packed token id."""
 
 PackedTokens = NewType("PackedTokens", bytes)
@@ -24,7 +27,7 @@ def pack_tokens(token_ids: Iterable[int]) -> PackedTokens:
         RequestError: an id is not an integer, is negative, or needs more than ``TOKEN_BYTES``.
     """
     try:
-        return PackedTokens(array("I", token_ids).tobytes())
+        return PackedTokens(array(_TYPE, token_ids).tobytes())
     except (OverflowError, TypeError) as error:
         raise RequestError(
             f"a prompt cannot be queued: {error}; "
@@ -34,7 +37,7 @@ def pack_tokens(token_ids: Iterable[int]) -> PackedTokens:
 
 def unpack_tokens(tokens: PackedTokens) -> memoryview:
     """Return the token ids as a read-only sequence of integers, without a copy."""
-    return memoryview(tokens).cast("I")
+    return memoryview(tokens).cast(_TYPE)
 
 
 def common_prefix_bytes(a: bytes, b: bytes, start: int, stop: int) -> int:

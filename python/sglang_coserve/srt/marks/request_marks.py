@@ -17,6 +17,7 @@ from typing import Any, Final
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.marks.bounds import check_number
 
 __all__ = [
     "CLASS_KEY",
@@ -66,12 +67,6 @@ _SAID: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar(
 _TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
 _MARKS: Final = (CLASS_KEY, *_TARGET_KEYS, DEADLINE_KEY)
 
-_MOST_MS: Final = 1e9
-"""Largest target: 11 days, small enough for an integer to reach the scheduler."""
-
-_MOST_S: Final = 1e9
-"""Largest deadline: 31 years."""
-
 
 @contextmanager
 def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
@@ -113,6 +108,7 @@ def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) ->
     has_deadline = ttl_s is not None and marks.get(CLASS_KEY) == RequestClass.OFFLINE.value
     if has_deadline and keeps_deadlines:
         assert isinstance(custom_params, dict)
+        check_number(DEADLINE_KEY, ttl_s)
         custom_params = {**custom_params, DEADLINE_KEY: ttl_s}
     return custom_params
 
@@ -139,7 +135,7 @@ def check_marks(custom_params: object) -> None:
                 f"{key} is for online requests, and this one is offline: leave it out; offline "
                 f"requests may have {DEADLINE_KEY}, and batches have their completion window"
             )
-        _check_time(key, marks[key], "milliseconds", _MOST_MS)
+        check_number(key, marks[key])
     if DEADLINE_KEY not in marks:
         return
     if request_class is RequestClass.ONLINE:
@@ -147,7 +143,7 @@ def check_marks(custom_params: object) -> None:
             f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
             f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
         )
-    _check_time(DEADLINE_KEY, marks[DEADLINE_KEY], "seconds", _MOST_S)
+    check_number(DEADLINE_KEY, marks[DEADLINE_KEY])
 
 
 def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
@@ -207,13 +203,6 @@ def _marks_in(fields: object) -> dict[str, Any]:
         and key.startswith((MARK_PREFIX, _INTERNAL_PREFIX))
         and (value is not None or key.startswith(_INTERNAL_PREFIX))
     }
-
-
-def _check_time(key: str, value: object, unit: str, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        raise RequestError(
-            f"{key} is {value!r}: use a number of {unit} above 0, at most {most:.0e}"
-        )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

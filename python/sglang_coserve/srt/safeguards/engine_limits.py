@@ -8,18 +8,15 @@ scheduler is checked here, whatever its entry point.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy
 
+from sglang_coserve.srt.marks.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
 from sglang_coserve.srt.safeguards.stop_patterns import check_stop_pattern
 
 __all__ = ["check_request", "check_values"]
-
-_MOST_CHOICES: Final = 128
-"""Choices of one prompt, the limit of OpenAI; SGLang holds all of them at once."""
 
 _MOST_REQUESTS: Final = 2048
 """Engine requests from one body, where each choice counts: the limit of inputs in OpenAI's
@@ -44,24 +41,6 @@ _MOST_STOPS: Final = 128
 _MOST_STOP_CHARS: Final = 4096
 """SGLang searches for each stop string after every token, while all other requests wait."""
 
-_RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    # As 32-bit floats, smaller values become zero and larger ones may become infinite.
-    "temperature": (0, 1e9),
-    "top_p": (1.2e-38, 1),
-    # Logits are divided by it, and must stay finite.
-    "repetition_penalty": (1e-3, 2),
-    # The engine's integers have 32 bits, and 64 for the seed.
-    "top_k": (-1, 2**31 - 1),
-    "min_new_tokens": (0, 2**31 - 1),
-    "max_new_tokens": (0, 2**31 - 1),
-    "sampling_seed": (-(2**63), 2**63 - 1),
-    # Output tokens are counted modulo this.
-    "stream_interval": (1, 2**31 - 1),
-}
-"""Valid ranges of sampling parameters; SGLang checks the others sufficiently."""
-
-_NUMBERS: Final = (*_RANGES, "min_p", "frequency_penalty", "presence_penalty")
-
 _SERVER_FIELDS: Final = ("lora_id", "http_worker_ipc", "mm_data_mooncake", "encoder_urls")
 """Fields of SGLang's request that only SGLang itself may set."""
 
@@ -77,6 +56,7 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
     SGLang makes a separate engine request of every prompt and choice. O(stop conditions).
 
     Raises:
+        RequestError: a number is out of its bounds.
         ValueError: it would become too many engine requests, has an invalid id or stop
             condition, or fields that clients may not set.
     """
@@ -85,16 +65,19 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
             raise ValueError(f"{name} is set by the server only: leave it out")
     if not is_health_check:
         _check_ids(request.rid)
+    for name in FIELD_BOUNDS:
+        value = getattr(request, name, None)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                check_number(name, one)
     given = request.sampling_params
     num_choices = 1
     for params in given if isinstance(given, list) else [given or {}]:
         num_choices = params.get("n", 1)
-        if type(num_choices) is not int or not 1 <= num_choices <= _MOST_CHOICES:
-            raise ValueError(f"n is {_excerpt(num_choices)}: use 1 to {_MOST_CHOICES}")
-        for name in _NUMBERS:
-            value = params.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise ValueError(f"{name} is {_excerpt(value)}: use a number")
+        check_number("n", num_choices)
+        for name in PARAM_BOUNDS:
+            if params.get(name) is not None:
+                check_number(name, params[name])
         for name in _SERVER_PARAMS:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")
@@ -109,8 +92,11 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
         )
 
 
-def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
+def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None) -> None:
     """Check a request that SGLang has tokenized, and whose fields have the right types.
+
+    ``given_ids`` are the token ids of the prompt as the client gave them, if it did: those of a
+    request with images or sounds have placeholders by now, outside of the vocabulary on purpose.
 
     Stop tokens outside of the vocabulary are dropped, since they never match: another
     request's ``min_new_tokens`` would make the engine look them up. O(prompt tokens).
@@ -120,14 +106,9 @@ def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
     """
     if request.input_ids is not None and len(request.input_ids) == 0:
         raise ValueError("the prompt is empty: use at least one token")
-    # Placeholders of images and sounds are outside of the vocabulary on purpose.
-    if not is_multimodal:
-        _check_token_ids("prompt", request.input_ids or array("q"), vocab_size)
+    prompt = request.input_ids if request.mm_inputs is None else given_ids
+    _check_token_ids("prompt", array("q", prompt or ()), vocab_size)
     params = request.sampling_params
-    for name, (least, most) in _RANGES.items():
-        value = getattr(params, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} is {_excerpt(value)}: use {least} to {most}")
     if params.stop_token_ids:
         if params.min_new_tokens:
             _check_token_ids("stop_token_ids", array("q", params.stop_token_ids), vocab_size)
@@ -146,16 +127,11 @@ def check_values(request: Any, vocab_size: int, *, is_multimodal: bool) -> None:
 def _check_logprobs(request: Any, vocab_size: int) -> None:
     most = min(_MOST_LOGPROBS, vocab_size)
     if not 0 <= request.top_logprobs_num <= most:
-        raise ValueError(f"{_excerpt(request.top_logprobs_num)} top logprobs: use 0 to {most}")
+        raise ValueError(f"{excerpt(request.top_logprobs_num)} top logprobs: use 0 to {most}")
     if len(request.token_ids_logprob or ()) > _MOST_LOGPROBS:
         raise ValueError(
             f"token_ids_logprob has {len(request.token_ids_logprob)} tokens: use at most "
             f"{_MOST_LOGPROBS}"
-        )
-    if request.logprob_start_len < -1:
-        raise ValueError(
-            f"logprob_start_len is {_excerpt(request.logprob_start_len)}: use -1, which leaves the "
-            "prompt out, or the position to begin at"
         )
 
 
@@ -164,9 +140,9 @@ def _check_ids(rid: Any) -> None:
         if one is None:
             continue
         if not isinstance(one, str) or not 1 <= len(one) <= _MOST_ID_CHARS:
-            raise ValueError(f"rid is {_excerpt(one)}: use 1 to {_MOST_ID_CHARS} characters")
+            raise ValueError(f"rid is {excerpt(one)}: use 1 to {_MOST_ID_CHARS} characters")
         if one.startswith(_HEALTH_CHECK_ID):
-            raise ValueError(f"rid is {_excerpt(one)}: use one that is not for health checks")
+            raise ValueError(f"rid is {excerpt(one)}: use one that is not for health checks")
 
 
 def _check_stops(params: Mapping[str, Any]) -> None:
@@ -179,7 +155,7 @@ def _check_stops(params: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
         for stop in stops:
             if not isinstance(stop, str):
-                raise ValueError(f"{name} is {_excerpt(stop)}: use text, or a list of texts")
+                raise ValueError(f"{name} is {excerpt(stop)}: use text, or a list of texts")
             if len(stop) > _MOST_STOP_CHARS:
                 raise ValueError(
                     f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}"
@@ -202,10 +178,3 @@ def _check_token_ids(name: str, token_ids: array[int], vocab_size: int) -> None:
     ids = numpy.frombuffer(token_ids, numpy.int64)  # 100,000 of them in 0.1 ms, without a copy.
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise ValueError(f"{name}: token ids of this model are 0 to {vocab_size - 1}")
-
-
-def _excerpt(value: object) -> str:
-    """Return the text of a value for an error message, in at most 41 characters."""
-    # Python refuses to convert a huge integer to decimal digits.
-    text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -100,6 +100,8 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
                 async for output in outputs:
                     has_answered = True
                     yield output
+        except RequestError as error:
+            raise ValueError(str(error)) from error
         except _MALFORMED as error:
             if has_answered:
                 raise
@@ -157,20 +159,14 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             await self._grammar_trials.check(tokenized.sampling_params)
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            config = config_of(self.server_args)
-            custom_params = with_client_marks(
-                obj.sampling_params.get("custom_params"),
-                keeps_deadlines=config.offline_policy != "fifo",
-            )
-            check_targets_act(custom_params, config)
-        except RequestError as error:
-            # SGLang's entry points answer a ValueError with 400.
-            raise ValueError(str(error)) from error
-        tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
-        check_values(
-            tokenized, self.model_config.vocab_size, is_multimodal=self.mm_processor is not None
+        config = config_of(self.server_args)
+        custom_params = with_client_marks(
+            obj.sampling_params.get("custom_params"),
+            keeps_deadlines=config.offline_policy != "fifo",
         )
+        check_targets_act(custom_params, config)
+        tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
+        check_values(tokenized, self.model_config.vocab_size, obj.input_ids)
         tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
         self._describe(tokenized)
