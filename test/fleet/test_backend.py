@@ -8,7 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from batch.scenarios import OWNER, line, lines, play, stream, wanted
@@ -17,7 +19,6 @@ from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch import BatchService
 from sglang_coserve.core.engine_load import WantedLines
 from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_A_ROW, LINES_AHEAD
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
@@ -351,8 +352,6 @@ def test_an_engine_that_is_taken_from_the_list_ends_what_it_has() -> None:
             finish_all(a, b)
             await served.results()
             await until(lambda: [e.url for e in fleet.engines] == [b.url])
-            with pytest.raises(ConfigError, match="http://HOST:PORT"):
-                fleet.set_engines(["host:1"])
 
     play(scenario())
 
@@ -456,3 +455,32 @@ def test_a_strict_engine_that_dies_loses_nothing_and_begins_lines_when_it_is_alo
                 assert all(result.is_ok for result in (await served.results()).values())
 
     play(scenario())
+
+
+def test_an_address_that_cannot_be_used_is_left_out_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[aiohttp.ClientSession] = []
+
+    def session(*args: Any, **kwargs: Any) -> aiohttp.ClientSession:
+        made.append(made_now := make(*args, **kwargs))
+        return made_now
+
+    make = aiohttp.ClientSession
+    monkeypatch.setattr(aiohttp, "ClientSession", session)
+    bad = ["grpc://b:1", "http://c:1/prefix", "host:1", "http://d:99999", ""]
+
+    async def scenario() -> None:
+        async with LiveEngine() as a, FleetBackend(ADMIN_KEY, look_interval_s=0.02) as fleet:
+            for _ in range(3):
+                fleet.set_engines([bad[0], a.url, *bad[1:]])
+            await until(lambda: fleet.model)
+            assert [engine.url for engine in fleet.engines] == [a.url]
+            assert list(fleet.left_out) == bad
+            assert len(made) == 1
+            fleet.set_engines([a.url])
+            assert fleet.left_out == {}
+        assert all(session.closed for session in made)
+
+    play(scenario())
+    assert caplog.text.count("left out") == len(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,10 @@ def urls(source: EngineSource) -> Sequence[str]:
 def test_a_name_stands_for_all_of_its_addresses() -> None:
     found = urls(DnsName("http://localhost:1234"))
     assert "http://127.0.0.1:1234" in found
+    # That of a scheme, too.
+    assert "http://127.0.0.1:80" in urls(DnsName("http://localhost:80"))
+    with pytest.raises(ServerError, match="cannot be resolved"):
+        urls(DnsName(f"http://{'a' * 80}:1"))
     with pytest.raises(ServerError, match="cannot be resolved"):
         urls(DnsName("http://no-such-name.invalid:1"))
     for bad in ("localhost", "https://localhost:1", "http://localhost"):
@@ -68,7 +73,11 @@ def test_a_router_tells_its_workers(router: Any) -> None:
     assert found == [f"http://10.0.0.{number}:30000" for number in (1, 2, 3)]
     with pytest.raises(ServerError, match="401"):
         urls(Router(url))
-    for content in (b"", b"[]", b'{"workers": [{}]}', b'{"workers": [{"url": "grpc://x:1"}]}'):
+    # Whether an address can be used is for the fleet: the others can.
+    mixed = [{"url": "grpc://x:1"}, {"id": "4"}, {"url": "http://y:1", "new": {}}]
+    router.content = json.dumps({"workers": mixed}).encode()
+    assert urls(Router(url, "router's key")) == ["grpc://x:1", "http://y:1"]
+    for content in (b"", b"[]", b'{"workers": [{}]}', b'{"workers": [7]}'):
         router.content = content
         with pytest.raises(ServerError, match="does not list workers"):
             urls(Router(url, "router's key"))
@@ -77,11 +86,12 @@ def test_a_router_tells_its_workers(router: Any) -> None:
 class Changing(EngineSource):
     def __init__(self, *answers: list[str] | None) -> None:
         self.answers = list(answers)
+        self.failures = itertools.cycle([ServerError("no answer"), KeyError("a bug")])
 
     async def urls(self) -> Sequence[str]:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer is None:
-            raise ServerError("no answer")
+            raise next(self.failures)
         return answer
 
 
@@ -89,12 +99,12 @@ def test_a_source_that_fails_takes_no_engine_away() -> None:
     told: list[Sequence[str]] = []
 
     async def scenario() -> None:
-        sources = [EngineList(["http://a/"]), Changing(["http://b"], None, ["http://c"])]
+        sources = [Changing(["http://b"], None, None, ["http://c"]), EngineList(["http://a/"])]
         following = asyncio.create_task(follow(sources, told.append, 0.001))
         async with asyncio.timeout(30):
-            while len(told) < 4:
+            while len(told) < 5:
                 await asyncio.sleep(0.001)
         following.cancel()
 
     play(scenario())
-    assert told[:4] == [["http://a", "http://b"]] * 2 + [["http://a", "http://c"]] * 2
+    assert told[:5] == [["http://b", "http://a"]] * 3 + [["http://c", "http://a"]] * 2

@@ -26,7 +26,6 @@ from sglang_coserve.http_lines.messages import (
     attempt_of,
     decode_message,
     encode_message,
-    result_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
@@ -224,7 +223,7 @@ def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
             content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
             answered = await client.post("/coserve/lines", content=content)
             events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
-            assert {event.id: result_of(event) for event in events} == {
+            assert {event.id: event.result for event in events} == {
                 1: answer(request()),
                 2: answer(request()),
             }
@@ -332,7 +331,7 @@ def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None
             large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
             assert (large.status_code, large.is_retryable) == (413, False)
             described = await connection.describe()
-            assert described.body_limits == limits
+            assert described.limits == limits
             assert (described.model, described.endpoints) == (
                 "scripted",
                 ("/v1/chat/completions", ENDPOINT),

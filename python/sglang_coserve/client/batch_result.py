@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sglang_coserve.lines.result_record import error_message, record_identity
 
 __all__ = ["BatchResult", "LineError", "Response", "decode_record"]
@@ -89,8 +91,8 @@ def decode_record(record: bytes) -> BatchResult:
     if identity is None:
         raise ValueError("not a record of a batch run")
     fields = json.loads(record)
-    response = fields["response"] and Response(**fields["response"])
-    error = fields["error"] and LineError(**fields["error"])
+    response = msgspec.convert(fields["response"], Response | None)
+    error = msgspec.convert(fields["error"], LineError | None)
     if error is None and response and response.status_code not in range(200, 300):
         # A record has no error of its own where the answer has one.
         error = LineError(f"http_{response.status_code}", error_message(response.body))

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
+import msgspec
+
 from sglang_coserve.client.output_lock import lock_output
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.lines.file_lock import unlock_file
@@ -90,8 +92,8 @@ class SubmissionFile:
         if not text:
             return Submission.new(input_digest)
         try:
-            submission = Submission(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            submission = msgspec.json.decode(text, type=Submission)
+        except ValueError as error:
             raise InputFileError(f"{self._path} is not from coserve submit: remove it") from error
         if submission.input_digest != input_digest:
             raise InputFileError(

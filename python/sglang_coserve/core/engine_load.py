@@ -89,11 +89,11 @@ class ReplicaLoad(JsonDocument):
     """Those that online requests can reclaim: of offline requests alone, or only cached. The rest
     is free."""
 
-    reclaim_s: _Amount | None
+    reclaim_s: _Amount | None = None
     """How long an online request is predicted to wait for them: until the step under way can be
     suspended, or ends. None where no latency model predicts."""
 
-    headroom_tokens_per_s: _Amount | None
+    headroom_tokens_per_s: _Amount | None = None
     """Prompt and output tokens a second that offline work would get now, predicted: the rate of an
     engine without online requests, by the part of the time that they leave and that offline work
     may fill. None where no latency model predicts."""

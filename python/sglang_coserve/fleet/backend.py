@@ -20,7 +20,7 @@ from sglang_coserve.core.line_placement import (
     Placed,
     model_of_most,
 )
-from sglang_coserve.errors import ServerError
+from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 from sglang_coserve.fleet.fleet_delays import FleetDelays
 from sglang_coserve.http_lines import (
@@ -84,6 +84,9 @@ class FleetBackend(Backend):
         self._engines: dict[str, RemoteEngine] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
+        self.left_out: dict[str, str] = {}
+        """Addresses that cannot be used, and why."""
+
         self._placement = LinePlacement()
         self._pools = LinePools()
         self._attempts: dict[int, tuple[RemoteEngine, LineRequest]] = {}
@@ -141,24 +144,28 @@ class FleetBackend(Backend):
     def set_engines(self, urls: Iterable[str]) -> None:
         """Say which engines there are. One that is no more gets nothing new; what it has it ends.
 
-        Raises:
-            ConfigError: an address cannot be used; nothing has changed then.
+        An address that cannot be used is left out, and logged as long as it was not before.
         """
         wanted = dict.fromkeys(urls)
-        new = [
-            RemoteEngine(EngineConnection(url, self._admin_key), self._monotonic_s)
-            for url in wanted
-            if url not in self._engines
-        ]
         self._wanted = frozenset(wanted)
         for url in self._engines.keys() - self._wanted:
             self._close(self._engines[url], EngineState.DRAINING, _NO_MORE)
-        for engine in new:
-            self._engines[engine.url] = engine
-            self._update_placement(engine)
-            self._watching[engine.url] = self._background.start(
-                _WATCH, partial(self._watch, engine), engine.url
-            )
+        left_out = {}
+        for url in wanted:
+            try:
+                if url not in self._engines:
+                    self._add(url)
+            except (ConfigError, ValueError) as error:
+                left_out[url] = str(error)
+                if url not in self.left_out:
+                    _log.error("an engine is left out: %s", error)
+        self.left_out = left_out
+
+    def _add(self, url: str) -> None:
+        engine = RemoteEngine(EngineConnection(url, self._admin_key), self._monotonic_s)
+        self._engines[url] = engine
+        self._update_placement(engine)
+        self._watching[url] = self._background.start(_WATCH, partial(self._watch, engine), url)
 
     async def ready(self) -> None:
         """Wait until some engine has said what it serves."""
@@ -407,7 +414,7 @@ class FleetBackend(Backend):
         described = [e.description for e in self.engines if self._is_open(e) and e.description]
         if described:
             self._endpoints = frozenset.intersection(*(frozenset(d.endpoints) for d in described))
-            self._limits = _least([d.body_limits for d in described])
+            self._limits = _least([d.limits for d in described])
         if has_changed:
             _log.warning("%d of %d engines serve the model %s", len(described), len(models), model)
             for engine in self.engines:

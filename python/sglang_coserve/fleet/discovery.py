@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -63,18 +64,19 @@ class DnsName(EngineSource):
             ConfigError: it is not.
         """
         address = _address(url, "--engine-dns")
-        if address.scheme != "http" or address.port is None:
+        port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
+        if address.scheme != "http" or port is None:
             # A certificate is for the name, and each engine is called by its address.
             raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")
-        self._name, self._port = address.host, address.port
+        self._name, self._port = address.host, port
 
     async def urls(self) -> Sequence[str]:
         """See ``EngineSource``."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ServerError(f"{self._name} cannot be resolved: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:
+            raise ServerError(f"{self._name} cannot be resolved: {error}") from error
         hosts = sorted({str(address[0]) for *_, address in found})
         return [
             f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
@@ -95,17 +97,19 @@ class Router(EngineSource):
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def urls(self) -> Sequence[str]:
-        """See ``EngineSource``."""
+        """See ``EngineSource``; whether an address can be used is for who uses it."""
         try:
             async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT_S) as client:
                 answer = (await client.get(self._url)).raise_for_status()
             workers = json.loads(answer.content)["workers"]
+            urls = [worker["url"] for worker in workers if isinstance(worker.get("url"), str)]
+            if workers and not urls:
+                raise ValueError("none of them has a url")
             # With --dp-aware a worker is one rank of an engine: http://HOST:PORT@RANK.
-            urls = [re.sub(r"@\d+$", "", str(worker["url"])) for worker in workers]
-            return [str(_address(url, "a worker")).rstrip("/") for url in urls]
+            return [re.sub(r"@\d+$", "", url).rstrip("/") for url in urls]
         except httpx.HTTPError as error:
             raise ServerError(f"{self._url}: {error or type(error).__name__}") from error
-        except (ValueError, LookupError, TypeError, ConfigError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ServerError(f"{self._url} does not list workers: {error!r}") from error
 
 
@@ -116,8 +120,8 @@ async def follow(
 ) -> None:
     """Call ``set_engines`` with the engines that all sources know, again and again.
 
-    Where a source fails, its last answer counts: otherwise an outage of the DNS would take all
-    engines away.
+    Where a source fails, however it does, its last answer counts: otherwise an outage of the DNS
+    would take all engines away.
     """
     known: list[Sequence[str]] = [[] for _ in sources]
     failures: list[str | None] = [None for _ in sources]
@@ -127,20 +131,19 @@ async def follow(
                 known[number], failure = await source.urls(), None
             except ServerError as error:
                 failure = str(error)
+            except Exception as error:
+                failure = f"{type(source).__name__} failed: {error!r}"
             if failure is not None and failure != failures[number]:
                 _log.warning("%s; the engines known so far stay", failure)
             failures[number] = failure
-        try:
-            set_engines([url for urls in known for url in urls])
-        except ConfigError as error:
-            _log.warning("%s", error)
+        set_engines([url for urls in known for url in urls])
         await asyncio.sleep(interval_s)
 
 
 def _address(url: str, what: str) -> httpx.URL:
     try:
         address = httpx.URL(url)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"{what} {url!r}: {error}") from error
     if address.scheme not in ("http", "https") or not address.host:
         raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")

@@ -29,13 +29,22 @@ _TIMEOUT_S: Final = 3.0
 _log = logging.getLogger(__name__)
 
 
+class Bill(msgspec.Struct, frozen=True):
+    """What offline work cost them, as ``History.bill`` has it."""
+
+    requests: float = 0
+    mean_ms: float = 0.0
+    ttft_ms: float = 0.0
+    gaps_ms: float = 0.0
+
+
 class OnlineUsers(msgspec.Struct, frozen=True):
-    """What an engine says of them, as ``view.standing`` has it."""
+    """What an engine says of them, as ``view.standing`` has it; it may be of another version."""
 
     level: str
-    text: str
-    requests: int
-    bill: dict[str, float] | None = None
+    text: str = ""
+    requests: int = 0
+    bill: Bill | None = None
 
 
 class _EngineView(msgspec.Struct, frozen=True):

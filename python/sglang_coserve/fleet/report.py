@@ -27,6 +27,7 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
         "lines_returned": fleet.lines_returned,
         "lines_lost": fleet.lines_lost,
         "lines_given_up": fleet.lines_given_up,
+        "left_out": fleet.left_out,
         "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
     }
 

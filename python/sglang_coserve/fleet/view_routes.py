@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_coserve.batch.routes import (
@@ -55,10 +56,7 @@ async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
         for url, users in (await views.online_users(fleet.engines)).items()
         if users.level in LEVELS  # A newer engine may know others.
     }
-    users_of = {
-        url: {"level": u.level, "text": u.text, "requests": u.requests, "bill": u.bill}
-        for url, u in known.items()
-    }
+    users_of = {url: msgspec.to_builtins(users) for url, users in known.items()}
     status = fleet_status(fleet)
     loads = [engine.load for engine in fleet.engines if engine.load is not None]
     return {

@@ -146,7 +146,7 @@ class EngineConnection:
 def _checked(url: str) -> str:
     try:
         address = httpx.URL(url)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"{url!r} is no address of an engine: {error}") from error
     if address.scheme not in ("http", "https") or not address.host or address.path != "/":
         raise ConfigError(f"{url!r} is no address of an engine: use http://HOST:PORT")

@@ -28,7 +28,6 @@ from sglang_coserve.http_lines.messages import (
     LineEvent,
     decode_message,
     encode_message,
-    result_of,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
@@ -188,7 +187,7 @@ class EngineStream:
                 self._abort(event.id)
                 attempt.result.set_exception(error)
         elif event.result is not None:
-            attempt.result.set_result(result_of(event))
+            attempt.result.set_result(event.result)
         else:
             attempt.result.set_exception(LineMovedError(f"{self._url}: {event.moved}", event.kv))
 

@@ -20,7 +20,6 @@ from sglang_coserve.http_lines.messages import (
     LineCall,
     LineEvent,
     encode_message,
-    event_of,
     request_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -200,7 +199,7 @@ class LineStream:
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         error = {"message": str(bad), "type": "invalid_request_error", "param": None}
         result = LineResult(status, "", {"error": {**error, "code": status.value}})
-        self._ends.append(encode_message(event_of(bad.call, result)))
+        self._ends.append(encode_message(LineEvent(bad.call, result=result)))
 
     def _begin(self, number: int, attempt: LineAttempt) -> None:
         if number in self._attempts:
@@ -243,13 +242,13 @@ class LineStream:
 def _result_message(number: int, request: LineRequest, task: asyncio.Task[LineResult]) -> bytes:
     """Return the message with the result of an attempt, or with what went wrong."""
     try:
-        return encode_message(event_of(number, task.result()))
+        return encode_message(LineEvent(number, result=task.result()))
     except Exception as error:
         _log.exception("line %d of %s failed", request.line, request.batch_id)
         failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         result = LineResult(status, "", failed.body, is_retryable=True)
-        return encode_message(event_of(number, result))
+        return encode_message(LineEvent(number, result=result))
 
 
 def _part(content: bytes) -> Message:

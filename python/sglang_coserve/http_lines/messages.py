@@ -1,7 +1,12 @@
-"""What is said about a line between the process that keeps it and the engine."""
+"""What is said about a line between the process that keeps it and the engine.
+
+The two may be of different versions. So fields that a reader does not know are ignored, and what
+came later than the first version has a default that is right where it is missing.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any, Final, TypeVar
@@ -10,7 +15,7 @@ import msgspec
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, FailureKind, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import Backend, LineRequest, LineResult, MovedKv
 
 __all__ = [
     "DELAYS_PATH",
@@ -28,9 +33,7 @@ __all__ = [
     "decode_message",
     "description_of",
     "encode_message",
-    "event_of",
     "request_of",
-    "result_of",
 ]
 
 LINES_PATH: Final = "/coserve/lines"
@@ -99,8 +102,8 @@ class LineEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     """With the first ``tokens``: how long the prompt is. The context is that and the tokens."""
 
-    result: dict[str, Any] | None = None
-    """The end: what became of the attempt, as ``LineResult`` has it."""
+    result: LineResult | None = None
+    """The end: what became of the attempt."""
 
     moved: str | None = None
     """The end: why the line is to go on elsewhere."""
@@ -118,19 +121,14 @@ class EngineDescription(msgspec.Struct, frozen=True):
     model: str
     endpoints: tuple[str, ...]
 
-    limits: dict[str, int]
-    """As ``BodyLimits`` has them."""
+    limits: BodyLimits = BodyLimits()
+    """What one line may be."""
 
-    expected_tokens_per_s: float | None
+    expected_tokens_per_s: float | None = None
     """Of offline work, now; None if unknown."""
 
-    refuses: str | None
+    refuses: str | None = None
     """Why the engine takes no lines now; None when it does."""
-
-    @property
-    def body_limits(self) -> BodyLimits:
-        """What one line may be."""
-        return BodyLimits(**self.limits)
 
 
 class EngineDelays(msgspec.Struct, frozen=True):
@@ -139,7 +137,7 @@ class EngineDelays(msgspec.Struct, frozen=True):
     run: str
     """Another one after each start of the engine: sums begin again at 0."""
 
-    online_delays_s: dict[str, float] | None
+    online_delays_s: dict[str, float] | None = None
     """See ``Backend.online_delays_s``."""
 
 
@@ -178,40 +176,12 @@ def call_id(content: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-def event_of(attempt_id: int, result: LineResult) -> LineEvent:
-    """Return the message with an attempt's result."""
-    fields = {
-        "status_code": result.status_code,
-        "request_id": result.request_id,
-        "body": result.body,
-        "is_retryable": result.is_retryable,
-        "kind": result.kind.value,
-        "retry_after_s": result.retry_after_s,
-    }
-    return LineEvent(attempt_id, result=fields)
-
-
-def result_of(event: LineEvent) -> LineResult:
-    """Return the result in a message that has one.
-
-    Raises:
-        RequestError: it is none.
-    """
-    assert event.result is not None
-    try:
-        fields = {**event.result, "kind": FailureKind(event.result["kind"])}
-        return LineResult(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"not the result of a line: {error}") from None
-
-
 def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
     """Return what is said of ``backend``, which takes no lines now when ``refuses`` says why."""
-    limits = backend.limits
     return EngineDescription(
         backend.model,
         tuple(sorted(backend.endpoints)),
-        {name: getattr(limits, name) for name in limits.__dataclass_fields__},
+        backend.limits,
         backend.load().offline_tokens_per_s,
         refuses,
     )
@@ -219,7 +189,11 @@ def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
 
 def encode_message(message: msgspec.Struct) -> bytes:
     """Return a message as JSON on one line, its end included."""
-    return msgspec.json.encode(message) + b"\n"
+    try:
+        return msgspec.json.encode(message) + b"\n"
+    except UnicodeEncodeError:
+        # Lone surrogates are valid in JSON, as escapes.
+        return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode() + b"\n"
 
 
 def decode_message(content: bytes, kind: type[_Message]) -> _Message:
@@ -229,6 +203,13 @@ def decode_message(content: bytes, kind: type[_Message]) -> _Message:
         RequestError: it is none of ``kind``; the text says where.
     """
     try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            if b"\\u" not in content:
+                raise
+            return msgspec.convert(json.loads(content), kind)  # Lone surrogates, perhaps.
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"not a {kind.__name__}: {error}") from None

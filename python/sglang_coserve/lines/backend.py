@@ -90,6 +90,11 @@ class FailureKind(Enum):
     FAILED = "failed"
     """The engine tried this line and failed."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> FailureKind:  # noqa: ARG003
+        """Take what an engine of another version says in other words for a failure."""
+        return cls.FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class LineResult:

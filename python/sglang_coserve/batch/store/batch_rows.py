@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final
 
+import msgspec
+
 from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
@@ -251,6 +253,6 @@ def _record(values: tuple[Any, ...]) -> JobRecord:
     return JobRecord(
         **plain,
         progress=Progress(completed, failed, output_bytes, error_bytes, usage, estimated),
-        faults=tuple(LineFault(**fault) for fault in json.loads(row["faults"])),
+        faults=msgspec.convert(json.loads(row["faults"]), tuple[LineFault, ...]),
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
     )

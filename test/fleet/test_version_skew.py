@@ -1,0 +1,182 @@
+"""Peers of other versions: every message is read with fields that are unknown, and without those
+that may be missing."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from batch.scenarios import play
+from batch.scripted_backend import ScriptedBackend, answer
+from fleet.test_backend import Lines, finish_all, fleet_of, request, until
+from http_lines.live_engine import LiveEngine, engine_load
+from sglang_coserve.client.batch_result import decode_record
+from sglang_coserve.client.submission import Submission
+from sglang_coserve.core.engine_load import EngineLoad, WantedLines
+from sglang_coserve.errors import RequestError
+from sglang_coserve.fleet import EngineState
+from sglang_coserve.fleet.engine_views import Bill, OnlineUsers
+from sglang_coserve.http_lines import EngineDelays, EngineDescription
+from sglang_coserve.http_lines.messages import LineAttempt, LineCall, LineEvent, decode_message
+from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.lines.backend import FailureKind, LineResult, MovedKv
+from sglang_coserve.lines.result_record import encode_record
+
+KV = MovedKv("0" * 32, 48)
+
+
+def message(kind: type[msgspec.Struct]) -> Callable[[bytes], Any]:
+    return lambda content: decode_message(content, kind)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One message, with a value in every field."""
+
+    value: Any
+    read: Callable[[bytes], Any]
+
+    @property
+    def fields(self) -> Any:
+        if isinstance(self.value, BaseModel):
+            return self.value.model_dump(mode="json")
+        return msgspec.to_builtins(self.value)
+
+
+ATTEMPT = LineAttempt("batch_1", 3, "/v1/completions", {"prompt": "p"}, "m", (1, 2), 5.0, 7, KV)
+RESULT = LineResult(503, "id", {"error": {}}, True, FailureKind.UNAVAILABLE, 2.0)
+
+CASES = {
+    "a call": Case(LineCall(1, ATTEMPT, is_wanted=True), message(LineCall)),
+    "tokens": Case(LineEvent(1, (5, 6), 9), message(LineEvent)),
+    "a result": Case(LineEvent(1, result=RESULT), message(LineEvent)),
+    "a line that moves": Case(LineEvent(1, moved="it drains", kv=KV), message(LineEvent)),
+    "what an engine is": Case(
+        EngineDescription("m", ("/v1/completions",), BodyLimits(1, 2, 3, 4), 5.0, "it drains"),
+        message(EngineDescription),
+    ),
+    "delays": Case(EngineDelays("run", {"batch_1": 0.5}), message(EngineDelays)),
+    "a load": Case(
+        engine_load("m", pool="strict", wants=WantedLines(tokens=1, max_tokens=2, lines=3)),
+        EngineLoad.model_validate_json,
+    ),
+    "online users": Case(
+        OnlineUsers("ok", "Fine.", 5, Bill(5, 34.0, 31.0, 3.0)), message(OnlineUsers)
+    ),
+    "a submission": Case(
+        Submission("digest", "key", "file", "batch"),
+        lambda content: msgspec.json.decode(content, type=Submission),
+    ),
+}
+
+
+def objects(value: Any, fields: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield each object within a message: the path to it, and what it is."""
+    if isinstance(value, msgspec.Struct | BaseModel) or dataclasses.is_dataclass(value):
+        yield path, value
+        for name, inner in fields.items():
+            yield from objects(getattr(value, name), inner, (*path, name))
+
+
+def defaults(value: Any) -> dict[str, Any]:
+    """What may be missing of an object, and what it is then."""
+    if isinstance(value, msgspec.Struct):
+        found = {f.name: f.default for f in msgspec.structs.fields(value)}
+    elif isinstance(value, BaseModel):
+        kinds = type(value).model_fields
+        found = {name: f.default for name, f in kinds.items() if not f.is_required()}
+    else:
+        found = {f.name: f.default for f in dataclasses.fields(value)}
+    return {
+        name: default
+        for name, default in found.items()
+        if default is not msgspec.NODEFAULT and default is not dataclasses.MISSING
+    }
+
+
+def at(fields: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        fields = fields[name] if isinstance(fields, dict) else getattr(fields, name)
+    return fields
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_newer_peer_may_say_more(case: Case) -> None:
+    fields = case.fields
+    for path, _ in objects(case.value, case.fields):
+        at(fields, path)["from_the_future"] = {"a": [1]}
+    assert case.read(json.dumps(fields).encode()) == case.value
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_an_older_peer_may_say_less(case: Case) -> None:
+    num_optional = 0
+    for path, value in objects(case.value, case.fields):
+        for name, default in defaults(value).items():
+            fields = copy.deepcopy(case.fields)
+            at(fields, path).pop(name, None)
+            assert at(case.read(json.dumps(fields).encode()), (*path, name)) == default
+            num_optional += 1
+    assert num_optional
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_cannot_be_missing_is_named(case: Case) -> None:
+    for path, value in objects(case.value, case.fields):
+        for name in at(case.fields, path).keys() - defaults(value).keys():
+            fields = copy.deepcopy(case.fields)
+            del at(fields, path)[name]
+            with pytest.raises((RequestError, ValidationError, msgspec.ValidationError)) as error:
+                case.read(json.dumps(fields).encode())
+            assert name in str(error.value)
+
+
+def test_a_failure_of_an_unknown_kind_is_one() -> None:
+    content = b'{"id":1,"result":{"status_code":503,"request_id":"","body":{},"kind":"new"}}'
+    result = decode_message(content, LineEvent).result
+    assert result is not None and result.kind is FailureKind.FAILED
+
+
+def test_records_of_other_versions_are_read() -> None:
+    fields = json.loads(encode_record(255, 1, None, answer(request())))
+    fields["response"]["from_the_future"] = 1
+    content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    assert decode_record(content).ok
+
+
+def test_a_gateway_serves_with_engines_of_other_versions() -> None:
+    """One that says more than it knows freezes none of them."""
+
+    @dataclass(frozen=True)
+    class NewerLimits(BodyLimits):
+        max_images: int = 8
+
+    async def scenario() -> None:
+        newer = LiveEngine(ScriptedBackend(holds=True, limits=NewerLimits(max_bytes=1000)))
+        older = LiveEngine()
+        async with fleet_of(newer, older) as fleet:
+            async with asyncio.timeout(60):
+                await fleet.ready()
+            assert {engine.state for engine in fleet.engines} == {EngineState.UP}
+            assert fleet.limits == BodyLimits(max_bytes=1000)
+            served = Lines(fleet, [f"line {n}" for n in range(12)])
+            await until(lambda: len(newer.backend.in_flight) + len(older.backend.in_flight) == 12)
+            assert newer.backend.in_flight and older.backend.in_flight
+            await newer.kill()
+            await older.holds(12)
+            finish_all(older)
+            await served.results()
+            # It is still looked at.
+            async with LiveEngine(port=newer.port):
+                await until(lambda: {e.state for e in fleet.engines} == {EngineState.UP})
+
+    play(scenario())
