@@ -1,13 +1,27 @@
-"""Helpers shared by our ASGI middlewares."""
+"""Helpers shared by our ASGI middlewares and routes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http import HTTPStatus
+from secrets import compare_digest
 from typing import Any, TypeAlias
 
-__all__ = ["App", "Message", "Receive", "Scope", "Send", "error_content", "replay", "send_error"]
+from sglang_coserve.errors import RequestError
+
+__all__ = [
+    "App",
+    "Message",
+    "Receive",
+    "Scope",
+    "Send",
+    "bearer_key",
+    "error_content",
+    "is_same_key",
+    "replay",
+    "send_error",
+]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -16,6 +30,29 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _KINDS = {400: "BadRequestError"}
+
+
+def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the key in ``Authorization: Bearer KEY``; None without one.
+
+    The only reader of that header: whoever checks a key and whoever asks whose it is mean the same.
+
+    Args:
+        headers: Of an ASGI scope.
+
+    Raises:
+        RequestError: there is more than one such header.
+    """
+    values = [value for name, value in headers if name.lower() == b"authorization"]
+    if len(values) > 1:
+        raise RequestError(f"{len(values)} Authorization headers: send one")
+    scheme, _, key = values[0].partition(b" ") if values else (b"", b"", b"")
+    return (key.strip().decode("latin-1") or None) if scheme.lower() == b"bearer" else None
+
+
+def is_same_key(key: str | None, expected: str) -> bool:
+    """Return whether a client's key is the expected one, in a time that tells nothing about it."""
+    return key is not None and compare_digest(key.encode(), expected.encode())
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -113,6 +113,23 @@ def test_keys_are_checked_as_by_a_single_server(server: LocalServer) -> None:
     assert get(server, "/v1/chat/completions", API_KEY).status_code == 404
 
 
+def with_headers(server: LocalServer, path: str, *values: str) -> httpx.Response:
+    headers = [("authorization", value) for value in values]
+    return httpx.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
+
+
+def test_a_key_is_read_in_one_way_by_all_who_ask_for_it(server: LocalServer) -> None:
+    paths = {"/v1/batches": API_KEY, "/coserve/view": API_KEY, "/coserve/batches": OPERATOR}
+    for path, key in paths.items():
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            assert with_headers(server, path, f"{scheme} {key}").status_code == 200
+        for scheme in ("Basic", "", "Bearer2"):
+            assert with_headers(server, path, f"{scheme} {key}").status_code == 401
+        for values in ((f"Bearer {key}", "Bearer a"), ("Bearer a", f"Bearer {key}")):
+            # None of them makes anybody else of who has the other.
+            assert with_headers(server, path, *values).status_code in (400, 401)
+
+
 def test_the_command_line_works_against_it(server: LocalServer, tmp_path: Path) -> None:
     environment = {**os.environ, "COSERVE_BASE_URL": server.base_url, "COSERVE_API_KEY": API_KEY}
 

@@ -251,6 +251,9 @@ def test_a_tenant_is_what_the_header_says_else_the_user_else_the_key() -> None:
     assert "secret" not in named, "nobody can learn the key from it"
     assert named == tenant({"user": ""}, KEY) == tenant({"user": 5, "metadata": []}, KEY)
     assert named != tenant({}, (b"x-api-key", b"Bearer other"))
+    # However a client writes the header, it is the same tenant.
+    assert named == tenant({}, (KEY[0], KEY[1].replace(b"Bearer ", b"bEARER  ")))
+    assert tenant({}, (b"authorization", b"Basic a")) != tenant({}, (b"authorization", b"Basic b"))
 
 
 def test_a_body_that_is_malformed_is_the_keys() -> None:

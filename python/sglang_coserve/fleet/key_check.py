@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from secrets import compare_digest
 from typing import Final
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.asgi import App, Receive, Scope, Send, bearer_key, is_same_key, send_error
 from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH
+from sglang_coserve.errors import RequestError
 
 __all__ = ["KeyCheck"]
 
@@ -22,13 +22,17 @@ class KeyCheck:
 
     def __init__(self, app: App, api_key: str) -> None:
         self._app = app
-        self._wanted = f"Bearer {api_key}".encode()
+        self._api_key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not compare_digest(given, self._wanted):
+            try:
+                key = bearer_key(scope["headers"])
+            except RequestError as error:
+                await send_error(send, 400, str(error))
+                return
+            if not is_same_key(key, self._api_key):
                 await send_error(send, 401, "send the gateway's --api-key as a bearer token")
                 return
         await self._app(scope, receive, send)

@@ -16,7 +16,6 @@ from sglang_coserve.batch.routes import (
     PAGE_PATH,
     VIEW_PATH,
     Keys,
-    bearer_key,
     shown_batches,
     view_answer,
 )
@@ -41,7 +40,7 @@ def view_routes(keys: Keys) -> APIRouter:
     @router.get(VIEW_PATH)
     async def view_fleet(request: Request) -> Response:
         """Say how engines, their online users and batches stand."""
-        caller = keys.caller(bearer_key(request))
+        caller = keys.caller(request)
         if caller is None:
             return view_answer(401, {"error": {"message": _ASK_FOR_KEY}})
         answer = await _view(request.app.state.fleet, views)

@@ -30,7 +30,6 @@ from sglang_coserve.batch.routes.view_access import (
     VIEW_PATH,
     Caller,
     Keys,
-    bearer_key,
     shown_batches,
     view_answer,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "Keys",
     "add_batch_routes",
     "batch_api_status",
-    "bearer_key",
     "check_admin_key",
     "find_service",
     "missing_routes",

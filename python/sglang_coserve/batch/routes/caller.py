@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Request
 
+from sglang_coserve.asgi import bearer_key
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.service import BatchService
@@ -72,8 +73,7 @@ def _service(request: Request) -> BatchService:
 
 
 def _owner(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return owner_of(key if scheme.lower() == "bearer" else None)
+    return owner_of(bearer_key(request.scope["headers"]))
 
 
 Service = Annotated[BatchService, Depends(_service)]

@@ -24,7 +24,7 @@ from sglang_coserve.batch.errors import (
     TooManyError,
 )
 from sglang_coserve.batch.routes.patience import SlowClientError
-from sglang_coserve.errors import CoserveError, StorageError
+from sglang_coserve.errors import CoserveError, RequestError, StorageError
 
 __all__ = [
     "ERROR_RESPONSES",
@@ -46,7 +46,7 @@ _STATUS: Final = (
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
     (QuotaError, HTTPStatus.TOO_MANY_REQUESTS),
-    (BatchRequestError, HTTPStatus.BAD_REQUEST),
+    (RequestError, HTTPStatus.BAD_REQUEST),
     (StorageError, HTTPStatus.INSUFFICIENT_STORAGE),
 )
 
@@ -198,6 +198,8 @@ def _failed(error: CoserveError) -> Response:
         if error.code == "invalid_range":
             status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
         return _error(status, str(error), code=error.code, param=error.param)
+    if isinstance(error, RequestError):
+        return _error(status, str(error), code="invalid_request")
     code = "storage_failed" if isinstance(error, StorageError) else "internal_error"
     return _error(status, str(error), code=code)
 

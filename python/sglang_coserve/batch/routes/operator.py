@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from secrets import compare_digest
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.routes.caller import Service
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
@@ -31,7 +31,7 @@ def set_admin_key(app: FastAPI, key: str) -> None:
 
 def check_admin_key(
     request: Request,
-    credentials: Annotated[
+    _documented: Annotated[
         HTTPAuthorizationCredentials | None,
         Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
     ],
@@ -41,13 +41,14 @@ def check_admin_key(
     Raises:
         NoAdminKeyError: the server has none.
         AdminKeyError: the request brings another one, or none.
+        RequestError: it brings several.
     """
     key = getattr(request.app.state, _STATE, None)
     if key is None:
         raise NoAdminKeyError(
             "the operator's routes are off: start the server with --admin-api-key KEY"
         )
-    if credentials is None or not compare_digest(credentials.credentials.encode(), key.encode()):
+    if not is_same_key(bearer_key(request.scope["headers"]), key):
         raise AdminKeyError("send the server's --admin-api-key as a bearer token")
 
 

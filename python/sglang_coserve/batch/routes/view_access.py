@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from secrets import compare_digest
 from typing import Any, Final
 
 import orjson
@@ -11,13 +10,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.caller import find_service
 from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.schemas import BatchObject
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import RequestError, StorageError
 
-__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "bearer_key", "shown_batches", "view_answer"]
+__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "shown_batches", "view_answer"]
 
 PAGE_PATH: Final = "/coserve"
 VIEW_PATH: Final = "/coserve/view"
@@ -50,19 +50,17 @@ class Keys:
     is_open: bool = False
     """Who brings no key sees the figures, and no batches."""
 
-    def caller(self, key: str | None) -> Caller | None:
-        """Return who brings ``key``; None: nobody whom the view is for."""
-        if self.admin_api_key and key and _is_same(key, self.admin_api_key):
+    def caller(self, request: Request) -> Caller | None:
+        """Return who calls; None: nobody whom the view is for."""
+        try:
+            key = bearer_key(request.scope["headers"])
+        except RequestError:
+            return None
+        if self.admin_api_key and is_same_key(key, self.admin_api_key):
             return Caller(None, "/coserve/batches", is_operator=True)
-        if not self.api_key or (key and _is_same(key, self.api_key)):
+        if not self.api_key or is_same_key(key, self.api_key):
             return Caller(owner_of(key), "/v1/batches")
         return Caller(None, None) if self.is_open and not key else None
-
-
-def bearer_key(request: Request) -> str | None:
-    """Return the key that came along."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return (key or None) if scheme.lower() == "bearer" else None
 
 
 def view_answer(status: int, content: dict[str, Any]) -> Response:
@@ -92,7 +90,3 @@ async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
 def _shown(batch: BatchObject) -> dict[str, Any]:
     fields = batch.model_dump(mode="json", include={*_SHOWN, "request_counts", "coserve"})
     return fields | {"total_tokens": batch.usage.total_tokens}
-
-
-def _is_same(key: str, expected: str) -> bool:
-    return compare_digest(key.encode(), expected.encode())

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final
 
+from sglang_coserve.asgi import bearer_key
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, TPOT_KEY, TTFT_KEY, TTL_KEY
@@ -81,11 +82,23 @@ def marks_of_headers(
 
 
 def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return a hash of a request's API key as tenant; None without a key."""
+    """Return a hash of a request's API key as tenant; None without a key.
+
+    Raises:
+        RequestError: it has several keys.
+    """
+    headers = list(headers)
+    key = bearer_key(headers)
+    if key is not None:
+        return _tenant(key.encode("latin-1"))
     for name, value in headers:
         if name.lower() in _KEY_HEADERS and value:
-            return f"key {blake2b(value, digest_size=8).hexdigest()}"
+            return _tenant(value)
     return None
+
+
+def _tenant(key: bytes) -> str:
+    return f"key {blake2b(key, digest_size=8).hexdigest()}"
 
 
 def _number(name: bytes, value: bytes) -> float:

@@ -23,7 +23,6 @@ from sglang_coserve.batch.routes import (
     PAGE_PATH,
     VIEW_PATH,
     Keys,
-    bearer_key,
     shown_batches,
     view_answer,
 )
@@ -84,7 +83,7 @@ class View:
         return RedirectResponse("../coserve")
 
     async def _serve_view(self, request: Request) -> Response:
-        caller = self._keys.caller(bearer_key(request))
+        caller = self._keys.caller(request)
         if caller is None:
             return _error(401, "send the server's --api-key or --admin-api-key as a bearer token")
         try:
