@@ -6,6 +6,7 @@
     ├── ConfigError            a flag, a file of settings, a hardware or model description
     │   └── UnsupportedError   a valid SGLang setting that cannot be combined with co-serving
     ├── StartupError           a part of co-serving did not take its place in the engine
+    ├── MissingExtraError      a package of an optional extra is not installed
     ├── RequestError           one request cannot be served as asked (HTTP 400)
     │   └── UnknownClassError  its class is none of RequestClass
     ├── InputFileError         a whole file cannot be used (JSONL, trace, profile)
@@ -26,6 +27,7 @@ __all__ = [
     "CoserveError",
     "InfeasibleError",
     "InputFileError",
+    "MissingExtraError",
     "RequestError",
     "ServerError",
     "ServerGoneError",
@@ -51,6 +53,10 @@ class UnsupportedError(ConfigError):
 
 class StartupError(CoserveError):
     """Co-serving is not in place in the engine, so the server must not start."""
+
+
+class MissingExtraError(CoserveError, ImportError):
+    """A package is not installed that an optional part needs; the message names the extra."""
 
 
 class RequestError(CoserveError):

@@ -17,6 +17,12 @@ if __name__ in {"__main__", "__mp_main__"}:
 # SGLang's processes are spawned and import this module again as __mp_main__:
 # nothing but the package itself may be loaded before the guard.
 if __name__ == "__main__":
-    from sglang_coserve.srt.launch import main
+    from sglang_coserve.errors import MissingExtraError
+
+    try:
+        from sglang_coserve.srt.launch import main
+    except MissingExtraError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
 
     sys.exit(main(sys.argv[1:]))

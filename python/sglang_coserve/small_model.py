@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.extras import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -93,7 +94,9 @@ def make_small_model(directory: Path, spec: SmallModelSpec) -> Path:
 
     Raises:
         ConfigError: ``directory`` holds another model.
+        MissingExtraError: torch or transformers is not installed.
     """
+    require("engine", "a small model")
     directory.mkdir(parents=True, exist_ok=True)
     marker = directory / "small_model.json"
     if (directory / "config.json").exists() and not marker.exists():

@@ -16,7 +16,7 @@ from batch.scenarios import play
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, finish_all, request, until
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
-from sglang_coserve.errors import ConfigError, ServerGoneError
+from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.discovery import EngineList
 
 pytest.importorskip("ray")
@@ -184,5 +184,5 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     for name in [name for name in sys.modules if name.startswith("sglang_coserve.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'sglang-coserve\[ray\]'"):
         import sglang_coserve.ray  # noqa: F401

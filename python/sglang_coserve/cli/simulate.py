@@ -114,12 +114,10 @@ def simulate(
         RunControl,
         SimulationOptions,
         compare,
-        require_matplotlib,
         table_text,
         write_report,
     )
 
-    require_matplotlib()
     options = SimulationOptions(
         trace=trace,
         offline=offline,

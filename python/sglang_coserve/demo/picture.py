@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.demo.report import DemoResult, SystemResult
+from sglang_coserve.extras import require
 
 __all__ = ["draw"]
 
@@ -15,6 +16,7 @@ _TTFT, _GAP, _OFFLINE = "tab:blue", "tab:red", "tab:orange"
 
 def draw(result: DemoResult, path: Path) -> None:
     """Draw a panel for each system, all with the same axes."""
+    require("plot", "timeline.png")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.errors import StartupError
+from sglang_coserve.extras import require
 from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
 from sglang_coserve.profiler.measurement import ShapeTiming, repeat_error
@@ -54,13 +54,12 @@ def write_plot(
     """Plot measured against predicted seconds, one panel per kind; the suffix sets the format.
 
     Raises:
-        StartupError: matplotlib is not installed.
+        MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise StartupError("plots need matplotlib: pip install 'sglang-coserve[plot]'") from error
+    require("plot", "the plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     fitted = [attempt for attempt in attempts if attempt.fit is not None]
     figure = Figure(figsize=(4 * max(1, len(fitted)), 4), layout="constrained")
     FigureCanvasAgg(figure)

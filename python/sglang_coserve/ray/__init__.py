@@ -10,15 +10,12 @@ Each actor of the job is to the engines what a gateway is (``fleet``), without i
 keeps the lines, and which of them are done. Neither torch nor SGLang is needed.
 """
 
-from sglang_coserve.fleet.discovery import DnsName, Router
+from sglang_coserve.extras import require
 
-try:
-    from sglang_coserve.ray.completion import complete
-    from sglang_coserve.ray.request_files import read_requests
-except ModuleNotFoundError as error:
-    if error.name not in ("ray", "pyarrow"):
-        raise
-    message = f"sglang_coserve.ray needs {error.name}: pip install 'ray[data]'"
-    raise ModuleNotFoundError(message, name=error.name) from error
+require("ray", "sglang_coserve.ray")
+
+from sglang_coserve.fleet.discovery import DnsName, Router  # noqa: E402
+from sglang_coserve.ray.completion import complete  # noqa: E402
+from sglang_coserve.ray.request_files import read_requests  # noqa: E402
 
 __all__ = ["DnsName", "Router", "complete", "read_requests"]

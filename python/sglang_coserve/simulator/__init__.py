@@ -20,7 +20,6 @@ from sglang_coserve.simulator.executor_config import (
     SafepointConfig,
 )
 from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.simulator.plots import require_matplotlib
 from sglang_coserve.simulator.report import table_text, write_report
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
@@ -38,7 +37,6 @@ __all__ = [
     "SimulationSetup",
     "Workload",
     "compare",
-    "require_matplotlib",
     "simulate",
     "table_text",
     "write_report",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import RequestTimeline
 from sglang_coserve.simulator.result import LABEL, SimulationResult
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["latency_cdfs", "load_over_time", "require_matplotlib"]
+__all__ = ["latency_cdfs", "load_over_time"]
 
 _CDF_POINTS: Final = 400
 _CDF_SHOWN: Final = 0.995
@@ -31,16 +29,6 @@ _LATENCIES: Final[dict[str, Callable[[Sequence[RequestTimeline]], list[float | N
     "TPOT": lambda timelines: [t.tpot_s for t in timelines],
     "ITL": lambda timelines: list(chain.from_iterable(t.itls_s for t in timelines)),
 }
-
-
-def require_matplotlib() -> None:
-    """Check for matplotlib, before a long run rather than after it.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ConfigError("the report's plots need matplotlib: pip install 'sglang-coserve[plot]'")
 
 
 def latency_cdfs(results: Sequence[SimulationResult]) -> str:
@@ -110,7 +98,6 @@ def _stack(axis: Axes, x: Any, layers: dict[str, tuple[str, list[float]]]) -> No
 
 
 def _figure(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
-    require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.errors import MissingExtraError
+from sglang_coserve.extras import require
 from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
@@ -70,22 +72,28 @@ def write_report(
 ) -> Path:
     """Write ``report.json``, ``table.txt``, the plots and ``index.html``; return the page.
 
-    Files of the same names are replaced. Needs matplotlib.
+    Files of the same names are replaced. Without matplotlib there are no plots, and the page
+    says how to get them.
 
     Raises:
-        ConfigError: matplotlib is not installed.
         OSError: the directory cannot be written.
     """
     assert results, "nothing to report"
-    figures = {"latency": latency_cdfs(results)}
-    figures |= {f"load-{result.policy}": load_over_time(result) for result in results}
+    figures, note = {}, ""
+    try:
+        require("plot", "A report with plots")
+    except MissingExtraError as error:
+        note = f"<p>{html.escape(str(error))}</p>"
+    else:
+        figures = {"latency": latency_cdfs(results)}
+        figures |= {f"load-{result.policy}": load_over_time(result) for result in results}
     directory.mkdir(parents=True, exist_ok=True)
     write_results(results, directory / "report.json", settings)
     _write(directory / "table.txt", table_text(results))
     for name, svg in figures.items():
         _write(directory / f"{name}.svg", svg)
     page = directory / "index.html"
-    _write(page, _page(results, figures, settings))
+    _write(page, _page(results, "\n".join(figures.values()) or note, settings))
     return page
 
 
@@ -131,9 +139,7 @@ th:first-child, td:first-child { text-align: left } .mark { color: #a40 }
 """
 
 
-def _page(
-    results: Sequence[SimulationResult], figures: Mapping[str, str], settings: Mapping[str, object]
-) -> str:
+def _page(results: Sequence[SimulationResult], figures: str, settings: Mapping[str, object]) -> str:
     cells = [COLUMNS, *table_rows(results)]
     head, *body = (
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
@@ -150,6 +156,5 @@ def _page(
         "<p>Computed by a latency model, not measured on a device. Latencies are of online "
         "requests; rates count prompt and output tokens delivered within the interval.</p>\n"
         f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>\n"
-        + "\n".join(figures.values())
-        + f"\n<h2>Settings</h2><table><tbody>{used}</tbody></table>\n</body></html>\n"
+        f"{figures}\n<h2>Settings</h2><table><tbody>{used}</tbody></table>\n</body></html>\n"
     )

@@ -12,6 +12,7 @@ from typing import Final
 
 from sglang_coserve.client import AsyncCoserveClient, AsyncJob, ClientOptions
 from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.extras import require
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.metrics import LatencyReport, Outcome, latency_report
 from sglang_coserve.slo_search.load import SearchLoad
@@ -54,7 +55,9 @@ class LiveBench:
 
         Raises:
             ConfigError: there is no such model.
+            MissingExtraError: the engine is not installed.
         """
+        require("engine", "a server to measure")
         from transformers import AutoConfig
 
         try:

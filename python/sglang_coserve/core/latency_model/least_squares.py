@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from scipy.optimize import nnls
 
 from sglang_coserve.core.latency_model.samples import Floats
 from sglang_coserve.errors import InputFileError
@@ -26,6 +25,9 @@ def fit_relative(terms: Floats, seconds: Floats, names: Sequence[str]) -> dict[s
     Raises:
         InputFileError: the samples leave some coefficient undetermined.
     """
+    # Only fits need scipy, and only `coserve profile` fits: the extra `engine` brings it.
+    from scipy.optimize import nnls
+
     num_samples, num_terms = terms.shape
     if num_samples < num_terms:
         raise InputFileError(

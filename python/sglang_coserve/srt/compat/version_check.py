@@ -30,7 +30,7 @@ def check_version(environment: Mapping[str, str] = os.environ) -> None:
     if found is None:
         raise UnsupportedError(
             f"sglang_coserve needs SGLang {OLDEST} to {NEWEST}, and none is installed: "
-            f"pip install sglang=={NEWEST}"
+            "pip install 'sglang-coserve[engine]'"
         )
     if is_supported(found):
         return

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.extras import require
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 
 __all__ = [
@@ -125,7 +126,7 @@ def metrics_if_configured(model_name: str, host: str, port: int) -> GenAiMetrics
     """Return metrics that are exported as the environment says; None where it names no endpoint.
 
     Raises:
-        ConfigError: as ``provider_if_configured``.
+        ConfigError, MissingExtraError: as ``provider_if_configured``.
     """
     provider = provider_if_configured()
     return None if provider is None else GenAiMetrics(provider(), model_name, host, port)
@@ -137,23 +138,18 @@ def provider_if_configured() -> Callable[[], Any] | None:
     The variables are OpenTelemetry's: endpoint, protocol, headers, interval, resource.
 
     Raises:
-        ConfigError: an endpoint is named, and the packages are not installed, or the protocol is
-            none of OTLP's.
+        ConfigError: an endpoint is named, and the protocol is none of OTLP's.
+        MissingExtraError: an endpoint is named, and the packages are not installed.
     """
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "http/protobuf")
     if protocol not in ("grpc", "http/protobuf"):
         raise ConfigError(f"{_PROTOCOLS[0]} is {protocol!r}: use grpc or http/protobuf")
-    try:
-        from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    require("otel", f"{_ENDPOINTS[0]} is set, and that")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        kind = protocol.removesuffix("/protobuf")
-        exporters = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.metric_exporter")
-    except ImportError as error:
-        raise ConfigError(
-            f"{_ENDPOINTS[0]} is set, and {error.name} is not installed: "
-            "pip install 'sglang-coserve[otel]', or unset it"
-        ) from error
+    kind = protocol.removesuffix("/protobuf")
+    exporters = import_module(f"opentelemetry.exporter.otlp.proto.{kind}.metric_exporter")
     return lambda: MeterProvider([PeriodicExportingMetricReader(exporters.OTLPMetricExporter())])
