@@ -210,6 +210,67 @@ def test_what_a_queue_does_not_take_is_answered_all_the_same(guarded: EngineProc
     assert found["outputs"] == dict.fromkeys(rids, 4)
 
 
+def run_refusal_within_a_step(engine: ScriptedEngine) -> dict[str, Any]:
+    """SGLang queues a request whose grammar is ready, or that was retracted, in the midst of a
+    step. The queue fails then."""
+    scheduler = engine.scheduler
+    enqueue = scheduler.parts.admission.enqueue
+    ready = engine.request("bad", [5, 6, 7], 4, offline=True)
+    retracted = [engine.request("again", [5, 6, 9], 40, offline=True)]
+
+    def failing(req: Any) -> None:
+        if req.rid == "bad" or req.retraction_count:
+            raise KeyError("no place in the queue")
+        enqueue(req)
+
+    class Grammars:
+        """Has one request whose grammar is ready in the first step that asks."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self._ready = [ready]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def has_waiting_grammars(self) -> bool:
+            return bool(self._ready)
+
+        def get_ready_grammar_requests(self) -> list[Any]:
+            made: list[Any] = []
+            message = self._ready.pop()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(scheduler, "_add_request_to_queue", made.append)
+                scheduler.handle_generate_request(message)
+            return made
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 6:
+            view = scheduler.parts.view
+            running = {req.rid for req in view.requests_with_kv(scheduler.running_batch)}
+            assert "again" in running
+            scheduler.running_batch.filter_batch()
+            scheduler.parts.retraction.retract({"again"}, scheduler.running_batch)
+        if iteration > 8:
+            raise StopIteration
+        online = [engine.request("good", [5, 6, 7], 20)]
+        return [*online, *retracted] if iteration == 0 else []
+
+    with pytest.MonkeyPatch.context() as patch, refusals(engine) as refused:
+        patch.setattr(scheduler.parts.admission, "enqueue", failing)
+        patch.setattr(scheduler, "grammar_manager", Grammars(scheduler.grammar_manager))
+        engine.run(script)
+    engine.assert_nothing_leaked()
+    known, tokens = len(scheduler.parts.ledger), len(engine.output("good"))
+    engine.reqs.clear()
+    return {"refused": set(refused), "known": known, "tokens": tokens}
+
+
+def test_what_cannot_be_queued_within_a_step_ends_only_itself(guarded: EngineProcess) -> None:
+    found = guarded.call(run_refusal_within_a_step)
+    assert found == {"refused": {"bad", "again"}, "known": 0, "tokens": 20}
+
+
 def run_first_penalties(engine: ScriptedEngine) -> int:
     """Return how many functions torch compiled for the first requests with penalties."""
     import torch

@@ -41,9 +41,10 @@ def check_logit_processor(recv_req: Any) -> None:
     """
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-    if recv_req.custom_logit_processor is not None:
+    processor = getattr(recv_req, "custom_logit_processor", None)  # Embeddings have none.
+    if processor is not None:
         try:
-            CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
+            CustomLogitProcessor.from_str(processor)
         except Exception as error:
             raise ValueError(f"custom_logit_processor: {type(error).__name__}: {error}") from error
 

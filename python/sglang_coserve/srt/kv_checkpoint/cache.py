@@ -236,8 +236,10 @@ class CheckpointCache(UnifiedRadixCache):
         self.seconds["reclaim"] += time.perf_counter() - begin_s
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Raise: host memory may be reclaimed only within the quota of a class."""
-        raise AssertionError(f"{num_tokens} tokens asked for by SGLang's own copies or storage")
+        """Return 0, the tokens reclaimed: host memory is reclaimed within the quota of a class only,
+        not for SGLang's own copies or storage, which are off."""
+        del num_tokens
+        return 0
 
     def protected_size(self) -> int:
         """Return the protected tokens, including slots that loads in flight will fill."""

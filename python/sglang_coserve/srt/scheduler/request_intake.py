@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import (
     check_logit_processor,
@@ -65,17 +64,26 @@ class RequestIntake:
             check_logit_processor(recv_req)
             handle(recv_req)
         except Exception as error:
-            logger.exception("request %s could not be taken in", recv_req.rid)
-            # Not by way of the queue: it may have been the one that did not take it.
-            message = f"the engine cannot take this request: {error}"
-            refuse(self._scheduler, recv_req, HTTPStatus.BAD_REQUEST, message)
+            self._refuse(recv_req, error)
 
     def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
         """Queue a request, which may have run before; ``enqueue`` is SGLang's method.
 
         A client may reuse a rid as soon as it has the answer, or has disconnected. The request
         is then deferred until the scheduler, too, is done with the previous one.
+
+        SGLang calls this from within its steps, too (when a grammar is ready, after a retraction),
+        so a request that cannot be queued is refused here, and ends nothing but itself.
         """
+        try:
+            self._queue(req, is_retracted, enqueue)
+        except Exception as error:
+            self._admission.remove(lambda waiting: waiting is req)
+            self._view.remove_waiting(req.rid)
+            self._forget(req)
+            self._refuse(req, error)
+
+    def _queue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
         while (namesake := self._ledger.namesake(req)) is not None:
             if self._is_here(namesake):
                 self._deferred.setdefault(req.rid, []).append(req)
@@ -83,15 +91,6 @@ class RequestIntake:
             self._forget(namesake)
         now_s = self._clock.now_s()
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
-        try:
-            self._enqueue(req, info, is_retracted, enqueue)
-        except Exception:
-            self._forget(req)
-            raise
-
-    def _enqueue(
-        self, req: Req, info: RequestInfo, is_retracted: bool, enqueue: Callable[[Req, bool], None]
-    ) -> None:
         if info.is_online and not is_retracted:
             self._admission.arrived(req, info)
         # A request that failed validation is answered by SGLang, whatever its class.
@@ -100,6 +99,13 @@ class RequestIntake:
         else:
             enqueue(req, is_retracted)
             self._view.move_before_offered(req)
+
+    def _refuse(self, request: Any, error: Exception) -> None:
+        """Answer SGLang's ``Req``, or the message of which none could be made."""
+        logger.error("request %s could not be taken in", request.rid, exc_info=error)
+        # Not by way of the queue: it may have been the one that did not take it.
+        message = f"the engine cannot take this request: {error}"
+        refuse(self._scheduler, request, HTTPStatus.BAD_REQUEST, message)
 
     def _enqueue_offline(self, req: Req) -> None:
         scheduler = self._scheduler
