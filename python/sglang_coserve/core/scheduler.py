@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import Slo
@@ -61,6 +62,7 @@ class Scheduler:
         *,
         engine: EngineSize | None = None,
         profile_mape: float | None = None,
+        advisory: Advisory | None = None,
     ) -> None:
         """Start without requests.
 
@@ -72,7 +74,9 @@ class Scheduler:
             config: Settings that all policies share.
             engine: Limits of the engine, for the no-interference baseline.
             profile_mape: Mean absolute percentage error of the fit of ``model``, as a fraction.
+            advisory: Calls what judges and learns; without it, errors there are raised.
         """
+        self._advisory = advisory or Advisory()
         self._policy = policy
         self._interference = Interference.of(slos, model, engine)
         self._allowance = self._interference.allowance
@@ -122,7 +126,11 @@ class Scheduler:
         ``cached_tokens`` of the prompt are in the prefix cache.
         """
         beside_offline = self._queue.num_running > 0
-        self._interference.arrived(info, cached_tokens, beside_offline=beside_offline)
+        self._advisory.tell(
+            "judgement",
+            *(self._interference.arrived, info, cached_tokens),
+            beside_offline=beside_offline,
+        )
 
     def add_offline(self, request: QueuedRequest) -> None:
         """Add an offline request to the queue, with a prediction of how long it will run.
@@ -191,7 +199,7 @@ class Scheduler:
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
-        self._work.started(plan, self._arrival_s)
+        self._advisory.tell("work log", self._work.started, plan, self._arrival_s)
         for chunk in chunks:
             if chunk.rid in self._queue:
                 self._queue.take(chunk.rid)
@@ -210,23 +218,25 @@ class Scheduler:
         if result.step is not None:
             plan = self._in_flight.pop(result.step, None)
             assert plan is not None, f"step {result.step} is not in flight"
-        online_s, offline_s = self._split(plan, result)
-        self._work.ended(plan, result, online_s, offline_s)
+        # Requests are where they are, whatever is learned from here on.
+        tell = self._advisory.tell
+        online_s, offline_s = self._advisory.ask(
+            "latency model", lambda: self._split(plan, result), (0.0, 0.0)
+        )
+        tell("work log", self._work.ended, plan, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
-        self._learn_from_tokens(result, online_s, offline_s)
-        self._service_time.observe(result, is_busy=self._queue.num_running > 0)
+        tell("judgement", self._learn_from_tokens, result, online_s, offline_s)
+        tell(
+            "service time", self._service_time.observe, result, is_busy=self._queue.num_running > 0
+        )
         if result.batch.is_empty:
             return
         if plan is not None:
-            self._policy.update(plan, result)
-            self._waiting_order.served(result)
+            tell("policy", self._policy.update, plan, result)
+            tell("fairness", self._waiting_order.served, result)
         if result.seconds is not None:
-            sample = Sample(result.batch, result.seconds)
-            self._learned.observe(sample, result.overlapping)
-            if not result.has_offline:
-                alone = Sample(result.batch, result.seconds - result.planning_s)
-                self._learned_alone.observe(alone, result.overlapping)
+            tell("latency model", self._learn_time, result, result.seconds)
 
     def restore(self, rid: str, generated_tokens: int) -> None:
         """Put a retracted offline request back into the queue, with its progress.
@@ -241,7 +251,7 @@ class Scheduler:
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """Remove a request of either class that has ended."""
-        self._interference.ended(rid, ending)
+        self._advisory.tell("judgement", self._interference.ended, rid, ending)
         if self._queue.is_running(rid):
             self._policy.finished()
             self._queue.remove(rid)
@@ -372,6 +382,13 @@ class Scheduler:
             return 0.0, seconds
         online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
         return online_s, seconds - online_s
+
+    def _learn_time(self, result: StepResult, seconds: float) -> None:
+        """Correct the latency models by the measured time of a step."""
+        self._learned.observe(Sample(result.batch, seconds), result.overlapping)
+        if not result.has_offline:
+            alone = Sample(result.batch, seconds - result.planning_s)
+            self._learned_alone.observe(alone, result.overlapping)
 
     def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
         """Record when online requests got their tokens, and advance the baseline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model import LatencyProfile
@@ -30,8 +31,10 @@ class SchedulerSetup:
     engine: EngineSize = field(default_factory=EngineSize)
     """Limits of the engine, for the no-interference baseline."""
 
-    def make(self, policy: str | None = None) -> Scheduler:
+    def make(self, policy: str | None = None, advisory: Advisory | None = None) -> Scheduler:
         """Return a new scheduler, with another policy if one is named.
+
+        ``advisory`` calls what judges and learns; see ``Scheduler``.
 
         Raises:
             ConfigError: no policy has this name.
@@ -47,4 +50,5 @@ class SchedulerSetup:
             self.config,
             engine=self.engine,
             profile_mape=None if report is None else report.mape,
+            advisory=advisory,
         )

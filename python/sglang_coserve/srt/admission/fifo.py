@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
@@ -56,6 +57,7 @@ class FifoAdmission:
         retraction: OfflineRetraction,
         clock: RankClock,
         events: Counter[str],
+        advisory: Advisory,
         forget: Callable[[Req, Ending], None],
     ) -> None:
         """``forget`` is called with each request that has ended, and how."""
@@ -67,6 +69,7 @@ class FifoAdmission:
         self._retraction = retraction
         self._clock = clock
         self._events = events
+        self._tell = advisory.tell
         self._forget = forget
         self._waiting = OfflineWaiting(view.passes_to_settle)
 
@@ -82,7 +85,7 @@ class FifoAdmission:
     def arrived(self, req: Req, info: RequestInfo) -> None:
         """See ``Admission``."""
         del req
-        self.interference.arrived(info)
+        self._tell("judgement", self.interference.arrived, info)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """See ``Admission``."""
@@ -107,7 +110,7 @@ class FifoAdmission:
 
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``."""
-        self.interference.ended(rid, ending)
+        self._tell("judgement", self.interference.ended, rid, ending)
 
     # --- One pass ------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class FifoAdmission:
         now_s = self._clock.now_s()
         for req, has in zip(reqs, has_token, strict=True):
             if has:
-                self.interference.produced(req.rid, now_s)
+                self._tell("judgement", self.interference.produced, req.rid, now_s)
             if req.finished():
                 self._forget(req, ending_of(req))
 

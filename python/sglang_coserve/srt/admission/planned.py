@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import pack_tokens
@@ -65,6 +66,7 @@ class PlannedAdmission:
         ledger: RequestLedger,
         checkpointing: KvCheckpointing,
         events: Counter[str],
+        advisory: Advisory,
         forget: Callable[[Req, Ending], None],
         plans_online: bool,
     ) -> None:
@@ -83,6 +85,7 @@ class PlannedAdmission:
         self._ledger = ledger
         self._checkpointing = checkpointing
         self._events = events
+        self._tell = advisory.tell
         self._forget = forget
         self._plans_online = plans_online
         # Looking a setting up takes as long as much of a plan.
@@ -240,7 +243,7 @@ class PlannedAdmission:
         if self._waiting.reqs:
             for req, has in zip(reqs, has_token, strict=True):
                 if has and len(req.output_ids) == 1 and not is_offline(req):
-                    self._report_left(req)
+                    self._tell("shared prefixes", self._report_left, req)
 
     def _report_left(self, req: Req) -> None:
         """Tell the core of an offline request that can use the prompt of an online one."""
@@ -261,7 +264,8 @@ class PlannedAdmission:
         for result in results:
             self.core.update(result)
         if results and self._drift_warning is not None:
-            self._drift_warning.check(self.core.prediction_error, now_s)
+            check = self._drift_warning.check
+            self._tell("drift warning", check, self.core.prediction_error, now_s)
         for req in self._ended:
             self._forget(req, ending_of(req))
         self._ended = []

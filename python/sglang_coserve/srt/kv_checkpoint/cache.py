@@ -236,8 +236,8 @@ class CheckpointCache(UnifiedRadixCache):
         self.seconds["reclaim"] += time.perf_counter() - begin_s
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Return 0, the tokens reclaimed: host memory is reclaimed within the quota of a class only,
-        not for SGLang's own copies or storage, which are off."""
+        """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are off: host
+        memory is reclaimed only within the quota of a class."""
         del num_tokens
         return 0
 

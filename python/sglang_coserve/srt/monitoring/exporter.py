@@ -73,6 +73,7 @@ class Exporter:
             "online_shed",
             "Online requests refused because they could no longer meet their target.",
         )
+        self._off = gauge("advisory_off", "1 for a part that failed and is off.", "part")
         self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
         self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
@@ -221,6 +222,10 @@ class Exporter:
                 if delays_ms[statistic] is not None:
                     gauge = self._delay.labels(*self._common, step, statistic)
                     gauge.set(delays_ms[statistic] / 1e3)
+
+    def switched_off(self, part: str) -> None:
+        """Publish that a part has failed and is off."""
+        self._off.labels(*self._common, part).set(1)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
         """Increase a counter to a total, which must not decrease."""

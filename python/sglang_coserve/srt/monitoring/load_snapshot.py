@@ -16,6 +16,7 @@ import msgspec
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
@@ -42,6 +43,7 @@ class CoserveLoadSnapshot(LoadSnapshot):
 class ReportingLoadInquirer(SchedulerLoadInquirer):
     """SGLang's for online requests, whose snapshots have our load in them."""
 
+    get_advisory: Callable[[], Advisory]
     get_online: Callable[[], OnlineLoadInquirer]
     get_load: Callable[[], LoadReporter]
 
@@ -49,6 +51,7 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
     def like(
         cls,
         stock: SchedulerLoadInquirer,
+        get_advisory: Callable[[], Advisory],
         get_online: Callable[[], OnlineLoadInquirer],
         get_load: Callable[[], LoadReporter],
     ) -> ReportingLoadInquirer:
@@ -59,10 +62,14 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
             "get_waiting_queue": lambda: get_online().waiting_queue(),
             "get_chunked_req": lambda: get_online().chunked_req(),
         }
-        return cls(**asked, get_online=get_online, get_load=get_load)
+        return cls(**asked, get_advisory=get_advisory, get_online=get_online, get_load=get_load)
 
     def get_loads(self) -> CoserveLoadSnapshot:
-        """Return the load now. O(requests)."""
+        """Return the load now, without ours if that is off. O(requests)."""
+        ours = self.get_advisory().ask("load", self._both, None)
+        return ours or CoserveLoadSnapshot(**_fields(SchedulerLoadInquirer.get_loads(self)))
+
+    def _both(self) -> CoserveLoadSnapshot | None:
         load = self.get_load()
         held = load.held()
         pool_stats = _PoolStats(self.get_online().get_pool_stats(held))

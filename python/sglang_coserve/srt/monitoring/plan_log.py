@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final, TextIO
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.recording import (
     Event,
     EventEncoder,
@@ -25,17 +27,24 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(
-    setup: SchedulerSetup, path: str | Path, *, max_bytes: int = _MAX_BYTES
+    setup: SchedulerSetup,
+    path: str | Path,
+    advisory: Advisory | None = None,
+    *,
+    max_bytes: int = _MAX_BYTES,
 ) -> RecordingScheduler:
     """Return a scheduler made from ``setup`` whose calls are recorded in ``path``.
 
-    To be used on one rank only, as the others decide alike.
+    To be used on one rank only, as the others decide alike. ``advisory`` calls what judges, learns
+    and records.
 
     Raises:
         ConfigError: the file cannot be opened.
     """
     log = PlanLog(Path(path), setup, max_bytes=max_bytes)
-    return RecordingScheduler(setup.make(), log.append)
+    advisory = advisory or Advisory()
+    append = partial(advisory.tell, "recording", log.append)
+    return RecordingScheduler(setup.make(advisory=advisory), append)
 
 
 def _begin(path: Path) -> tuple[Path, TextIO]:

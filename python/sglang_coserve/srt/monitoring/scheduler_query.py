@@ -10,11 +10,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 
 __all__ = [
     "BATCH_DELAYS",
     "STANDING",
+    "STATUS",
     "answer",
     "ask",
     "last_steps",
@@ -28,6 +30,9 @@ STANDING: Final = "coserve-standing"
 
 BATCH_DELAYS: Final = "coserve-batch-delays"
 """By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
+
+STATUS: Final = "status queries"
+"""The part that answers them, by its name in ``Advisory``."""
 
 _LAST_STEPS: Final = "coserve-last-steps-"
 _LEAVE: Final = "coserve-leave-"
@@ -73,14 +78,16 @@ def answer(
     question: str | None,
     status: SchedulerStatus,
     let_leave: Callable[[Sequence[str], str], list[str]],
+    advisory: Advisory,
 ) -> dict[str, Any] | None:
     """Return the internal state that answers ``question``; None if it is none of ours."""
     if question == STANDING:
-        return {_ANSWER_KEY: status.state()}
+        return {_ANSWER_KEY: advisory.ask(STATUS, status.state, {})}
     if question == BATCH_DELAYS:
-        return {_ANSWER_KEY: status.batch_delays_s()}
+        return {_ANSWER_KEY: advisory.ask(STATUS, status.batch_delays_s, None)}
     if question is not None and question.startswith(_LAST_STEPS):
-        return {_ANSWER_KEY: status.last_steps(float(question.removeprefix(_LAST_STEPS)))}
+        seconds = float(question.removeprefix(_LAST_STEPS))
+        return {_ANSWER_KEY: advisory.ask(STATUS, lambda: status.last_steps(seconds), [])}
     if question is not None and question.startswith(_LEAVE):
         return {_ANSWER_KEY: let_leave(*json.loads(question.removeprefix(_LEAVE)))}
     return None

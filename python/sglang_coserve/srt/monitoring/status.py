@@ -128,6 +128,11 @@ class SchedulerStatus:
         self._take_in()
         return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
 
+    def switched_off(self, part: str) -> None:
+        """Publish that a part has failed and is off; at once, for it may be this one."""
+        if self._exporter is not None:
+            self._exporter.switched_off(part)
+
     def launched(self, batch: Any) -> None:
         """Note the batch with which a pass ends; None if nothing is to run. To be called before
         the ledger's ``launched``."""

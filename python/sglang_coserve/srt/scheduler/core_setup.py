@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
@@ -14,9 +15,16 @@ __all__ = ["make_core_scheduler"]
 
 
 def make_core_scheduler(
-    config: CoserveConfig, profile: LatencyProfile, engine: EngineSize, *, records: bool
+    config: CoserveConfig,
+    profile: LatencyProfile,
+    engine: EngineSize,
+    advisory: Advisory,
+    *,
+    records: bool,
 ) -> Scheduler | RecordingScheduler:
     """Return a scheduler with the policy, the targets and the limits of ``config``.
+
+    ``advisory`` calls what judges, learns and records.
 
     ``engine`` has the limits for the no-interference baseline. With ``records`` this rank writes
     the recording, if one is configured.
@@ -40,8 +48,8 @@ def make_core_scheduler(
         engine=engine,
     )
     if records and config.record_plans is not None:
-        return recorded(setup, config.record_plans)
-    return setup.make()
+        return recorded(setup, config.record_plans, advisory)
+    return setup.make(advisory=advisory)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

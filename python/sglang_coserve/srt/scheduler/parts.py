@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.request import Ending
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
@@ -53,6 +54,9 @@ class CoserveParts:
         """Counts of the events of offline requests so far."""
 
         self.background = TaskSupervisor()
+        self.advisory = Advisory(self._switched_off)
+        """Calls the parts that only observe and advise."""
+
         self.ledger = RequestLedger(scheduler.tree_cache)
         reason = why_off(config, on_cpu=scheduler.device == "cpu")
         if reason is not None and compat.is_first_rank(scheduler):
@@ -119,6 +123,7 @@ class CoserveParts:
                 retraction=self.retraction,
                 clock=clock,
                 events=self.events,
+                advisory=self.advisory,
                 forget=self.forget,
             )
         profile = latency_profile(scheduler, config)
@@ -129,6 +134,7 @@ class CoserveParts:
                 config,
                 profile,
                 _engine_size(scheduler),
+                self.advisory,
                 records=records,
             ),
             pools=self.pools,
@@ -139,9 +145,18 @@ class CoserveParts:
             ledger=self.ledger,
             checkpointing=self.checkpointing,
             events=self.events,
+            advisory=self.advisory,
             forget=self.forget,
             plans_online=config.plans_online,
         )
+
+    def _switched_off(self, part: str, error: Exception) -> None:
+        logger.error(
+            "%s has failed, and is off until the next start; requests are served without it",
+            part,
+            exc_info=error,
+        )
+        self.status.switched_off(part)
 
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
         """Remove all state of a request that has ended; does nothing if already done.
@@ -156,7 +171,7 @@ class CoserveParts:
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
-        self.status.forget(rid)
+        self.advisory.tell("status", self.status.forget, rid)
         self.intake.name_is_free(rid)
 
     def forget_all(self) -> None:

@@ -18,7 +18,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY
-from sglang_coserve.srt.monitoring.scheduler_query import answer
+from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
 from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
 from sglang_coserve.srt.safeguards.usable_logits import end_unusable
 from sglang_coserve.srt.safepoint.install import install_safepoints
@@ -80,7 +80,7 @@ class CoserveScheduler(Scheduler):
             log_stats = collector.log_stats
 
             def log_online(stats: Any) -> None:
-                self.parts.online_load.put_into(stats)
+                self.parts.advisory.tell("load", self.parts.online_load.put_into, stats)
                 log_stats(stats)
 
             collector.log_stats = log_online
@@ -103,7 +103,10 @@ class CoserveScheduler(Scheduler):
         """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer, lambda: self.parts.online_load, lambda: self.parts.load
+            self.load_inquirer,
+            lambda: self.parts.advisory,
+            lambda: self.parts.online_load,
+            lambda: self.parts.load,
         )
 
     def init_invariant_checker(self) -> None:
@@ -132,7 +135,7 @@ class CoserveScheduler(Scheduler):
     def on_idle(self) -> None:
         """Publish metrics, and remove the state of requests that SGLang refused by itself."""
         super().on_idle()
-        self.parts.status.idle()
+        self.parts.advisory.tell("status", self.parts.status.idle)
         if len(self.parts.ledger) and self.is_fully_idle():
             self.parts.forget_all()
 
@@ -153,7 +156,7 @@ class CoserveScheduler(Scheduler):
             self.parts.moves.yield_to_threads()
         self.parts.view.end_turn(plan.batch_to_run)
         self.parts.admission.launched(plan.batch_to_run)
-        self.parts.status.launched(plan.batch_to_run)
+        self.parts.advisory.tell("status", self.parts.status.launched, plan.batch_to_run)
         self.parts.ledger.launched(plan.batch_to_run)
         return plan
 
@@ -196,7 +199,7 @@ class CoserveScheduler(Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""
         if result is SUSPENDED:
-            self.parts.status.stopped()
+            self.parts.advisory.tell("status", self.parts.status.stopped)
             self.parts.admission.stopped()
             return
         reqs = list(batch.reqs)
@@ -207,10 +210,11 @@ class CoserveScheduler(Scheduler):
         super().process_batch_result(batch, result)
         self.parts.checkpointing.processed(batch)
         has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
-        self.parts.status.processed(batch, reqs, has_token)
+        tell = self.parts.advisory.tell
+        tell("status", self.parts.status.processed, batch, reqs, has_token)
         self.parts.admission.processed(reqs, has_token)
-        self.parts.online_load.processed(reqs, has_token)
-        self.parts.runner.processed(batch.reqs)
+        tell("load", self.parts.online_load.processed, reqs, has_token)
+        tell("safepoint delays", self.parts.runner.processed, batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
@@ -239,8 +243,11 @@ class CoserveScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
-        if (answered := answer(recv_req.rid, self.parts.status, self.parts.moves.ask)) is not None:
+        parts = self.parts
+        asked = (recv_req.rid, parts.status, parts.moves.ask, parts.advisory)
+        if (answered := answer(*asked)) is not None:
             return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
-        output.internal_state[STATE_KEY] = self.parts.status.internal_state()
+        state = parts.advisory.ask(STATUS, parts.status.internal_state, {})
+        output.internal_state[STATE_KEY] = {"off": dict(parts.advisory.off), **state}
         return output

@@ -1,0 +1,53 @@
+"""Keeps what only observes or advises from ending what it observes.
+
+Essential is what moves requests: queues, batches, KV, answers. All else is advisory: it judges
+latencies, learns, counts, publishes. Serving goes on without any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Advisory"]
+
+
+class Advisory:
+    """Calls advisory parts. One that raises is reported once, and not called again.
+
+    What it knew then stays as it was: its state may be half changed, and more calls would make
+    what it says no better.
+    """
+
+    def __init__(self, report: Callable[[str, Exception], None] | None = None) -> None:
+        """Have no part off.
+
+        Args:
+            report: Called with the name of a part that raised, and what. Without it errors are
+                raised, as for a simulator or a test.
+        """
+        self._report = report
+        self._off: dict[str, str] = {}
+
+    @property
+    def off(self) -> Mapping[str, str]:
+        """Why each part that is off is off."""
+        return MappingProxyType(self._off)
+
+    def tell(self, part: str, call: Callable[..., object], *args: object, **named: object) -> None:
+        """Call a method of a part, unless the part is off."""
+        self.ask(part, lambda: call(*args, **named), None)
+
+    def ask(self, part: str, call: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what a part answers; ``otherwise`` if the part is off."""
+        if part in self._off:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            if self._report is None:
+                raise
+            self._off[part] = f"{type(error).__name__}: {error}"
+            self._report(part, error)
+            return otherwise

@@ -1,0 +1,134 @@
+"""Whatever only observes or advises fails in the real scheduler, and requests are served on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from sglang_coserve.core.advisory import Advisory
+from srt.scripted_engine import EngineProcess, ScriptedEngine
+from srt.test_planned_scheduler import LOOSE
+from srt.test_scheduler import prompt
+
+EVERYWHERE = {
+    "status": ("status", ("idle", "launched", "processed", "forget")),
+    "load": ("online_load", ("processed", "get_pool_stats", "put_into")),
+    "safepoint delays": ("runner", ("processed",)),
+    "status queries": ("status", ("internal_state", "state", "batch_delays_s", "last_steps")),
+    "judgement": ("admission.interference", ("arrived", "produced", "ended")),
+}
+"""By its name: where a part is in ``CoserveParts``, and by which methods it is called."""
+
+PLANNED = {
+    "judgement": ("admission.interference", ("arrived", "worked", "produced", "ended", "advance")),
+    "latency model": ("admission.core._learned", ("observe", "predict_now")),
+    "work log": ("admission.core._work", ("started", "ended")),
+    "service time": ("admission.core._service_time", ("observe",)),
+    "policy": ("admission.core._policy", ("update",)),
+    "fairness": ("admission.core._waiting_order", ("served",)),
+    "shared prefixes": ("admission", ("_report_left",)),
+    "drift warning": ("admission._drift_warning", ("check",)),
+}
+"""The same, of those that a planned policy has."""
+
+QUESTIONS = ("coserve-standing", "coserve-batch-delays", "coserve-last-steps-1.0", "")
+
+
+@pytest.fixture(params=["fifo", "coserve"])
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    process = start_engine(coserve=() if request.param == "fifo" else LOOSE)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def serve(engine: ScriptedEngine) -> dict[str, list[int]]:
+    """Serve requests of both classes, one of them aborted, while questions are asked."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    scheduler = engine.scheduler
+
+    def script(iteration: int) -> Iterator[Any]:
+        if iteration > 8:
+            raise StopIteration
+        scheduler.load_inquirer.get_loads()
+        scheduler.get_internal_state(GetInternalStateReq(rid=QUESTIONS[iteration % 4]))
+        if iteration == 6:
+            return iter([engine.abort("gone")])
+        if iteration not in (0, 3):
+            return iter(())
+        one = engine.request(f"on{iteration}", prompt(iteration, 40), 8)
+        two = engine.request(f"off{iteration}", prompt(iteration, 150), 8, offline=True)
+        gone = engine.request("gone", prompt(1, 90), 60, offline=True)
+        return iter([one, two, *([gone] if iteration == 3 else [])])
+
+    engine.run(script)
+    outputs = {rid: engine.output(rid) for rid in engine.reqs if rid != "gone"}
+    engine.reqs.clear()
+    assert not len(scheduler.parts.ledger)
+    engine.assert_nothing_leaked()
+    return outputs
+
+
+def run_failing(
+    engine: ScriptedEngine, parts: dict[str, tuple[str, tuple[str, ...]]]
+) -> dict[str, tuple[set[str], int, bool]]:
+    """Serve with each method of each part failing: what is off then, how often that was logged, and
+    whether the outputs are the same."""
+    advisory: Advisory = engine.scheduler.parts.advisory
+    expected = serve(engine)
+    assert not advisory.off
+    logged: list[logging.LogRecord] = []
+    logger = logging.getLogger("sglang_coserve.srt.scheduler.parts")
+    seen = {}
+    for part, (path, methods) in parts.items():
+        for method in methods:
+
+            def fail(*_args: Any, **_named: Any) -> None:
+                raise ZeroDivisionError("its own fault")
+
+            owner = attrgetter(path)(engine.scheduler.parts)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, method, fail)
+                patch.setattr(logger, "error", lambda *args, **_: logged.append(args))
+                same = serve(engine) == expected
+            assert all(why == "ZeroDivisionError: its own fault" for why in advisory.off.values())
+            seen[f"{part}.{method}"] = (set(advisory.off), len(logged), same)
+            advisory._off.clear()
+            logged.clear()
+    return seen
+
+
+def test_no_advisory_part_ends_the_scheduler_or_changes_an_output(
+    engine: EngineProcess, request: pytest.FixtureRequest
+) -> None:
+    is_planned = "coserve" in request.node.name
+    parts = EVERYWHERE | (PLANNED if is_planned else {})
+    failed = set()
+    for what, (off, times_logged, is_same) in engine.call(run_failing, parts).items():
+        assert off <= {what.rpartition(".")[0]}, what
+        assert times_logged == len(off), what
+        assert is_same, what
+        failed |= off
+    assert failed == set(parts)
+
+
+def test_without_somebody_to_tell_an_error_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Advisory().tell("part", lambda: 1 // 0)
+
+
+def test_a_part_that_failed_is_reported_once_and_not_called_again() -> None:
+    reported: list[str] = []
+    advisory = Advisory(lambda part, error: reported.append(f"{part}: {error}"))
+
+    def fail() -> int:
+        raise KeyError("why")
+
+    assert [advisory.ask("part", fail, 7), advisory.ask("part", lambda: 1, 7)] == [7, 7]
+    assert advisory.ask("other", lambda: 1, 7) == 1
+    assert reported == ["part: 'why'"]
+    assert dict(advisory.off) == {"part": "KeyError: 'why'"}
