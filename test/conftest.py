@@ -19,6 +19,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# They take minutes for a few tests: begun last, they would run alone at the end.
+_LONGEST = {"test_chaos.py", "test_documented_fleet.py", "test_fleet_chaos.py", "test_ray_jobs.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers whose greedy outputs vary."""
