@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves
@@ -328,3 +329,18 @@ def test_lines_of_a_suspended_step_leave(
     came = engine.call(suspended, go_on, left)
     assert came["outputs"] == reference_outputs(LINES)
     assert came["moved_in"] == sum(left["tokens"].values()) > 0
+
+
+def test_a_file_that_is_given_up_while_it_gets_its_name_is_not_left(tmp_path: Path) -> None:
+    """The one who gives it up may have looked for it just before."""
+    directory, name = KvDirectory(tmp_path, rank=0), RIDS[0]
+    answers = iter([True, False])
+
+    def is_wanted() -> bool:
+        wanted = next(answers)
+        if wanted:
+            directory.remove(name)  # What the other one does between this and the rename.
+        return wanted
+
+    directory.write(name, "identity", torch.zeros(8, dtype=torch.uint8), is_wanted)
+    assert list(tmp_path.iterdir()) == []

@@ -92,6 +92,9 @@ class KvDirectory:
             partial.chmod(0o600)
             if is_wanted():
                 partial.rename(path)
+                if not is_wanted():
+                    # Whoever does not want it any more may have removed it before the rename.
+                    path.unlink(missing_ok=True)
         finally:
             partial.unlink(missing_ok=True)
 
