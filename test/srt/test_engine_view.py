@@ -67,20 +67,36 @@ def test_others_wait_only_if_not_all_in_the_queue_were_offered() -> None:
 def test_a_request_that_comes_during_a_pass_goes_before_the_offered_ones() -> None:
     engine, late = Engine(req("on")), req("late")
     engine.view.offer([req("off0", offline=True), req("off1", offline=True)])
-    engine.waiting_queue.append(late)
-    engine.view.move_before_offered(late)
+    with engine.view.own_queue():
+        engine.waiting_queue.append(late)
     assert engine.queue == ["on", "late", "off0", "off1"]
+
+
+def test_whether_the_queue_is_full_is_a_matter_of_what_waits_there() -> None:
+    """Not of what is offered, and also of what is hidden for the round; a victim leaves it."""
+    first, second, late = req("on0", queued_s=0), req("on1", queued_s=1), req("late", queued_s=2)
+    engine = Engine(first, second)
+    offline = [req(f"off{i}", offline=True) for i in range(3)]
+    engine.view.offer_only([second, *offline], offline)
+    engine.waiting_queue.remove(offline[1])  # Admitted.
+    with engine.view.own_queue():
+        assert sorted(engine.queue) == ["on0", "on1"]
+        engine.waiting_queue.remove(first)  # For one of a higher priority.
+        engine.waiting_queue.append(late)
+    assert engine.queue == ["on1", "late", "off0", "off2"]
+    assert engine.view.withdraw() == ([offline[0], offline[2]], 1)
+    engine.view.show_again()
+    assert engine.queue == ["on1", "late"]
 
 
 def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     first, second, third = (req(f"on{i}", queued_s=i) for i in range(3))
     engine = Engine(first, second, third)
     offline = req("off", offline=True)
-    hidden = engine.view.offer_only([third, offline], [offline])
-    assert hidden == [first, second]
+    engine.view.offer_only([third, offline], [offline])
     assert engine.queue == ["on2", "off"]
     assert engine.view.withdraw() == ([offline], 0)
-    engine.view.show_again(hidden)
+    engine.view.show_again()
     assert engine.queue == ["on0", "on1", "on2"]
 
 

@@ -23,6 +23,7 @@ def state(running):
             {"slo": "ttft p99 <= 300ms", "measured_ms": 250.0, "online_alone_ms": None}]},
         "online": {"waiting": 1, "running": running, "shed": 3 * running},
         "offline": {"waiting": 100000, "running": 2},
+        "unnoticed_ends": running // 4,
         "prediction": {"mape": 0.04, "bias": 0.0},
         "background": {"kv_expiry": {"failures": running}},
     }
@@ -45,6 +46,7 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_offline_events_total{event="retracted",model_name="m"} 5.0',
         'coserve_online_shed_total{model_name="m"} 12.0',
         'coserve_background_failures_total{model_name="m",task="kv_expiry"} 4.0',
+        'coserve_unnoticed_ends_total{model_name="m"} 1.0',
         'coserve_slo_attainment{model_name="m"} 0.75',
         'coserve_slo_measured_seconds{model_name="m",slo="ttft p99 <= 300ms"} 0.25',
         'coserve_prediction_mape{model_name="m"} 0.04',

@@ -45,6 +45,7 @@ def state(count):
     return {
         "slo": {"attainment": None, "measured": []},
         "online": {"waiting": 0, "running": 0, "shed": 0},
+        "unnoticed_ends": 0,
         "offline": {"waiting": 0, "running": 0},
         "safepoints": {
             "enabled": True,

@@ -366,3 +366,41 @@ def test_decodes_of_the_lane_that_run_to_their_end(
     assert suspended["decode"] == 0
     assert suspended["extend"] + suspended["mixed"] > 5
     assert kept > 5
+
+
+def run_abort_and_drop(engine: ScriptedEngine) -> int:
+    """Abort prefills of suspended steps, and drop the step; return how many there were."""
+    scheduler, stops = engine.scheduler, suspensions_of(engine)
+    dropped_at: dict[str, int] = {}
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in WORK]
+        held = stops.lane.suspended
+        if held is not None and held.batch.forward_mode.is_extend() and len(dropped_at) < 4:
+            rid = held.batch.reqs[0].rid
+            scheduler.abort_request(engine.abort(rid))
+            scheduler.parts.admission.give_up()
+            dropped_at[rid] = len(engine.iterations)
+        if scheduler.is_fully_idle():
+            raise StopIteration
+        return []
+
+    stops.start(9, 0.7)
+    try:
+        engine.run(script)
+    finally:
+        stops.stop()
+    engine.assert_nothing_leaked()
+    assert not len(scheduler.parts.ledger)
+    assert scheduler.parts.live.num_unnoticed == 0
+    for rid, first in dropped_at.items():
+        assert all(rid not in iteration.rids for iteration in engine.iterations[first:])
+    return len(dropped_at)
+
+
+@pytest.mark.parametrize("modes", QUICK)
+def test_an_aborted_prefill_does_not_go_on_when_its_step_is_dropped(
+    start_engine: Any, modes: str
+) -> None:
+    assert start(start_engine, modes).call(run_abort_and_drop) > 1

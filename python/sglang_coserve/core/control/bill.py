@@ -184,7 +184,7 @@ class Bill:
     def _split(self, seconds: float, until: WorkMark, since: WorkMark, all_work: WorkMark) -> None:
         if not seconds:
             return
-        work_s = {work: total_s - since.get(work, 0.0) for work, total_s in until.items()}
+        work_s: WorkMark = {work: total_s - since.get(work, 0.0) for work, total_s in until.items()}
         whole_s = sum(work_s.values())
         if whole_s <= 0:
             work_s = all_work

@@ -9,7 +9,7 @@ Decisions depend on neither clock nor chance, so tensor-parallel ranks stay in s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -103,10 +103,9 @@ class FifoAdmission:
         """See ``Admission``."""
         return 0  # All are in the running batch.
 
-    def is_ending(self, req: Req) -> bool:
+    def kept(self) -> Iterable[Req]:
         """See ``Admission``: requests that ended are forgotten at once."""
-        del req
-        return False
+        return self._waiting
 
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -152,9 +152,9 @@ class PlannedAdmission:
         """See ``Admission``."""
         return 0 if self._lane is None else self._lane.num_running
 
-    def is_ending(self, req: Req) -> bool:
+    def kept(self) -> Iterable[Req]:
         """See ``Admission``."""
-        return any(ended is req for ended in self._ended)
+        return (*self._waiting, *self._ended)
 
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``; to be called before the ledger forgets."""

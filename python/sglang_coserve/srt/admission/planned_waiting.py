@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
@@ -26,6 +26,11 @@ class PlannedWaiting:
 
     def __len__(self) -> int:
         return len(self.reqs) + len(self._cooling)
+
+    def __iter__(self) -> Iterator[Req]:
+        """Iterate over all of them, in no order."""
+        yield from self.reqs.values()
+        yield from self._cooling
 
     def put_back(self, req: Req) -> None:
         """Put a request back that ran before; it waits until no result of it can be under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from sglang_coserve.core.control.interference import Interference
@@ -71,8 +71,9 @@ class Admission(Protocol):
         """Count the offline requests that run, and are not in SGLang's running batch."""
         ...
 
-    def is_ending(self, req: Req) -> bool:
-        """Return whether a request that has ended is yet to be forgotten."""
+    def kept(self) -> Iterable[Req]:
+        """Return the requests that are kept here alone: those that wait, and those that have ended
+        and are yet to be forgotten. O(waiting)."""
         ...
 
     def forget(self, rid: str, ending: Ending) -> None:

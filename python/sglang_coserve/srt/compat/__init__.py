@@ -26,6 +26,7 @@ from sglang_coserve.srt.compat.requests import (
     release_aborted,
     release_for_requeue,
     release_uncomputed,
+    send_abort,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
@@ -54,6 +55,7 @@ __all__ = [
     "release_for_requeue",
     "release_uncomputed",
     "replace",
+    "send_abort",
     "start_up_line",
 ]
 __all__ += by_version.__all__

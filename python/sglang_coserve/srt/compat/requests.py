@@ -16,6 +16,7 @@ __all__ = [
     "release_aborted",
     "release_for_requeue",
     "release_uncomputed",
+    "send_abort",
 ]
 
 
@@ -60,6 +61,22 @@ def refuse(scheduler: Any, request: Any, status: HTTPStatus, message: str) -> No
     reason = {"type": "abort", "status_code": status, "message": message}
     answer = AbortReq(rid=request.rid, finished_reason=reason)
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+
+
+def send_abort(scheduler: Any, req: Any, message: str | None = None) -> None:
+    """Answer an aborted request that is in no batch, with the tokens it has."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reason = FINISH_ABORT(message)
+    if req.output_ids:
+        req.finished_reason = reason
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+        return
+    finished = None if message is None else reason.to_json()
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        AbortReq(rid=req.rid, finished_reason=finished), req
+    )
 
 
 def lowest_priority(low_values_first: bool) -> int:

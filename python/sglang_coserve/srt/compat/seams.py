@@ -165,6 +165,12 @@ SEAMS: Final[tuple[Seam, ...]] = (
         ),
     ),
     *_of(_SCHEDULER, NameUse.READ, _names("ps"), last="0.5.20"),
+    *_of("srt.constrained.grammar_manager.GrammarManager", NameUse.READ, _names("grammar_queue")),
+    *_of(
+        "srt.managers.scheduler_components.output_sender.SenderWrapper",
+        NameUse.OVERRIDDEN,
+        {"send_output": "output recv_obj"},
+    ),
     *_of(
         "srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
         NameUse.CALLED,

@@ -116,6 +116,11 @@ class KvMoves:
     def __len__(self) -> int:
         return len(self._leaving) + len(self._coming)
 
+    def reqs(self) -> list[Req]:
+        """Return these requests."""
+        leaving, coming = self._leaving.values(), self._coming.values()
+        return [*(each.req for each in leaving), *(each.req for each in coming)]
+
     # --- Away from here ------------------------------------------------------------------
 
     def leave(self, req: Req, model: str) -> None:

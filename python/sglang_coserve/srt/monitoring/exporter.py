@@ -74,6 +74,9 @@ class Exporter:
             "Online requests refused because they could no longer meet their target.",
         )
         self._off = gauge("advisory_off", "1 for a part that failed and is off.", "part")
+        self._unnoticed = counter(
+            "unnoticed_ends", "Requests that left the engine without notice: a fault, if any."
+        )
         self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
         self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
@@ -132,6 +135,7 @@ class Exporter:
                 value = state[request_class][kind]
                 self._requests.labels(*common, request_class, kind).set(value)
         self._count(self._shed, state["online"]["shed"])
+        self._count(self._unnoticed, state["unnoticed_ends"])
         for event, count in events.items():
             self._count(self._events, count, event)
         for task, background in state["background"].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -53,7 +53,10 @@ class SchedulerStatus:
         checkpointing: KvCheckpointing,
         background: TaskSupervisor,
         events: Counter[str],
+        num_unnoticed: Callable[[], int],
     ) -> None:
+        """``num_unnoticed`` counts the requests that ended without notice."""
+        self._num_unnoticed = num_unnoticed
         self._scheduler = scheduler
         self._view = view
         self._config = config
@@ -111,6 +114,7 @@ class SchedulerStatus:
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
+            "unnoticed_ends": self._num_unnoticed(),
             "kv_tokens": self._load.recent().kv._asdict(),
             "kv_checkpoint": self._checkpointing.stats().to_dict(),
             "background": self._background.state(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -38,8 +38,9 @@ class SafepointStats:
         self._delays: dict[str, deque[float]] = {name: deque(maxlen=_SAMPLES) for name in _DELAYS}
         self._arming_s: deque[float] = deque(maxlen=_SAMPLES)
         self._batch_s: deque[float] = deque(maxlen=_SAMPLES)
-        # Arrivals for which a step was suspended, with the times of arrival and suspension.
-        self._awaited: dict[str, tuple[float, float]] = {}
+        self._awaited: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Arrivals for which a step was suspended, with the times of arrival and suspension; the
+        last ones, as some are refused before they become requests."""
 
     def ran(self, arming_s: float, batch_s: float) -> None:
         """Record the time to arm and disarm a step, and the time that it ran in between."""
@@ -61,6 +62,8 @@ class SafepointStats:
         self._delays["arrival_to_stop"].append(now_s - first_s)
         for arrival in request.arrivals:
             self._awaited.setdefault(arrival.rid, (arrival.arrival_s, now_s))
+        while len(self._awaited) > _SAMPLES:
+            self._awaited.popitem(last=False)
 
     def results(self, reqs: Iterable[Any], now_s: float) -> None:
         """Record requests that may have got a first token. O(1) if no such arrival is pending."""

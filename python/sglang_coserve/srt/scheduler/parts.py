@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -23,6 +24,7 @@ from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.scheduler.core_setup import make_core_scheduler
+from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_view import EngineView
@@ -58,6 +60,7 @@ class CoserveParts:
         """Calls the parts that only observe and advise."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
+        self.live = LiveRequests(scheduler, self.ledger, kept=self._kept, tell=self._tell)
         reason = why_off(config, on_cpu=scheduler.device == "cpu")
         if reason is not None and compat.is_first_rank(scheduler):
             logger.info("no KV checkpoints: %s", reason)
@@ -75,7 +78,7 @@ class CoserveParts:
             retraction=self.retraction,
             ledger=self.ledger,
             background=self.background,
-            forget=self.forget,
+            forget=self.live.forget,
         )
         self.intake = RequestIntake(
             scheduler,
@@ -85,7 +88,7 @@ class CoserveParts:
             clock=clock,
             ledger=self.ledger,
             events=self.events,
-            forget=self.forget,
+            live=self.live,
         )
         self.load = LoadReporter(
             scheduler,
@@ -111,6 +114,7 @@ class CoserveParts:
             checkpointing=self.checkpointing,
             background=self.background,
             events=self.events,
+            num_unnoticed=lambda: self.live.num_unnoticed,
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
@@ -124,7 +128,7 @@ class CoserveParts:
                 clock=clock,
                 events=self.events,
                 advisory=self.advisory,
-                forget=self.forget,
+                forget=self.live.forget,
             )
         profile = latency_profile(scheduler, config)
         records = compat.is_first_rank(scheduler)
@@ -146,7 +150,7 @@ class CoserveParts:
             checkpointing=self.checkpointing,
             events=self.events,
             advisory=self.advisory,
-            forget=self.forget,
+            forget=self.live.forget,
             plans_online=config.plans_online,
         )
 
@@ -158,26 +162,20 @@ class CoserveParts:
         )
         self.status.switched_off(part)
 
-    def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
-        """Remove all state of a request that has ended; does nothing if already done.
+    def _kept(self) -> Iterator[Req]:
+        """Yield every request that is kept anywhere, some twice. O(requests)."""
+        yield from self.view.kept()
+        yield from self.admission.kept()
+        yield from self.moves.kept()
 
-        Under overlap scheduling a request is in one more batch after its end. By then another
-        may have its id.
-        """
-        if not self.ledger.has(req):
-            return
-        rid = req.rid
+    def _tell(self, rid: str, ending: Ending) -> None:
+        """Remove all state of a request that has ended."""
         self.admission.forget(rid, ending)
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
         self.runner.forget(rid)
         self.advisory.tell("status", self.status.forget, rid)
         self.intake.name_is_free(rid)
-
-    def forget_all(self) -> None:
-        """Remove all state of all requests."""
-        for req in self.ledger.reqs():
-            self.forget(req)
 
 
 def _engine_size(scheduler: Any) -> EngineSize:

@@ -13,13 +13,14 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.compat import (
     check_logit_processor,
-    holds_kv,
     lowest_priority,
     refuse,
+    send_abort,
 )
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.scheduler.request_moves import RequestMoves, send_abort
+from sglang_coserve.srt.scheduler.live_requests import LiveRequests
+from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -44,9 +45,8 @@ class RequestIntake:
         clock: RankClock,
         ledger: RequestLedger,
         events: Counter[str],
-        forget: Callable[[Req], None],
+        live: LiveRequests,
     ) -> None:
-        """``forget`` is called with each request that is aborted while it waits."""
         self._scheduler = scheduler
         self._admission = admission
         self._view = view
@@ -54,7 +54,7 @@ class RequestIntake:
         self._clock = clock
         self._ledger = ledger
         self._events = events
-        self._forget = forget
+        self._live = live
         self._deferred: dict[str, list[Req]] = {}
         """By rid: requests that arrived while another one with that rid was still here."""
 
@@ -65,6 +65,7 @@ class RequestIntake:
             handle(recv_req)
         except Exception as error:
             self._refuse(recv_req, error)
+        self._live.settle()  # SGLang may have refused it, or another one for it.
 
     def enqueue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
         """Queue a request, which may have run before; ``enqueue`` is SGLang's method.
@@ -80,15 +81,13 @@ class RequestIntake:
         except Exception as error:
             self._admission.remove(lambda waiting: waiting is req)
             self._view.remove_waiting(req.rid)
-            self._forget(req)
+            self._live.forget(req)
             self._refuse(req, error)
 
     def _queue(self, req: Req, is_retracted: bool, enqueue: Callable[[Req, bool], None]) -> None:
-        while (namesake := self._ledger.namesake(req)) is not None:
-            if self._is_here(namesake):
-                self._deferred.setdefault(req.rid, []).append(req)
-                return
-            self._forget(namesake)
+        if self._ledger.namesake(req) is not None:
+            self._deferred.setdefault(req.rid, []).append(req)
+            return
         now_s = self._clock.now_s()
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
         if info.is_online and not is_retracted:
@@ -97,8 +96,8 @@ class RequestIntake:
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)
         else:
-            enqueue(req, is_retracted)
-            self._view.move_before_offered(req)
+            with self._view.own_queue():
+                enqueue(req, is_retracted)
 
     def _refuse(self, request: Any, error: Exception) -> None:
         """Answer SGLang's ``Req``, or the message of which none could be made."""
@@ -129,33 +128,18 @@ class RequestIntake:
     def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
         """Abort requests in any state: SGLang's with ``abort``, the waiting offline ones here."""
         deferred = self._take_deferred(recv_req)
-        waiting = list(self._view.waiting)
         abort(recv_req)
-        left = {id(req) for req in self._view.waiting}
-        for req in waiting:
-            if id(req) not in left:
-                self._forget(req)
 
         def is_meant(req: Req) -> bool:
             return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
         aborted = self._admission.remove(is_meant) + self._moves.remove(is_meant)
         for req in aborted:
-            self._forget(req)
+            self._live.forget(req)
         self._events["aborted_waiting"] += len(aborted)
         for req in (*aborted, *deferred):
             send_abort(self._scheduler, req)
-
-    def _is_here(self, req: Req) -> bool:
-        """Return whether a request of the ledger is still in the engine.
-
-        SGLang itself may refuse requests of its queue, and drops those that waited too long.
-        """
-        if req.finished():
-            return self._admission.is_ending(req)
-        if holds_kv(req) or not self._ledger[req.rid].is_online:
-            return True
-        return any(waiting is req for waiting in self._view.waiting)
+        self._live.settle()
 
     def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
         """Remove and return the deferred requests that are to be aborted."""

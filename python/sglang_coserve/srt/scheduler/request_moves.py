@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.compat import send_abort
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
 from sglang_coserve.srt.marks.offline_marks import take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
@@ -21,7 +19,7 @@ from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["RequestMoves", "send_abort"]
+__all__ = ["RequestMoves"]
 
 _YIELD_S: Final = 0.001
 """Short against a step, and against what a file takes."""
@@ -64,6 +62,10 @@ class RequestMoves:
 
     def __len__(self) -> int:
         return 0 if self._kv is None else len(self._kv)
+
+    def kept(self) -> Iterable[Req]:
+        """Return the requests whose KV is on its way."""
+        return () if self._kv is None else self._kv.reqs()
 
     def ask(self, rids: Sequence[str], model: str) -> list[str]:
         """Let requests leave, with the KV of ``model``; return those that do.
@@ -122,16 +124,3 @@ class RequestMoves:
         for req in self._admission.remove(lambda req: req.rid in asked):
             self._admission.forget(req.rid, Ending.ABORTED)
             self._kv.leave(req, asked.pop(req.rid))
-
-
-def send_abort(scheduler: Any, req: Req, message: str | None = None) -> None:
-    """Answer an aborted request that is in no batch, with the tokens it has."""
-    reason = FINISH_ABORT(message)
-    if req.output_ids:
-        req.finished_reason = reason
-        scheduler.output_streamer.stream_output([req], req.return_logprob)
-        return
-    finished = None if message is None else reason.to_json()
-    scheduler.ipc_channels.send_to_tokenizer.send_output(
-        AbortReq(rid=req.rid, finished_reason=finished), req
-    )

@@ -133,11 +133,10 @@ class CoserveScheduler(Scheduler):
         self.parts.intake.abort(recv_req, super().abort_request)
 
     def on_idle(self) -> None:
-        """Publish metrics, and remove the state of requests that SGLang refused by itself."""
+        """Publish metrics, and look for requests that are still known though none is left."""
         super().on_idle()
         self.parts.advisory.tell("status", self.parts.status.idle)
-        if len(self.parts.ledger) and self.is_fully_idle():
-            self.parts.forget_all()
+        self.parts.live.idle()
 
     # --- One step ------------------------------------------------------------------------
 
@@ -149,6 +148,7 @@ class CoserveScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Run one scheduling round, and report to the parts which batch it launches."""
+        self.parts.live.begin_round()
         self.parts.view.begin_turn()
         last_batch = self.parts.admission.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
@@ -158,10 +158,12 @@ class CoserveScheduler(Scheduler):
         self.parts.admission.launched(plan.batch_to_run)
         self.parts.advisory.tell("status", self.parts.status.launched, plan.batch_to_run)
         self.parts.ledger.launched(plan.batch_to_run)
+        self.parts.live.settle()
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
         """Let requests leave and come, and the admission decide what to prefill."""
+        self.parts.live.settle()
         self.parts.moves.step(running_batch)
         return self.parts.admission.admit(running_batch, super().get_new_batch_prefill)
 

@@ -84,19 +84,19 @@ class ChunkAdmission:
         online = {req.rid: req for req in view.waiting}
         chosen = [online.get(c.rid) or offline_reqs.get(c.rid) for c in chunks]
         shown = [req for req in chosen if req is not None]
-        hidden = view.offer_only(shown, [req for req in shown if req.rid not in online])
+        view.offer_only(shown, [req for req in shown if req.rid not in online])
         result = self._admit(chunks, running_batch, prefill, mixes_decodes)
-        offered, num_admitted = view.withdraw()
+        _, num_admitted = view.withdraw()
         self._events["admitted"] += num_admitted
-        left = {req.rid for req in (*offered, *view.waiting)}
         # The queue then has what was not admitted, what was hidden, and what arrived meanwhile.
-        view.show_again(hidden)
+        view.show_again()
         if result.batch_to_run is None:
             return result, ()
         batch = result.batch_to_run
         _correct_mixed_prefix_lens(batch)
         tokens = dict(zip((req.rid for req in batch.reqs), batch.extend_lens, strict=False))
-        admitted = (chunk for chunk in chunks if chunk.rid not in left)
+        # What is in no batch was not admitted, or SGLang has refused it meanwhile.
+        admitted = (chunk for chunk in chunks if chunk.rid in tokens)
         return result, tuple(chunk._replace(tokens=tokens[chunk.rid]) for chunk in admitted)
 
     def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:

@@ -6,7 +6,7 @@ Apart from SGLang itself, only this module writes the scheduler's ``waiting_queu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -36,6 +36,9 @@ class EngineView:
 
         self._scheduler = scheduler
         self._offered: list[Req] = []
+        self._hidden: list[Req] = []
+        """Requests of SGLang's queue that are not in it for this round."""
+
         self.paused_requests = PausedRequests()
         """Offline requests with KV that are in no batch of SGLang's."""
 
@@ -60,15 +63,15 @@ class EngineView:
         self._offered = list(reqs)
         self._scheduler.waiting_queue = [*self.waiting, *reqs]
 
-    def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> list[Req]:
+    def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> None:
         """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
 
-        Returns the requests that were removed.
+        The others are hidden until ``show_again``. O(waiting).
         """
-        hidden = [req for req in self.waiting if req not in reqs]
+        shown = set(map(id, reqs))
+        self._hidden = [req for req in self.waiting if id(req) not in shown]
         self._offered = list(offered)
         self._scheduler.waiting_queue = list(reqs)
-        return hidden
 
     def withdraw(self) -> tuple[list[Req], int]:
         """Remove the offered requests that were not admitted from the queue.
@@ -83,18 +86,34 @@ class EngineView:
         self._offered = []
         return left, len(offered) - len(left)
 
-    def show_again(self, hidden: Iterable[Req]) -> None:
-        """Put back the requests that ``offer_only`` removed, in order of arrival."""
+    def show_again(self) -> None:
+        """Put back the requests that are hidden, in order of arrival."""
+        hidden, self._hidden = self._hidden, []
         self._scheduler.waiting_queue = sorted(
             [*self.waiting, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
         )
 
-    def move_before_offered(self, req: Req) -> None:
-        """Move a request that was just appended to the queue before the offered ones."""
-        queue = self.waiting
-        if self._offered and queue and queue[-1] is req:
-            queue.pop()
-            queue.insert(len(queue) - len(self._offered), req)
+    @contextmanager
+    def own_queue(self) -> Iterator[None]:
+        """Let SGLang see its own queue while it takes in a request: whether that is full, and who
+        would have to go, is a matter of what waits there, whatever a round offers or hides.
+
+        Requests that come are visible in this round, before the offered ones. O(1) between rounds.
+        """
+        if not self._offered and not self._hidden:
+            yield
+            return
+        offered, hidden = set(map(id, self._offered)), set(map(id, self._hidden))
+        left = [req for req in self.waiting if id(req) in offered]
+        self._scheduler.waiting_queue = [req for req in self.waiting if id(req) not in offered]
+        self._scheduler.waiting_queue += self._hidden
+        try:
+            yield
+        finally:
+            queue = self.waiting
+            self._hidden = [req for req in queue if id(req) in hidden]
+            shown = [req for req in queue if id(req) not in hidden]
+            self._scheduler.waiting_queue = [*shown, *left]
 
     def remove_waiting(self, rid: str) -> list[Req]:
         """Remove the requests with this id from the queue, and return them."""
@@ -194,6 +213,25 @@ class EngineView:
                 if batch is not None:
                     requests |= {id(req): req for req in batch.reqs if id(req) not in here}
         return [req for req in requests.values() if not req.finished() and compat.holds_kv(req)]
+
+    def kept(self) -> Iterator[Req]:
+        """Yield every request that SGLang keeps, and those with KV in none of its places; some
+        twice. To be called between two rounds; O(requests).
+
+        SGLang has more places in modes that co-serving refuses (``compat.settings``).
+        """
+        scheduler = self._scheduler
+        yield from scheduler.waiting_queue
+        yield from scheduler.grammar_manager.grammar_queue
+        yield from self.requests_with_kv(scheduler.running_batch)
+        # Before 0.5.23 only the overlapped loop has a queue of results.
+        results = getattr(scheduler, "result_queue", ())
+        batches = [scheduler.last_batch, *(batch for batch, _ in results)]
+        if self.micro_batches > 1:
+            batches += [*scheduler.running_mbs, *scheduler.mbs, *scheduler.last_mbs]
+        for batch in batches:
+            if batch is not None:
+                yield from batch.reqs
 
     # --- Requests with KV --------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ class OfflineLane:
         """Drop the suspended step; return its requests.
 
         They are rolled back to their state before the step; if layers keep a state (Mamba), their
-        KV is released instead.
+        KV is released instead. Prefills that were aborted meanwhile end here.
         """
         suspended, self._suspended = self._suspended, None
         assert suspended is not None
@@ -258,12 +258,18 @@ class OfflineLane:
             self._penalties.keep(batch)
         batch.filter_batch()  # Requests may have ended meanwhile.
         view.paused_requests.hold(batch if batch.reqs else None)
-        if undone.unfinished is not None:
-            if view.chunk is None:
-                view.put_chunk(undone.unfinished)
-            else:
-                view.paused_requests.park(undone.unfinished)
-        view.wait_again(undone.released)
+        unfinished = undone.unfinished
+        if unfinished is not None and unfinished.to_finish is not None:
+            compat.release_aborted(unfinished, self._scheduler.tree_cache)
+            compat.send_abort(self._scheduler, unfinished)
+        elif unfinished is not None and view.chunk is None:
+            view.put_chunk(unfinished)
+        elif unfinished is not None:
+            view.paused_requests.park(unfinished)
+        view.wait_again([req for req in undone.released if req.to_finish is None])
+        for req in undone.released:
+            if req.to_finish is not None:
+                compat.send_abort(self._scheduler, req)
         self._has_left_decodes = False
         return rids
 

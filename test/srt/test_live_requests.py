@@ -1,0 +1,210 @@
+"""Every end of a request is noticed, whoever ends it, on the real scheduler."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from srt import test_scheduler as scenarios
+from srt.scripted_engine import EngineProcess, ScriptedEngine
+
+CHUNK_TOKENS = 64
+RELAXED = {"offline_policy": "coserve", "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
+SETTINGS: dict[str, Any] = {
+    "chunked_prefill_size": CHUNK_TOKENS,
+    "max_queued_requests": 4,
+    "enable_priority_scheduling": True,
+}
+
+
+@pytest.fixture(
+    params=[("coserve", False), ("coserve", True), ("fifo", False)],
+    ids=["planned", "planned-overlap", "fifo"],
+)
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    policy, overlap = request.param
+    coserve = RELAXED if policy == "coserve" else {"offline_policy": "fifo", "slo_ttft_ms": 6e4}
+    process = start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
+    assert isinstance(process, EngineProcess)
+    return process
+
+
+def known_rids(engine: ScriptedEngine) -> set[str]:
+    """What any of the parts still knows of requests."""
+    parts = engine.scheduler.parts
+    rids = {req.rid for req in parts.ledger.reqs()}
+    core = getattr(parts.admission, "core", None)
+    if core is not None:
+        rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
+    rids |= {f"watched-{number}" for number in range(len(parts.admission.interference))}
+    return rids
+
+
+def num_judged(engine: ScriptedEngine) -> int:
+    interference = engine.scheduler.parts.admission.interference
+    return int(interference.monitor.report(time.perf_counter()).requests)
+
+
+def assert_all_noticed(engine: ScriptedEngine) -> None:
+    engine.assert_nothing_leaked()
+    assert known_rids(engine) == set()
+    assert engine.scheduler.parts.live.num_unnoticed == 0
+
+
+def backlog(engine: ScriptedEngine, count: int = 4) -> list[Any]:
+    return [
+        engine.request(f"off{i}", scenarios.prompt(i, 50), 150, offline=True) for i in range(count)
+    ]
+
+
+def run_disconnect_between_chunks(engine: ScriptedEngine) -> dict[str, bool]:
+    """Abort an online prompt of many chunks beside a backlog; serve others while that is there."""
+    scheduler, found = engine.scheduler, {"was_chunk": False, "known": True, "beside": False}
+    before = num_judged(engine)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return backlog(engine)
+        if iteration == 4:
+            return [engine.request("long", scenarios.prompt(50, 500), 4)]
+        if iteration == 7:
+            chunk = scheduler.chunked_req
+            found["was_chunk"] = chunk is not None and chunk.rid == "long"
+            return [engine.abort("long")]
+        if iteration == 10:
+            found["known"] = "long" in scheduler.parts.ledger
+            return [engine.request(f"on{i}", scenarios.prompt(60 + i, 20), 3) for i in range(3)]
+        if num_judged(engine) - before == 3 or iteration > 900:
+            found["beside"] = any(not engine.reqs[f"off{i}"].finished() for i in range(4))
+            raise StopIteration
+        return []
+
+    engine.run(script)
+    assert_all_noticed(engine)
+    assert num_judged(engine) - before == 3
+    return found
+
+
+def test_a_client_that_leaves_between_two_chunks_does_not_stop_the_judging(
+    engine: EngineProcess,
+) -> None:
+    found = engine.call(run_disconnect_between_chunks)
+    assert found == {"was_chunk": True, "known": False, "beside": True}
+
+
+def run_full_queue(engine: ScriptedEngine) -> tuple[set[str], set[str]]:
+    """Fill the queue; displace some that wait. Return who was answered with an abort, and who
+    had tokens."""
+    rids = [f"on{i}" for i in range(12)]
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return backlog(engine)
+        if iteration == 3:
+            messages = [
+                engine.request(rid, scenarios.prompt(i, 60), 4) for i, rid in enumerate(rids)
+            ]
+            for number, message in enumerate(messages):
+                message.priority = number % 6
+            return messages
+        if iteration == 4:
+            parts = engine.scheduler.parts
+            waiting = {req.rid for req in engine.scheduler.waiting_queue}
+            online = {req.rid for req in parts.ledger.online_reqs()}
+            begun = {rid for rid in online if parts.ledger.has_begun(rid)}
+            assert online == waiting | begun
+        if iteration > 4:
+            raise StopIteration
+        return []
+
+    engine.run(script)
+    assert_all_noticed(engine)
+    served = {rid for rid in rids if engine.output(rid)}
+    return served, set(rids) - served
+
+
+def test_whom_a_full_queue_refuses_or_displaces_is_forgotten(engine: EngineProcess) -> None:
+    served, refused = engine.call(run_full_queue)
+    assert len(served) >= 4
+    assert len(refused) >= 4
+    # The first ones were in before any of a higher priority.
+    assert refused & {"on0", "on1", "on2", "on3"}
+
+
+def run_refused_priority(engine: ScriptedEngine) -> None:
+    scheduler = engine.scheduler
+    scheduler.enable_priority_scheduling, scheduler.abort_on_priority_when_disabled = False, True
+    try:
+        offline, online = (
+            engine.request(rid, scenarios.prompt(1, 20), 4, offline=rid == "off")
+            for rid in ("off", "on")
+        )
+        offline.priority = online.priority = 3
+        engine.run([offline, online])
+    finally:
+        scheduler.enable_priority_scheduling = True
+        scheduler.abort_on_priority_when_disabled = False
+    assert_all_noticed(engine)
+
+
+def test_a_priority_that_is_refused_is_forgotten(engine: EngineProcess) -> None:
+    engine.call(run_refused_priority)
+
+
+def run_abort_all(engine: ScriptedEngine) -> None:
+    """At any step, requests of both classes in all states."""
+    for last in (1, 2, 3, 5, 8):
+
+        def script(iteration: int, last: int = last) -> list[Any]:
+            if iteration == 0:
+                online = [engine.request(f"on{i}", scenarios.prompt(i, 150), 9) for i in range(3)]
+                return [*backlog(engine), *online]
+            if iteration > last:
+                raise StopIteration
+            return [engine.abort(abort_all=True)] if iteration == last else []
+
+        engine.run(script)
+        assert_all_noticed(engine)
+
+
+def test_all_that_is_aborted_at_once_is_forgotten(engine: EngineProcess) -> None:
+    engine.call(run_abort_all)
+
+
+def run_lost(engine: ScriptedEngine) -> tuple[int, int]:
+    """Take a request out of SGLang's queue behind everybody's back, beside an endless backlog."""
+    scheduler, live = engine.scheduler, engine.scheduler.parts.live
+    rounds = 0
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal rounds
+        if iteration == 0:
+            return [engine.request("off", scenarios.prompt(1, 20), 900, offline=True)]
+        if iteration == 3:
+            return [engine.request(rid, scenarios.prompt(2, 200), 4) for rid in ("lost", "a", "b")]
+        if iteration == 4:
+            lost = engine.reqs["b"]
+            assert lost in scheduler.waiting_queue
+            scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r is not lost]
+            return [engine.request("b", scenarios.prompt(3, 20), 4)]
+        if live.num_unnoticed and not rounds:
+            rounds = iteration
+        if (rounds and engine.reqs["b"].finished()) or iteration > 600:
+            assert not engine.reqs["off"].finished()
+            raise StopIteration
+        return []
+
+    engine.run(script)
+    found = live.num_unnoticed
+    live.num_unnoticed = 0
+    assert_all_noticed(engine)
+    return found, rounds
+
+
+def test_a_request_that_gets_lost_is_found_while_the_engine_is_busy(engine: EngineProcess) -> None:
+    """Its name is then free for the one that waits for it."""
+    found, rounds = engine.call(run_lost)
+    assert found == 1
+    assert rounds <= 4 + 256 + 2
