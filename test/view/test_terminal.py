@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from sglang_coserve.view.shown_view import shown_view
 from sglang_coserve.view.terminal import as_line, as_screen
 
 
 def view(**changes: Any) -> dict[str, Any]:
     """What a server says that has just started."""
-    return {
+    full = {
         "at": 1_700_000_000.0,
         "sample_age_s": None,
         "model": "m",
@@ -29,7 +33,8 @@ def view(**changes: Any) -> dict[str, Any]:
         "history": {},
         "batches": None,
         "headroom": None,
-    } | changes
+    }
+    return shown_view(full | changes)
 
 
 def shown(of: dict[str, Any], width: int = 100) -> str:
@@ -44,6 +49,95 @@ def test_a_server_that_has_just_started_is_shown() -> None:
     text = shown(view())
     assert "has not said anything yet" in text
     assert "--coserve-data-dir" in text
+
+
+def objects(of: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all objects and lists in JSON."""
+    if isinstance(of, dict):
+        yield path
+        for name, inner in of.items():
+            yield from objects(inner, (*path, name))
+    elif isinstance(of, list) and of:
+        yield from objects(of[0], (*path, 0))
+
+
+USERS = {
+    "level": "ok",
+    "text": "Fine.",
+    "bill": {"requests": 5, "mean_ms": 34.0, "ttft_ms": 31.0, "gaps_ms": 3.0},
+}
+BATCH = {
+    "id": "batch_1",
+    "status": "in_progress",
+    "completed_at": None,
+    "expires_at": 1_700_000_000,
+    "request_counts": {"total": 2, "completed": 1, "failed": 0},
+    "coserve": {"paused": False, "eta": 1_700_000_100, "eta_p95": None},
+}
+SLO = {
+    "slo": "ttft p99 <= 500ms",
+    "measured_ms": 241.0,
+    "online_alone_ms": 210.0,
+    "added_ms": 31.0,
+    "limit_ms": 500.0,
+    "met": True,
+}
+BOTH = {
+    "at": 1_700_000_000.0,
+    "model": "m",
+    "batches": {"path": "/v1/batches", "data": [BATCH]},
+    "headroom": {"headroom_tokens_per_s": 5, "tokens_per_s": 9.5, "required_tokens_per_s": 4},
+}
+SERVER = BOTH | {
+    "policy": "coserve",
+    "sample_age_s": 0.5,
+    "online_users": USERS | {"slos": [SLO]},
+    "history": {"at": [1.0, 2.0], "offline_share": [None, 0.5]},
+    "decisions": [{"at": 1_700_000_000.0, "steps": 3, "text": "why", "subject": "x"}],
+}
+ENGINE = {
+    "url": "http://a:1",
+    "state": "up",
+    "takes_no_lines_because": None,
+    "lines_in_flight": 3,
+    "window": 8,
+    "offline_tokens_per_s": 5.0,
+    "load": {"online": {"running": 1}, "offline": {"running": 2}},
+    "online_users": USERS,
+}
+FLEET = BOTH | {
+    "online_users": USERS,
+    "engines": [ENGINE],
+    "fleet": {"lines_waiting": 5, "offline_tokens_per_s": 5.0},
+}
+
+
+@pytest.mark.parametrize("answer", [SERVER, FLEET], ids=["server", "fleet"])
+def test_a_server_of_another_version_is_shown_as_far_as_it_is_understood(
+    answer: dict[str, Any],
+) -> None:
+    assert shown_view(answer)["missing"] == []
+    for path in objects(answer):
+        for name in (*at(answer, path), None):
+            for instead in (None, "other", 1e300, [[]], {"of": "another"}):
+                other = copy.deepcopy(answer)
+                at(other, path)["from_the_future"] = {"a": [1]}
+                if name is not None and instead is None:
+                    del at(other, path)[name]
+                elif name is not None:
+                    at(other, path)[name] = instead
+                seen = shown_view(other)
+                assert as_line(seen) and shown(seen, 200)
+                if name is not None and instead is None and path[:1] != ("history",):
+                    expected = ".".join(str(part) for part in (*path, name) if part != 0)
+                    assert expected in seen["missing"] or name in ("subject", "engines")
+                    assert "of another version" in as_line(seen) or not seen["missing"]
+
+
+def at(of: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        of = of[name]
+    return of
 
 
 def test_what_others_wrote_stays_text() -> None:

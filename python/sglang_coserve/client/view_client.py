@@ -6,9 +6,11 @@ from http import HTTPStatus
 from typing import Any, Final, Self
 
 import httpx
+import msgspec
 
 from sglang_coserve.client.connections import server_address
 from sglang_coserve.errors import ServerError, ServerGoneError
+from sglang_coserve.view.shown_view import shown_view
 
 __all__ = ["ViewClient"]
 
@@ -37,7 +39,7 @@ class ViewClient:
         self._http.close()
 
     def read(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Return the view, its history from ``since_s`` on, in seconds since the epoch.
+        """Return the ``shown_view``, its history from ``since_s`` on, in seconds since the epoch.
 
         Raises:
             ServerGoneError: there is no answer.
@@ -61,11 +63,11 @@ class ViewClient:
                 "sglang_coserve, and as new as this command?"
             )
         try:
-            view = answer.json()
-            if not isinstance(view, dict) or "online_users" not in view:
+            view = msgspec.json.decode(answer.content, type=dict[str, Any])
+            if "online_users" not in view:
                 raise ValueError("it is no view")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(
                 f"{self._address}{_PATH}: the answer cannot be read: {error}"
             ) from error
-        return view
+        return shown_view(view)

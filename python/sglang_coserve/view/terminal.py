@@ -1,4 +1,4 @@
-"""The view in a terminal: a screen, or one line of text."""
+"""The view (``shown_view``) in a terminal: a screen, or one line of text."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def as_line(view: View) -> str:
         parts.append(f"headroom {_number(view['headroom']['headroom_tokens_per_s'])} tokens/s")
     if "engines" not in view and _is_stale(view):
         parts.append("the engine does not answer")
+    if view["missing"]:
+        parts.append(_missing(view["missing"]))
     return printable(", ".join(parts)).replace("\n", " ")
 
 
@@ -81,7 +83,12 @@ def as_screen(view: View) -> RenderableType:
         *([_decisions(view["decisions"])] if "decisions" in view else ()),
         Rule("what could be added", align="left", style="dim"),
         _headroom(view["headroom"]),
+        *_if(view["missing"], lambda missing: _text(_missing(missing), "dim")),
     )
+
+
+def _missing(names: Sequence[str]) -> str:
+    return f"this server, of another version, does not say {', '.join(names)}"
 
 
 def _head(view: View) -> Text:
@@ -169,7 +176,8 @@ def _batches(batches: View | None) -> RenderableType:
     for batch in shown[:_BATCHES]:
         counts, ours = batch["request_counts"], batch["coserve"]
         done = f"{counts['completed'] + counts['failed']:,}/{counts['total']:,}"
-        is_late = ours["eta"] is not None and ours["eta"] > batch["expires_at"]
+        is_late = None not in (ours["eta"], expires_at := batch["expires_at"])
+        is_late = is_late and ours["eta"] > expires_at
         table.add_row(
             _text(batch["id"]),
             "paused" if ours["paused"] else _text(batch["status"].replace("_", " ")),
@@ -259,8 +267,15 @@ def _added(slo: View) -> str:
 
 
 def _clock(epoch_s: float) -> str:
-    return f"{datetime.fromtimestamp(epoch_s):%H:%M:%S}"
+    return _time(epoch_s, "%H:%M:%S")
 
 
 def _moment(epoch_s: float | None) -> str:
-    return "–" if epoch_s is None else f"{datetime.fromtimestamp(epoch_s):%m-%d %H:%M}"
+    return "–" if epoch_s is None else _time(epoch_s, "%m-%d %H:%M")
+
+
+def _time(epoch_s: float, form: str) -> str:
+    try:
+        return datetime.fromtimestamp(epoch_s).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return "–"

@@ -184,3 +184,37 @@ def test_whoever_hears_of_tokens_may_fail(served: Served) -> None:
     assert (result.status_code, result.is_retryable) == (503, True)
     assert "the disk is full" in result.body["error"]["message"]
     served.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COMPLETIONS, LONG),
+        (COMPLETIONS, {**LONG, "n": 2}),
+        (CHAT, {**GREEDY, "messages": MESSAGES, "max_tokens": 900}),
+        (RESPONSES, {**GREEDY, "input": "hello", "max_output_tokens": 900}),
+    ],
+    ids=["completion", "choices", "chat", "responses"],
+)
+def test_lines_that_a_pause_aborts_are_tried_again_without_a_trace_in_the_log(
+    served: Served, endpoint: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that run, and those that wait: of these SGLang says less."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    async def pause_and_go_on() -> list[LineResult]:
+        lines = [asyncio.create_task(served.run(endpoint, body)) for _ in range(8)]
+        await served.until(lambda counts: counts["offline"]["waiting"] > 0)
+        await served.until(lambda counts: counts["offline"]["running"] > 0)
+        await served.manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+        assert served.backend.is_changing
+        results = await asyncio.gather(*lines)
+        await served.manager.continue_generation(ContinueGenerationReqInput())
+        assert not served.backend.is_changing
+        return results
+
+    for result in served.do(pause_and_go_on()):
+        assert (result.status_code, result.is_retryable) == (503, True), result
+        assert "KeyError" not in str(result.body)
+    assert [record for record in caplog.records if record.exc_info] == []
+    served.assert_nothing_left()

@@ -150,7 +150,8 @@ class LineManager(BoundedManager):
             async for output in outputs:
                 if feed is None:
                     continue
-                self.prompt_tokens = output["meta_info"]["prompt_tokens"]
+                # SGLang does not say it of a request that is aborted while it waits.
+                self.prompt_tokens = output["meta_info"].get("prompt_tokens", self.prompt_tokens)
                 if is_delta:
                     texts.append(output["text"])
                     output_ids += output["output_ids"]

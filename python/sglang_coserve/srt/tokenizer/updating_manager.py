@@ -77,12 +77,22 @@ class UpdatingTokenizerManager(ThreadedTokenizerManager):
     async def pause_generation(self, obj: Any) -> None:
         """See ``TokenizerManager``."""
         self.coserve_weights.pause()
-        await super().pause_generation(obj)
+        try:
+            await super().pause_generation(obj)
+        finally:
+            self._resume_unless_paused()
 
     async def continue_generation(self, obj: Any) -> None:
         """See ``TokenizerManager``."""
-        await super().continue_generation(obj)
-        self.coserve_weights.resume()
+        try:
+            await super().continue_generation(obj)
+        finally:
+            self._resume_unless_paused()
+
+    def _resume_unless_paused(self) -> None:
+        """Follow SGLang, however a call of it has ended."""
+        if not self.is_pause:
+            self.coserve_weights.resume()
 
     async def _wait_for_model_update_from_disk(self, obj: Any) -> Any:
         return await self._once_idle(super()._wait_for_model_update_from_disk)(obj)
