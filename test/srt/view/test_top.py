@@ -36,6 +36,7 @@ def test_one_look_shows_what_the_page_shows(deployment: Deployment, client: open
     assert (code, errors) == (0, "")
     for part in ("policy coserve", "ttft p99 <= 400ms", "offline tokens/s", batch_id, "completed"):
         assert part in shown
+    assert "another version" not in shown
     code, shown, _ = top(deployment, "--once")  # --open-view: without a key, no batches.
     assert code == 0
     assert batch_id not in shown
