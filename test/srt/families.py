@@ -161,3 +161,74 @@ def _say_as_published(path: Path, family: str) -> None:
     if family == "gemma2":
         config["hidden_act"] = "gelu_pytorch_tanh"
     path.write_text(json.dumps(config))
+
+
+_PICTURE_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_VISION_TEMPLATE: Final = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def make_vision_model(directory: Path) -> Path:
+    """Write a Qwen2.5-VL of two layers, with tokenizer and processors; return ``directory``."""
+    import torch
+    from transformers import (
+        AutoConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tokenizer = train_tokenizer(2048, CONTEXT_TOKENS)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_PICTURE_TOKENS)})
+    tokenizer.chat_template = _VISION_TEMPLATE
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(_PICTURE_TOKENS))
+    eos = int(tokenizer.eos_token_id)
+    ends = {"eos_token_id": eos, "bos_token_id": eos, "pad_token_id": eos, "dtype": "float32"}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": CONTEXT_TOKENS,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 3, 3],
+                "rope_theta": 10000.0,
+            },
+            **ends,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+        **ends,
+    )
+    torch.manual_seed(0)
+    Qwen2_5_VLForConditionalGeneration(config).float().save_pretrained(directory)
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(min_pixels=28**2, max_pixels=16 * 28**2),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=_VISION_TEMPLATE,
+    ).save_pretrained(directory)
+    return directory

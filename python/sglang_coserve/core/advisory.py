@@ -48,6 +48,11 @@ class Advisory:
         except Exception as error:
             if self._report is None:
                 raise
+            self.switch_off(part, error)
+            return otherwise
+
+    def switch_off(self, part: str, error: Exception) -> None:
+        """Do without a part from now on."""
+        if self._report is not None and part not in self._off:
             self._off[part] = f"{type(error).__name__}: {error}"
             self._report(part, error)
-            return otherwise

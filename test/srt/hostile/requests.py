@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 __all__ = ["CHAT", "COMPLETIONS", "GENERATE", "HostileRequest", "corpus"]
@@ -17,12 +17,12 @@ GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completi
 
 INF, NAN = float("inf"), float("nan")
 NUMBERS: Final = (
-    *(0, -1, 0.5, 1e-300, 1e-45, 1e-30, 1e30, 1e300, NAN, INF, -INF),
-    *(10**12, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400),
+    *(0, -1, 0.5, 5e-324, 1e-310, 1e-300, 1e-45, 1e-30, 1e30, 1e300, 1e308, NAN, INF, -INF),
+    *(10**12, 2**31, 2**32, 2**62, 2**63, -(2**63) - 1, 10**30, 10**400),
 )
 TYPES: Final = ("x", "", True, None, [], [1], ["x"], [[]], {}, {"x": 1}, [None], "\ud800")
 
-FEW_NUMBERS: Final = (-1, 0.5, 1e-300, NAN, 10**12, 2**63, 10**400)
+FEW_NUMBERS: Final = (-1, 0, 0.5, 5e-324, 1e-300, NAN, 10**12, 2**62, 2**63, 10**400)
 FEW_TYPES: Final = ("x", True, [1], {"x": 1}, "\ud800")
 """For fields that are checked in the same place as others with more."""
 
@@ -199,6 +199,7 @@ class HostileRequest:
     name: str
     path: str
     content: bytes
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 def corpus() -> Iterator[HostileRequest]:
@@ -206,6 +207,8 @@ def corpus() -> Iterator[HostileRequest]:
     yield from _native_requests()
     yield from _openai_requests()
     yield from _odd_bodies()
+    yield from _timed_requests()
+    yield from _media_requests()
 
 
 def _native(name: str, params: Any = None, **fields: Any) -> HostileRequest:
@@ -400,6 +403,74 @@ def _openai_requests() -> Iterator[HostileRequest]:
     yield _openai(CHAT, "tool itself", tools=[tool], tool_choice="required")
     strict = {**tool, "function": {**tool["function"], "strict": True}}  # type: ignore[dict-item]
     yield _openai(CHAT, "strict tool itself", tools=[strict], tool_choice="auto")
+
+
+_TIMES: Final = (*NUMBERS, 1e-3, 9e-4, 1e9)
+_TIME_MARKS: Final = {
+    "coserve_slo_ttft_ms": "x-slo-ttft-ms",
+    "coserve_slo_tpot_ms": "x-llm-d-slo-tpot-ms",
+    "coserve_deadline_s": "x-llm-d-inference-ttl",
+}
+
+
+def _timed_requests() -> Iterator[HostileRequest]:
+    """Times in marks and in headers; each request gets more than one token."""
+    for mark, header in _TIME_MARKS.items():
+        is_offline = mark == "coserve_deadline_s"
+        for value in (*_TIMES, *FEW_TYPES):
+            marks = {mark: value, **({"coserve_class": "offline"} if is_offline else {})}
+            told = f"{mark}={_told(value)}"
+            yield _native(f"marks {told}", {"custom_params": marks})
+            yield _openai(COMPLETIONS, told, temperature=0, **marks)
+        for value in (*_TIMES, "x", ""):
+            text = f"{_told(value)}{'s' if is_offline else ''}"
+            flex = {"service_tier": "flex"} if is_offline else {}
+            plain = _openai(COMPLETIONS, f"header {header}: {text}", **flex)
+            yield replace(plain, headers=((header, text),))
+
+
+PICTURE: Final = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAADgAAAA4CAIAAAAn5KxJAAAARklEQVR42u3OMQ0AMAgAMJ"
+    "gQlOA/yJoKDpJWQXOq44IXR4iKioqKioqKioqKioqKioqKioqKioqKioqKioqKioqKioqKbvsdXgGSrhHLMQAAAABJRU"
+    "5ErkJggg=="
+)
+SCHEMA_ANSWER: Final = {
+    "type": "json_schema",
+    "json_schema": {"name": "answer", "schema": {"type": "integer"}},
+}
+
+
+def _media_requests() -> Iterator[HostileRequest]:
+    """A multimodal model serves some of them; any other ignores or refuses the picture."""
+    image = {"type": "image_url", "image_url": {"url": PICTURE}}
+    text = {"type": "text", "text": "Who mended the lamp?"}
+    for name, content in {
+        "one": [image, text],
+        "two": [image, text, image],
+        "alone": [image],
+        "many": [image] * 30,
+        "cut": [{"type": "image_url", "image_url": {"url": PICTURE[:90]}}, text],
+        "no picture": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}],
+        "odd": [{"type": "image_url", "image_url": {"url": "\ud800"}}],
+    }.items():
+        messages = [{"role": "user", "content": content}]
+        for tier in ("default", "flex"):
+            fields = {"messages": messages, "service_tier": tier}
+            yield _openai(CHAT, f"picture {name}, {tier}", **fields)
+            yield _openai(
+                CHAT, f"schema, picture {name}, {tier}", **fields, response_format=SCHEMA_ANSWER
+            )
+    for value in NUMBERS:
+        for field in ("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch"):
+            yield _native(f"picture {field}={_told(value)}", image_data=PICTURE, **{field: value})
+    for ids in ([10**9], [-1], [2**31], [2**32], [2**62], [985], [983, 985, 984], [5] * 3000):
+        named = _told(ids)
+        yield _native(f"ids {named}", input_ids=ids)
+        yield _native(f"picture, ids {named}", input_ids=ids, image_data=PICTURE)
+        yield _openai(COMPLETIONS, f"ids {named}", prompt=ids)
+        yield _openai(COMPLETIONS, f"offline ids {named}", prompt=ids, service_tier="flex")
+    for hashes in (["ff" * 32], ["00"], ["x"], [""], [1], "ff", [["ff"]]):
+        yield _native(f"picture, mm_hashes {hashes}", image_data=PICTURE, mm_hashes=hashes)
 
 
 def _odd_bodies() -> Iterator[HostileRequest]:

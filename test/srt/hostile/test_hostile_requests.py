@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer
+from srt.families import make_vision_model
 from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
 
 ANSWER_TIMEOUT_S = 120
@@ -28,17 +29,25 @@ ORDINARY = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.heavy)], ids=["tp1", "tp2"]
-)
+SERVERS = [
+    pytest.param(("fifo", 1, False), id="fifo"),
+    pytest.param(("coserve", 1, True), id="coserve-multimodal"),
+    pytest.param(("fifo", 2, False), id="fifo-tp2", marks=pytest.mark.heavy),
+]
+"""Policy, ranks, and whether the model takes pictures."""
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def server(
     request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("hostile")
-    flags = ["--model-path", str(small_model), "--dtype", "float32", "--log-level", "error"]
-    flags += ["--offline-policy", "fifo", "--coserve-data-dir", str(directory / "data")]
+    policy, num_ranks, is_multimodal = request.param
+    model = make_vision_model(directory / "model") if is_multimodal else small_model
+    flags = ["--model-path", str(model), "--dtype", "float32", "--log-level", "error"]
+    flags += ["--offline-policy", policy, "--coserve-data-dir", str(directory / "data")]
     flags += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
-    flags += ["--tp-size", str(request.param)]
+    flags += ["--tp-size", str(num_ranks)]
     # One thread: of a model this small, more only wait for each other where cores are busy.
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "OMP_NUM_THREADS": "1"}
     log = directory / "server.log"
@@ -86,7 +95,7 @@ def test_every_request_is_answered_and_harms_no_other(
                 ordinary.append(ordinary_text(client))
 
     def status_of(request: HostileRequest) -> tuple[str, int | str]:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **dict(request.headers)}
         try:
             answer = http.post(request.path, content=request.content, headers=headers)
         except httpx.HTTPError as error:

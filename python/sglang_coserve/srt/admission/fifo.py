@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
@@ -20,10 +20,9 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.srt.admission.fifo_pass import FifoPass
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
-from sglang_coserve.srt.compat import prefix_tokens
-from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
@@ -32,9 +31,6 @@ from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import ending_of
 
 __all__ = ["FifoAdmission"]
-
-_MAX_OFFERED: Final = 128
-"""Offline requests offered to SGLang in one pass: its admission loop is linear in them."""
 
 Req = Any
 ScheduleBatch = Any
@@ -72,6 +68,15 @@ class FifoAdmission:
         self._tell = advisory.tell
         self._forget = forget
         self._waiting = OfflineWaiting(view.passes_to_settle)
+        self._pass = FifoPass(
+            scheduler,
+            config.offline_max_running,
+            pools=pools,
+            view=view,
+            retraction=retraction,
+            events=events,
+            waiting=self._waiting,
+        )
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -116,24 +121,7 @@ class FifoAdmission:
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Admit online requests as SGLang does; offline ones only when none of them waits."""
         self._waiting.start_pass()
-        is_offered = False
-        if self._online_waits():
-            self._release_offline_chunk()
-            self._make_room_for_online_chunk(running_batch)
-            if in_the_way := self._retraction.rids_blocking_adapters(running_batch.reqs):
-                running_batch.filter_batch()  # A finished request has nothing left to release.
-                self._retraction.retract(in_the_way, running_batch)
-        elif self._waiting.has_ready:
-            is_offered = self._offer(running_batch)
-        plan = self._retraction.admit(running_batch, prefill)
-        if is_offered:
-            left, num_admitted = self._view.withdraw()
-            self._waiting.put_back_taken(left)
-            self._events["admitted"] += num_admitted
-            # A batch that is full for an offline request may have room for an online one, which
-            # may be smaller and can displace offline requests.
-            plan.running_batch.batch_is_full = False
-        return plan
+        return self._pass.admit(running_batch, prefill)
 
     def settle(self, last_batch: Any) -> Any:
         """See ``Admission``: nothing has a lane of its own."""
@@ -156,44 +144,6 @@ class FifoAdmission:
                 self._tell("judgement", self.interference.produced, req.rid, now_s)
             if req.finished():
                 self._forget(req, ending_of(req))
-
-    def _online_waits(self) -> bool:
-        """True when an online request has no first token yet; between passes SGLang's
-        queue holds only online requests."""
-        if self._view.waiting:
-            return True
-        return self._view.chunk is not None and not is_offline(self._view.chunk)
-
-    def _offer(self, running_batch: ScheduleBatch) -> bool:
-        """Offer as many offline requests as may run; False if none may."""
-        scheduler, view = self._scheduler, self._view
-        count = min(_MAX_OFFERED, scheduler.get_num_allocatable_reqs(len(running_batch.reqs)))
-        limit = self._config.offline_max_running
-        if limit is not None:
-            running = sum(is_offline(req) for req in (*running_batch.reqs, *view.elsewhere()))
-            count = min(count, limit - running - (view.chunk is not None))
-        if count <= 0:
-            return False
-        view.offer(self._waiting.take(count))
-        return True
-
-    def _release_offline_chunk(self) -> None:
-        """Release a half-prefilled offline prompt: SGLang keeps one such prompt at a time,
-        and would finish it before it looks at the waiting queue."""
-        if self._view.can_take_chunk and is_offline(self._view.chunk):
-            self._retraction.release(self._view.take_chunk())
-            self._events["parked"] += 1
-
-    def _make_room_for_online_chunk(self, running_batch: ScheduleBatch) -> None:
-        """Free the memory of an online prompt's next chunk, for which SGLang does not wait."""
-        req = self._view.chunk
-        if req is None or is_offline(req):
-            return
-        remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
-        chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
-        while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
-            if not self._retraction.retract_one(running_batch):
-                return
 
     # --- What others ask about -----------------------------------------------------------
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.offline_queue import pack_tokens
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
-from sglang_coserve.core.step import Lane, StepResult
+from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.srt.admission.drift_warning import DriftWarning
+from sglang_coserve.srt.admission.fifo_pass import FifoPass
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
+from sglang_coserve.srt.admission.unplanned import NotedPass, UnplannedPasses
 from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
@@ -42,6 +45,10 @@ __all__ = ["PlannedAdmission"]
 
 Req = Any
 ScheduleBatch = Any
+
+FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int]], None]
+"""Takes what a plan that failed was made from: the waiting offline requests, the engine, and what
+its cache holds of them."""
 
 _RESUME_S: Final = 1.6e-3
 """The cost of suspending and resuming a step, in seconds: the median on a CPU
@@ -69,11 +76,15 @@ class PlannedAdmission:
         advisory: Advisory,
         forget: Callable[[Req, Ending], None],
         plans_online: bool,
+        most_offline: int | None,
+        failed_plans: FailedPlan | None,
     ) -> None:
         """Admit nothing yet.
 
         ``forget`` is called with each request that has ended, and how.
-        ``plans_online`` has the core plan passes without offline requests, too.
+        ``plans_online`` has the core plan passes without offline requests, too. ``most_offline`` is
+        how many offline requests may run without a plan. ``failed_plans`` writes down what plans
+        were made from that failed.
         """
         self.core = core
         self._scheduler = scheduler
@@ -86,6 +97,7 @@ class PlannedAdmission:
         self._checkpointing = checkpointing
         self._events = events
         self._tell = advisory.tell
+        self._write_failed = failed_plans
         self._forget = forget
         self._plans_online = plans_online
         # Looking a setting up takes as long as much of a plan.
@@ -111,6 +123,30 @@ class PlannedAdmission:
             refuse=self._refuse,
         )
         self._lane = self._plans.lane
+        self._plan = StepPlan()
+        """The plan of this pass."""
+
+        self._planned_from: EngineSnapshot | None = None
+        self._answers: dict[str, int] = {}
+        """What the core was told, for the last plan, that the cache holds."""
+
+        self._unplanned = UnplannedPasses(
+            FifoPass(
+                scheduler,
+                most_offline,
+                pools=pools,
+                view=view,
+                retraction=retraction,
+                events=events,
+                waiting=self._waiting,
+            ),
+            view=view,
+            retraction=retraction,
+            ledger=ledger,
+            lane=self._lane,
+            advisory=advisory,
+            write=self._write_plan,
+        )
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -120,6 +156,8 @@ class PlannedAdmission:
             self._waiting.put_back(req)
             return
         self._waiting.reqs[req.rid] = req
+        if self._unplanned.are_all:
+            return
         self.core.add_offline(queued_request(req, self._ledger[req.rid].arrival_s))
         if self.core.queue.opens_branch(req.rid):
             self._report_cached(req.rid)
@@ -158,7 +196,10 @@ class PlannedAdmission:
 
     def forget(self, rid: str, ending: Ending) -> None:
         """See ``Admission``; to be called before the ledger forgets."""
-        self.core.finish(rid, ending)
+        if self._unplanned.are_all:
+            self._tell("judgement", self.core.interference.ended, rid, ending)
+        else:
+            self._told(self.core.finish, rid, ending)
         self._waiting.reqs.pop(rid, None)
 
     # --- One pass ------------------------------------------------------------------------
@@ -174,15 +215,34 @@ class PlannedAdmission:
             return prefill(running_batch)
         running_batch.filter_batch()
         running_batch = self._view.paused_requests.resume_ended(running_batch)
+        if self._unplanned.are_all:
+            return self._unplanned.admit(running_batch, prefill)
+        tried = NotedPass(prefill)
+        self._plan = StepPlan()
+        try:
+            result = self._admit(running_batch, tried, now_s)
+        except Exception as error:
+            self._until_s = None
+            self._unplanned.failed(error, tried)
+            is_alone = self._plan.lane is Lane.OFFLINE
+            result = self._unplanned.recover(running_batch, tried, is_alone=is_alone)
+            for req in () if result.batch_to_run is None else result.batch_to_run.reqs:
+                self._waiting.reqs.pop(req.rid, None)
+            return result
+        self._unplanned.planned()
+        return result
+
+    def _admit(self, running_batch: ScheduleBatch, prefill: Prefill, now_s: float) -> Any:
         requests = self._view.requests_with_kv(running_batch)
         in_the_way = self._retraction.rids_blocking_adapters(requests)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
-        plan = self.core.plan(self._snapshot(running_batch, now_s), self)
+        plan = self._new_plan(running_batch, now_s)
         if plan.drops:
             self._drop()
-            plan = self.core.plan(self._snapshot(running_batch, now_s), self)
+            plan = self._new_plan(running_batch, now_s)
+        self._plan = plan
         self._steps.decided(self._clock.now_s())
         if math.isfinite(plan.budget_s):
             self.budget_s = plan.budget_s
@@ -191,7 +251,7 @@ class PlannedAdmission:
             self._waiting.reqs.pop(chunk.rid, None)
         for rid in executed.refused:
             # No request will end and make room: what holds the memory may be a load that hangs.
-            self.core.no_room(rid)
+            self._told(self.core.no_room, rid)
         if plan.resumes:
             self._steps.resumed()
         elif executed.is_started:
@@ -208,6 +268,24 @@ class PlannedAdmission:
                 # request.
                 self.give_up()
         return result
+
+    def _new_plan(self, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
+        self._planned_from, self._answers = self._snapshot(running_batch, now_s), {}
+        return self.core.plan(self._planned_from, self)
+
+    def _write_plan(self) -> None:
+        if self._write_failed is not None and self._planned_from is not None:
+            waiting = self.core.queue.candidates(self._planned_from.now_s)
+            self._write_failed(waiting, self._planned_from, self._answers)
+
+    def _told(self, call: Callable[..., None], *args: Any) -> None:
+        """Tell the core what has become of requests; where it does not follow, it plans no more."""
+        if self._unplanned.are_all:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            self._unplanned.end_planning(error)
 
     def _drop(self) -> None:
         assert self._lane is not None
@@ -240,7 +318,7 @@ class PlannedAdmission:
         """See ``Admission``. Requests that ended are forgotten when the next pass begins."""
         self._steps.processed(reqs, has_token)
         self._ended += [req for req in reqs if req.finished()]
-        if self._waiting.reqs:
+        if self._waiting.reqs and not self._unplanned.are_all:
             for req, has in zip(reqs, has_token, strict=True):
                 if has and len(req.output_ids) == 1 and not is_offline(req):
                     self._tell("shared prefixes", self._report_left, req)
@@ -262,7 +340,10 @@ class PlannedAdmission:
             # Nothing ran, but the baseline goes on: it may be behind.
             results = [StepResult(None, now_s)]
         for result in results:
-            self.core.update(result)
+            if self._unplanned.are_all:
+                self._tell("judgement", self.core.update, replace(result, step=None))
+            else:
+                self._told(self.core.update, result)
         if results and self._drift_warning is not None:
             check = self._drift_warning.check
             self._tell("drift warning", check, self.core.prediction_error, now_s)
@@ -270,7 +351,7 @@ class PlannedAdmission:
             self._forget(req, ending_of(req))
         self._ended = []
         for req in self._waiting.start_pass():
-            self.core.restore(req.rid, len(req.output_ids))
+            self._told(self.core.restore, req.rid, len(req.output_ids))
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
         if self._waiting or (self._plans_online and self._view.waiting):
@@ -296,7 +377,8 @@ class PlannedAdmission:
 
     def cached_tokens(self, rid: str) -> int:
         """Return what the radix cache holds of a waiting offline request (``PrefixCache``)."""
-        return self._ledger.match_prefix(self._waiting.reqs[rid])
+        tokens = self._answers[rid] = self._ledger.match_prefix(self._waiting.reqs[rid])
+        return tokens
 
     def _refuse(self, rid: str) -> None:
         """Refuse an online request that can no longer meet its target."""
@@ -323,5 +405,6 @@ class PlannedAdmission:
         return {
             "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
             "work": work.totals.to_dict(),
+            "plans_failed": self._unplanned.num_failed,
             "decisions": work.decisions.to_list(self._clock.now_s()),
         }

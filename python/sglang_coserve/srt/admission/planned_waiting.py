@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
@@ -31,6 +32,21 @@ class PlannedWaiting:
         """Iterate over all of them, in no order."""
         yield from self.reqs.values()
         yield from self._cooling
+
+    @property
+    def has_ready(self) -> bool:
+        """See ``fifo_pass.Waiting``."""
+        return bool(self.reqs)
+
+    def take(self, count: int) -> list[Req]:
+        """See ``fifo_pass.Waiting``."""
+        return [self.reqs.pop(rid) for rid in list(islice(self.reqs, count))]
+
+    def put_back_taken(self, reqs: Iterable[Req]) -> None:
+        """See ``fifo_pass.Waiting``. O(waiting)."""
+        waiting = {**{req.rid: req for req in reqs}, **self.reqs}
+        self.reqs.clear()
+        self.reqs.update(waiting)
 
     def put_back(self, req: Req) -> None:
         """Put a request back that ran before; it waits until no result of it can be under way."""

@@ -73,6 +73,7 @@ class Exporter:
             "online_shed",
             "Online requests refused because they could no longer meet their target.",
         )
+        self._failed_plans = counter("plans_failed", "Plans that failed; SGLang served the pass.")
         self._off = gauge("advisory_off", "1 for a part that failed and is off.", "part")
         self._unnoticed = counter(
             "unnoticed_ends", "Requests that left the engine without notice: a fault, if any."
@@ -140,6 +141,7 @@ class Exporter:
             self._count(self._events, count, event)
         for task, background in state["background"].items():
             self._count(self._background, background["failures"], task)
+        self._count(self._failed_plans, state.get("plans_failed", 0))
         slo = state["slo"]
         if slo["attainment"] is not None:
             self._attainment.labels(*common).set(slo["attainment"])

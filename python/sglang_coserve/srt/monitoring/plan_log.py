@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Final, TextIO
 
 from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.recording import (
     Event,
     EventEncoder,
+    OfflineAdded,
+    Planned,
     RecordingScheduler,
     SchedulerSetup,
     encode_setup,
 )
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["PlanLog", "recorded"]
+__all__ = ["FailedPlans", "PlanLog", "recorded"]
 
 _MAX_BYTES: Final = 1 << 30
+_MOST_FAILED: Final = 8
+_MOST_WAITING: Final = 1000
+"""More cannot be in one plan."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +54,41 @@ def recorded(
     advisory = advisory or Advisory()
     append = partial(advisory.tell, "recording", log.append)
     return RecordingScheduler(setup.make(advisory=advisory), append)
+
+
+class FailedPlans:
+    """Writes what plans were made from that failed, each as a recording of that one plan.
+
+    ``coserve replay`` then fails in the same place, but for what the scheduler had learned.
+    """
+
+    def __init__(self, setup: SchedulerSetup, directory: Path) -> None:
+        """Write to ``directory``, at most 8 files in all."""
+        self._setup = setup
+        self._directory = directory
+
+    def write(
+        self,
+        waiting: Iterable[QueuedRequest],
+        snapshot: EngineSnapshot,
+        cached_tokens: Mapping[str, int],
+    ) -> None:
+        """Write one, unless there are as many as there may be. O(requests).
+
+        Raises:
+            ConfigError: the file cannot be opened.
+            OSError: the directory cannot be made.
+        """
+        # It contains prompts, as a recording does.
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if len(list(self._directory.glob("*.jsonl"))) >= _MOST_FAILED:
+            return
+        log = PlanLog(self._directory / "plan.jsonl", self._setup, max_bytes=_MAX_BYTES)
+        for request in islice(waiting, _MOST_WAITING):
+            log.append(OfflineAdded(request))
+        log.append(Planned(snapshot, dict(cached_tokens), StepPlan()))
+        log.close()
+        logger.error("what the plan was made from is in %s", log.path)
 
 
 def _begin(path: Path) -> tuple[Path, TextIO]:
@@ -84,13 +128,17 @@ class PlanLog:
         """
         self._left_bytes = max_bytes
         self._encoder = EventEncoder()
-        self._path, self._file = _begin(path)
+        self.path, self._file = _begin(path)
         self._write(encode_setup(setup))
 
     def append(self, event: Event) -> None:
         """Write an event. O(requests)."""
         if not self._file.closed:
             self._write(self._encoder.encode(event))
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._file.close()
 
     def _write(self, line: str) -> None:
         self._left_bytes -= len(line)
@@ -103,7 +151,7 @@ class PlanLog:
             self._stop(f"{error.strerror}")
 
     def _stop(self, reason: str) -> None:
-        logger.warning("--record-plans %s: %s: recording ends here", self._path, reason)
+        logger.warning("--record-plans %s: %s: recording ends here", self.path, reason)
         # Closing tries once more to write what is still in the buffer.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
-from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
-from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.recording import SchedulerSetup
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
-from sglang_coserve.srt.monitoring.plan_log import recorded
+from sglang_coserve.srt.monitoring.plan_log import FailedPlans
 
-__all__ = ["make_core_scheduler"]
+__all__ = ["core_setup", "failed_plans"]
 
 
-def make_core_scheduler(
-    config: CoserveConfig,
-    profile: LatencyProfile,
-    engine: EngineSize,
-    advisory: Advisory,
-    *,
-    records: bool,
-) -> Scheduler | RecordingScheduler:
-    """Return a scheduler with the policy, the targets and the limits of ``config``.
+def core_setup(
+    config: CoserveConfig, profile: LatencyProfile, engine: EngineSize
+) -> SchedulerSetup:
+    """Return the policy, the targets and the limits of ``config``.
 
-    ``advisory`` calls what judges, learns and records.
-
-    ``engine`` has the limits for the no-interference baseline. With ``records`` this rank writes
-    the recording, if one is configured.
-
-    Raises:
-        ConfigError: the recording cannot be written.
+    ``engine`` has the limits for the no-interference baseline.
     """
-    setup = SchedulerSetup(
+    return SchedulerSetup(
         policy=config.offline_policy,
         slos=config.slos(),
         config=SchedulerConfig(
@@ -47,9 +38,17 @@ def make_core_scheduler(
         profile=profile,
         engine=engine,
     )
-    if records and config.record_plans is not None:
-        return recorded(setup, config.record_plans, advisory)
-    return setup.make(advisory=advisory)
+
+
+def failed_plans(setup: SchedulerSetup, config: CoserveConfig) -> FailedPlans:
+    """Return what writes down what plans were made from that failed.
+
+    It is beside the batches, as it is as confidential, or in a directory of this user's.
+    """
+    if config.coserve_data_dir is not None:
+        return FailedPlans(setup, Path(config.coserve_data_dir) / "failed-plans")
+    own = f"coserve-failed-plans-{os.getuid()}"
+    return FailedPlans(setup, Path(tempfile.gettempdir()) / own)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

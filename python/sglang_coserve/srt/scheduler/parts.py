@@ -10,7 +10,9 @@ from typing import Any
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.fifo import FifoAdmission
@@ -19,11 +21,12 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
+from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.install import Installed
-from sglang_coserve.srt.scheduler.core_setup import make_core_scheduler
+from sglang_coserve.srt.scheduler.core_setup import core_setup, failed_plans
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
@@ -131,16 +134,14 @@ class CoserveParts:
                 forget=self.live.forget,
             )
         profile = latency_profile(scheduler, config)
-        records = compat.is_first_rank(scheduler)
+        setup = core_setup(config, profile, _engine_size(scheduler))
+        core: Scheduler | RecordingScheduler = setup.make(advisory=self.advisory)
+        writes = compat.is_first_rank(scheduler)  # The others decide alike.
+        if writes and config.record_plans is not None:
+            core = recorded(setup, config.record_plans, self.advisory)
         return PlannedAdmission(
             scheduler,
-            make_core_scheduler(
-                config,
-                profile,
-                _engine_size(scheduler),
-                self.advisory,
-                records=records,
-            ),
+            core,
             pools=self.pools,
             view=self.view,
             retraction=self.retraction,
@@ -152,6 +153,8 @@ class CoserveParts:
             advisory=self.advisory,
             forget=self.live.forget,
             plans_online=config.plans_online,
+            most_offline=config.offline_max_running,
+            failed_plans=failed_plans(setup, config).write if writes else None,
         )
 
     def _switched_off(self, part: str, error: Exception) -> None:

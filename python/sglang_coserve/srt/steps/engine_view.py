@@ -93,6 +93,12 @@ class EngineView:
             [*self.waiting, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
         )
 
+    def end_offer(self) -> None:
+        """Restore the queue where a round ended early: nothing is offered, nothing hidden."""
+        self.withdraw()
+        if self._hidden:
+            self.show_again()
+
     @contextmanager
     def own_queue(self) -> Iterator[None]:
         """Let SGLang see its own queue while it takes in a request: whether that is full, and who

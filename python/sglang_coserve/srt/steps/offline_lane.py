@@ -105,6 +105,13 @@ class OfflineLane:
             return []
         return [req for req in batch.reqs if not req.finished()]
 
+    def forget_launched(self) -> None:
+        """Note that what was prepared in this round does not run; a suspended step stays so."""
+        self._launched = None
+        suspended, chunk = self._suspended, self._view.chunk
+        if suspended is not None and chunk is not None and chunk is _chunk_of(suspended.batch):
+            self._view.put_chunk(None)
+
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
         suspended = self._suspended

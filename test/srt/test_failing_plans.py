@@ -1,0 +1,107 @@
+"""Plans fail in the real scheduler, and every request has the output that it has without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_coserve.core.recording import read_recording, replay
+from srt.conftest import Reference
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.test_planned_scheduler import LOOSE, TIGHT
+from srt.test_scheduler import mixed_specs
+
+PLACES = {
+    "before it": ("admission.core", "plan"),
+    "the snapshot": ("admission", "_snapshot"),
+    "the chunks": ("admission._plans", "_executable"),
+    "the queue": ("admission._plans._chunks", "_admit"),
+    "the chunk": ("admission._plans._chunks", "_choose_chunk"),
+    "after it": ("admission.core", "start"),
+    "its result": ("admission.core", "update"),
+}
+"""Where a plan is to fail: the object among ``CoserveParts``, and its method."""
+
+ENDS_PLANNING = {"after it", "its result"}
+"""SGLang has prepared the batch already, or the core has lost track of what runs."""
+
+
+def run(
+    engine: ScriptedEngine, specs: list[Spec], place: str, share: float, dumps: Path | None
+) -> tuple[dict[str, list[int]], int, dict[str, str]]:
+    """Serve ``specs``, a few in each step, while this share of the calls fails in that place.
+
+    Returns the outputs, how many plans failed, and what is off.
+    """
+    parts = engine.scheduler.parts
+    path, method = PLACES[place]
+    owner, chance = attrgetter(path)(parts), random.Random(7)
+    inner = getattr(owner, method)
+
+    def failing(*args: Any, **named: Any) -> Any:
+        assert chance.random() > share, "a plan that cannot be"
+        return inner(*args, **named)
+
+    def script(iteration: int) -> Iterator[Any]:
+        if iteration * 3 >= len(specs):
+            raise StopIteration
+        now = specs[iteration * 3 : iteration * 3 + 3]
+        return iter([engine.request(*spec[:3], offline=spec[3]) for spec in now])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, failing)
+        if dumps is not None:
+            patch.setattr(parts.admission._write_failed.__self__, "_directory", dumps)
+        engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
+    engine.assert_nothing_leaked()
+    assert not len(parts.ledger)
+    assert not parts.admission.num_waiting()
+    found = (outputs, parts.admission._unplanned.num_failed, dict(parts.advisory.off))
+    parts.admission._unplanned.num_failed = 0
+    engine.reqs.clear()
+    return found
+
+
+@pytest.mark.parametrize("targets", [LOOSE, TIGHT], ids=["loose", "tight"])
+def test_requests_have_their_outputs_whatever_fails_of_a_plan(
+    start_engine: Any, reference_outputs: Reference, targets: Any, tmp_path: Path
+) -> None:
+    specs = mixed_specs(seed=3, num_online=14, num_offline=22)
+    expected = reference_outputs(specs)
+    process: EngineProcess = start_engine(overlap=targets is TIGHT, coserve=targets)
+    for place in PLACES.keys() - ENDS_PLANNING:
+        outputs, num_failed, off = process.call(run, specs, place, 0.2, tmp_path)
+        assert outputs == expected, place
+        assert num_failed > 0, place
+        assert off == {}, place
+    dumps = sorted(tmp_path.iterdir())
+    assert 1 <= len(dumps) <= 8
+    assert {dump.stat().st_mode & 0o777 for dump in dumps} == {0o600}
+    for dump in dumps:
+        setup, events = read_recording(dump.read_text().splitlines(keepends=True), dump.name)
+        assert len(list(replay(events, setup.make()))) == 1
+    process.close()
+
+
+@pytest.mark.parametrize("place", sorted(ENDS_PLANNING | {"before it"}))
+def test_where_plans_go_on_failing_requests_are_served_without(
+    start_engine: Any, reference_outputs: Reference, place: str, tmp_path: Path
+) -> None:
+    specs = mixed_specs(seed=4, num_online=14, num_offline=22)
+    process: EngineProcess = start_engine(coserve=LOOSE)
+    share = 1.0 if place == "before it" else 0.1
+    outputs, _, off = process.call(run, specs, place, share, tmp_path)
+    assert outputs == reference_outputs(specs)
+    assert off["planning"] == "AssertionError: a plan that cannot be"
+    assert off.keys() <= {"planning", "judgement"}  # That learns from the same results.
+    # And on, without any failure.
+    outputs, num_failed, _ = process.call(run, specs, place, 0.0, None)
+    assert outputs == reference_outputs(specs)
+    assert num_failed == 0
+    process.close()
