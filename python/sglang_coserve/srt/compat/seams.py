@@ -104,6 +104,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "get_internal_state": "recv_req",
             "get_new_batch_prefill": "running_batch",
             "get_next_batch_to_run": "running_batch last_batch",
+            "handle_embedding_request": "recv_req",
             "handle_generate_request": "recv_req",
             "init_grammar_manager": "",
             "init_invariant_checker": "",
