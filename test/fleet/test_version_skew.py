@@ -19,10 +19,14 @@ from batch.scenarios import play
 from batch.scripted_backend import ScriptedBackend, answer
 from fleet.test_backend import Lines, finish_all, fleet_of, request, until
 from http_lines.live_engine import LiveEngine, engine_load
+from sglang_coserve.cli.batches import _details, batch_row
+from sglang_coserve.client import JobState
+from sglang_coserve.client.batch_api import batch_of
 from sglang_coserve.client.batch_result import decode_record
+from sglang_coserve.client.server_batch import batch_status, check_outcome
 from sglang_coserve.client.submission import Submission
 from sglang_coserve.core.engine_load import EngineLoad, WantedLines
-from sglang_coserve.errors import RequestError
+from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet import EngineState
 from sglang_coserve.fleet.engine_views import Bill, OnlineUsers
 from sglang_coserve.http_lines import EngineDelays, EngineDescription
@@ -105,7 +109,7 @@ def defaults(value: Any) -> dict[str, Any]:
 
 def at(fields: Any, path: tuple[Any, ...]) -> Any:
     for name in path:
-        fields = fields[name] if isinstance(fields, dict) else getattr(fields, name)
+        fields = fields[name] if isinstance(fields, dict | list) else getattr(fields, name)
     return fields
 
 
@@ -151,6 +155,37 @@ def test_records_of_other_versions_are_read() -> None:
     fields["response"]["from_the_future"] = 1
     content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     assert decode_record(content).ok
+
+
+def test_a_batch_of_a_server_of_another_version_is_shown() -> None:
+    whole = {
+        "id": "batch_1",
+        "status": "failed",
+        "completion_window": "24h",
+        "created_at": 1_700_000_000,
+        "expires_at": 1_700_086_400,
+        "request_counts": {"total": 2, "completed": 1, "failed": 1},
+        "usage": {"total_tokens": 5, "input_tokens": 3, "output_tokens": 2},
+        "errors": {"data": [{"line": 1, "message": "bad", "code": "c"}]},
+        "coserve": {"paused": True},
+    }
+    for path in ((), ("request_counts",), ("usage",), ("errors",), ("errors", "data", 0)):
+        for name in at(whole, path):
+            answer = copy.deepcopy(whole)
+            inner = answer
+            for step in path:
+                inner = inner[step]
+            inner["from_the_future"] = 1
+            del inner[name]
+            if not path and name in ("id", "status"):
+                with pytest.raises(ServerError, match="no batch"):
+                    batch_of(answer)
+                continue
+            batch = batch_of(answer)
+            assert batch_row(batch) in _details(batch)
+            assert batch_status(batch, JobState.RUNNING, 9, 1.0, None).batch_id == "batch_1"
+            with pytest.raises(InputFileError):
+                check_outcome(batch, "the file")
 
 
 def test_a_gateway_serves_with_engines_of_other_versions() -> None:

@@ -20,6 +20,7 @@ from sglang_coserve.http_lines import (
     EngineRefusesError,
     LineMovedError,
 )
+from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
     LineCall,
     LineEvent,
@@ -404,5 +405,29 @@ def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it
         await engine.holds(1)
         engine.backend.held("more").finish()
         return await task
+
+    play(scenario())
+
+
+def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deaf, it would seem to work for as long as it sends its heartbeat."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("out of luck")
+
+    async def scenario() -> None:
+        async with (
+            LiveEngine(heartbeat_s=0.05) as engine,
+            EngineConnection(engine.url, ADMIN_KEY) as connection,
+        ):
+            first = asyncio.ensure_future(connection.run(request("a"), "scripted", ignore))
+            await engine.holds(1)
+            monkeypatch.setattr(LineStream, "_begin", fail)
+            second = asyncio.ensure_future(connection.run(request("b"), "scripted", ignore))
+            for attempt in (first, second):
+                with pytest.raises(EngineLostError):
+                    await asyncio.wait_for(attempt, 30)
 
     play(scenario())

@@ -19,10 +19,24 @@ from sglang_coserve.client.connections import server_address
 from sglang_coserve.errors import InputFileError, RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.retry import RetryPolicy, backoff_s
 
-__all__ = ["FINAL_STATUSES", "Batch", "BatchApi"]
+__all__ = ["FINAL_STATUSES", "Batch", "BatchApi", "batch_of"]
 
 Batch: TypeAlias = Mapping[str, Any]
 """A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "completion_window": "?",
+    "created_at": 0,
+    "expires_at": 0,
+    "request_counts": {"total": 0, "completed": 0, "failed": 0},
+    "usage": {"total_tokens": 0, "input_tokens": 0, "output_tokens": 0},
+    "output_file_id": None,
+    "error_file_id": None,
+    "coserve": {},
+}
+"""Of a batch object, whose ``id`` and ``status`` are always there."""
+
+_FAULT: Final[dict[str, Any]] = {"line": None, "message": ""}
 
 FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
@@ -99,21 +113,21 @@ class BatchApi:
             "coserve": dict(options),
         }
         headers = {"idempotency-key": key}
-        return await self._call("POST", "/v1/batches", json=body, headers=headers)
+        return batch_of(await self._call("POST", "/v1/batches", json=body, headers=headers))
 
     async def retrieve(self, batch_id: str) -> Batch:
         """Return a batch."""
-        return await self._call("GET", f"{self._batches}/{batch_id}")
+        return batch_of(await self._call("GET", f"{self._batches}/{batch_id}"))
 
     async def newest(self, limit: int = 20, **filters: str | None) -> list[Batch]:
         """Return the newest batches; ``filters`` are an operator's: ``owner``, ``status``."""
         given = {name: value for name, value in filters.items() if value is not None}
         page = await self._call("GET", self._batches, params={"limit": limit, **given})
-        return list(page["data"])
+        return [batch_of(each) for each in page.get("data", ())]
 
     async def cancel(self, batch_id: str) -> Batch:
         """Cancel a batch; finished lines keep their results."""
-        return await self._call("POST", f"{self._batches}/{batch_id}/cancel")
+        return batch_of(await self._call("POST", f"{self._batches}/{batch_id}/cancel"))
 
     async def fetch(self, file_id: str, path: Path) -> None:
         """Append the bytes of a file that ``path`` lacks; the file may still grow.
@@ -195,6 +209,24 @@ class BatchApi:
             )
         pause_s = backoff_s(attempt + 1, policy.first_delay_s, policy.max_delay_s, self._rng)
         await asyncio.sleep(pause_s)
+
+
+def batch_of(answer: Any) -> Batch:
+    """Return the batch in an answer, with a default for what a server of another version lacks.
+
+    Raises:
+        ServerError: it is none.
+    """
+    if not isinstance(answer, dict) or not {"id", "status"} <= answer.keys():
+        raise ServerError(f"the server's answer is no batch: {answer!r:.200}")
+    filled = _DEFAULTS | answer
+    for name, default in _DEFAULTS.items():
+        if isinstance(default, dict):
+            filled[name] = default | (answer.get(name) or {})
+    errors = answer.get("errors") or {}
+    faults = [_FAULT | fault for fault in errors.get("data") or ()]
+    filled["errors"] = {**errors, "data": faults} if faults else None
+    return filled
 
 
 def _raise_if_refused(answer: httpx.Response) -> None:
