@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
 def known_rids(engine: ScriptedEngine) -> set[str]:
     """What any of the parts still knows of requests."""
     parts = engine.scheduler.parts
-    rids = {req.rid for req in parts.ledger.reqs()}
+    rids = {req.rid for req in parts.ledger.reqs()} | parts.checkpointing._meter._computed_to.keys()
     core = getattr(parts.admission, "core", None)
     if core is not None:
         rids |= {f"queued-{number}" for number in range(len(core.queue) + core.queue.num_running)}
@@ -151,6 +151,64 @@ def run_refused_priority(engine: ScriptedEngine) -> None:
 
 def test_a_priority_that_is_refused_is_forgotten(engine: EngineProcess) -> None:
     engine.call(run_refused_priority)
+
+
+def run_out_of_memory(engine: ScriptedEngine) -> None:
+    """No memory is left for the only request: nothing can be retracted for it."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    has_memory = ScheduleBatch.check_decode_mem
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request("only", scenarios.prompt(1, 50), 40)]
+        if len(engine.output("only")) == 3:
+            ScheduleBatch.check_decode_mem = lambda *_args, **_options: False
+        if (not engine.scheduler.running_batch.reqs and iteration > 3) or iteration > 60:
+            raise StopIteration
+        return []
+
+    try:
+        engine.run(script)
+    finally:
+        ScheduleBatch.check_decode_mem = has_memory
+    assert 3 <= len(engine.output("only")) < 40
+    assert_all_noticed(engine)
+
+
+def test_a_request_for_which_no_memory_is_left_is_forgotten(engine: EngineProcess) -> None:
+    engine.call(run_out_of_memory)
+
+
+def run_grammar_beside_offered(engine: ScriptedEngine) -> tuple[int, int]:
+    """Let an online request's grammar be ready when more is offered than may be queued."""
+    most_offered, view = 0, engine.scheduler.parts.view
+    offer = view.offer
+
+    def note_and_offer(reqs: Any) -> None:
+        nonlocal most_offered
+        most_offered = max(most_offered, len(reqs))
+        offer(reqs)
+
+    offline = [
+        engine.request(f"off{i}", scenarios.prompt(i, 50), 60, offline=True) for i in range(30)
+    ]
+    online = engine.request("on", scenarios.prompt(90, 20), 4, json_schema='{"type": "object"}')
+    view.offer = note_and_offer
+    try:
+        engine.run([*offline, online])
+    finally:
+        view.offer = offer
+    assert_all_noticed(engine)
+    return most_offered, len(engine.output("on"))
+
+
+def test_offered_offline_requests_do_not_fill_the_queue_of_online_ones(
+    engine: EngineProcess,
+) -> None:
+    most_offered, num_tokens = engine.call(run_grammar_beside_offered)
+    assert most_offered == 0 or most_offered > SETTINGS["max_queued_requests"]
+    assert num_tokens == 4
 
 
 def run_abort_all(engine: ScriptedEngine) -> None:

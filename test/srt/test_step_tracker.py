@@ -185,7 +185,7 @@ def suspended_step() -> StepTracker:
 
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker = suspended_step()
-    req = request("a")
+    req = tracker._ledger.request("a")
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     tracker.processed((), ())
     (other,) = tracker.next_pass(5.0)
@@ -213,3 +213,18 @@ def test_a_request_that_was_aborted_meanwhile_is_not_told_of() -> None:
     (result,) = engine.run(2.0, 1)
     assert result.served == ()
     assert result.chunks == (PrefillChunk("r0", 1),)
+
+
+def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
+    """Under overlap scheduling a result may come after the end."""
+    engine = Engine(is_overlapped=False)
+    aborted, namesake = request("a"), request("a")
+    engine.ledger.add(aborted, 1.0)
+    engine.tracker.next_pass(1.0)
+    engine.tracker.launched(prefill(aborted))
+    engine.ledger.forget("a")
+    engine.ledger.add(namesake, 1.5)
+    engine.tracker.processed([aborted], [True])
+    (result,) = engine.tracker.next_pass(2.0)
+    assert result.served == ()
+    assert engine.ledger.last_token_s("a") is None

@@ -49,8 +49,9 @@ class RecomputeMeter:
         if before == _ALL:
             # If the request is complete now, its last token was not computed before.
             before = end - is_whole
-        else:
-            # Tokens found in the cache count as computed at this point.
+        elif not req.finished():
+            # Tokens found in the cache count as computed at this point. One that was aborted
+            # between two chunks may be forgotten already.
             self._computed_to[req.rid] = _ALL if is_whole else max(before, end)
         request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
         self.computed_tokens[request_class] += tokens

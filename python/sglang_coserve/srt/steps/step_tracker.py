@@ -208,10 +208,10 @@ class StepTracker:
         ledger = self._ledger
         served = []
         for req, has in zip(reqs, has_token, strict=True):
+            if not ledger.has(req):
+                continue  # It was aborted meanwhile, and another one may have its rid.
             rid = req.rid
-            info = ledger.get(rid)
-            if info is None:
-                continue  # The request was aborted meanwhile.
+            info = ledger[rid]
             if info.is_online:
                 last_s = ledger.last_token_s(rid)
                 served.append(ServedRequest(info, last_s, now_s if has else None))
