@@ -108,7 +108,11 @@ class Forecaster:
         self._hours = {hour: each for hour, each in self._hours.items() if hour >= oldest}
         written = {hour: self._hours[hour] for hour in self._unwritten if hour >= oldest}
         self._unwritten.clear()
-        await self._store.run(forecast_rows.put_hours, written, oldest)
+        try:
+            await self._store.run(forecast_rows.put_hours, written, oldest)
+        except BaseException:
+            self._unwritten.update(written)
+            raise
 
     def _note(self, past: PastJob, tokens: float, expected: float) -> None:
         self._errors.add(past)
