@@ -51,3 +51,12 @@ def __getattr__(name: str) -> MissingKernel:
 
 for _operator in (fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu):
     setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)
+
+# SGLang's processor of pictures for Qwen imports a newer model, which looks these up at once.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _name, _missing("torch.ops.sgl_kernel", _name))
