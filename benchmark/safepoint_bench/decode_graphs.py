@@ -19,7 +19,7 @@ from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
 
-__all__ = ["measure_decode_graphs"]
+__all__ = ["lone_decode_backend", "measure_decode_graphs"]
 
 _ROWS: Final = 64
 _INTERVAL: Final = 4
@@ -27,12 +27,24 @@ _REPLAYS: Final = 100
 _STOPS: Final = 100
 
 
+def lone_decode_backend(device_module: Any, cuts: Any, gate: Any) -> Any:
+    """Return a ``GroupedDecodeBackend`` without an engine, for one rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
+
+    group = SimpleNamespace(barrier=lambda: None)
+    model_runner = SimpleNamespace(tp_group=group)  # Where SGLang looks until 0.5.21.
+    runner = SimpleNamespace(device_module=device_module, model_runner=model_runner)
+    with get_parallel().override(tp_group=group):
+        return GroupedDecodeBackend(runner, cuts, gate)
+
+
 class Variants:
     """A decode step of ``_ROWS`` requests, captured both ways."""
 
     def __init__(self, model_path: Path) -> None:
         from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-        from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
         from sglang_coserve.srt.safepoint.resumption import Resumption
 
         self.layers = decoder_layers(model_path)
@@ -40,11 +52,7 @@ class Variants:
         self.gate = RunAheadGate(LocalGate(self.flag), self.flag, cuda_events(1))
         self.x = torch.randn(_ROWS, self.layers[0].hidden, device="cuda", dtype=torch.bfloat16)
         cuts = GraphCuts(self.layers, _INTERVAL, self.gate, Resumption(self.layers))
-        group = SimpleNamespace(barrier=lambda: None)
-        runner = SimpleNamespace(
-            device_module=torch.cuda, model_runner=SimpleNamespace(tp_group=group)
-        )
-        self.backend = GroupedDecodeBackend(runner, cuts, self.gate)
+        self.backend = lone_decode_backend(torch.cuda, cuts, self.gate)
         # What SGLang's runner does before it captures.
         self.backend._pool = torch.cuda.graph_pool_handle()
         self.backend._capture_stream = torch.cuda.Stream()

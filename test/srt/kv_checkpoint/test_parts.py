@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import cache_controller
 
 from kv_bench.rows import new_request
 from sglang_coserve.config import CoserveConfig
@@ -19,6 +20,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.settings import (
@@ -79,6 +81,30 @@ def test_a_stream_can_wait_for_all_that_another_has_now() -> None:
     gate.set()
     second.synchronize()
     assert done == ["first", "second"]
+
+
+def test_a_load_waits_for_the_passes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_controller, "device_module", device_module)
+    passes, loads, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
+    passes.submit(lambda: (gate.wait(), done.append("pass")))
+
+    def load(*_: Any) -> None:
+        current_stream().submit(lambda: done.append("load"))
+
+    controller = SimpleNamespace(
+        move_indices=lambda *slots: slots,
+        load_stream=loads,
+        load_fence_stream=passes,
+        layer_num=1,
+        mem_pool_host=SimpleNamespace(load_to_device_per_layer=load),
+        mem_pool_device=None,
+        io_backend="direct",
+        ack_load_queue=[],
+    )
+    v17.start_load(controller, torch.arange(1), torch.arange(1), 1)
+    gate.set()
+    loads.synchronize()
+    assert done == ["pass", "load"]
 
 
 def test_a_copy_that_fails_never_counts_as_done() -> None:

@@ -13,6 +13,8 @@ from sglang.srt.model_executor.runner_backend import (
     TcPiecewiseCudaGraphBackend,
 )
 
+from sglang_coserve.errors import StartupError
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.prefill_graphs import (
     CutPrefillBackend,
     cut_prefill_graphs,
@@ -21,6 +23,7 @@ from sglang_coserve.srt.safepoint.prefill_graphs import (
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
+    WIDTH,
     GraphedModel,
     group_of_ranks,
     weak_references,
@@ -120,6 +123,49 @@ def test_what_stopped_without_a_graph_does_not_go_on_in_one() -> None:
         model.run_until(graph, None, lambda: model.cuts.replay(graph))
 
 
+def test_what_stopped_without_a_graph_is_kept_from_the_runner_of_graphs() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    runner = SimpleNamespace(can_run_graph=lambda batch: batch == "fits")
+    model.cuts.guard(runner)
+    assert (runner.can_run_graph("fits"), runner.can_run_graph("too long")) == (True, False)
+    with model.resumption.resuming(INTERVAL, (model.x, model.residual)):
+        assert not runner.can_run_graph("fits")
+    model.load(1)
+    assert model.run_until(graph, 0, lambda: model.cuts.replay(graph)) == INTERVAL
+    with model.resumption.resuming(INTERVAL, model.resumption.outputs):
+        assert runner.can_run_graph("fits")
+
+
+def test_what_a_layer_owes_is_done_before_a_cut() -> None:
+    boundary = pytest.importorskip("sglang.srt.layers.layer_boundary.output", reason="since 0.5.21")
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    class Experts(boundary.DeferredFinalize, frozen=True):
+        def complete(self) -> torch.Tensor:
+            return torch.full((WIDTH,), 2.0)
+
+    model, seen = GraphedModel(), []
+    model.layers[INTERVAL].forward = lambda *arguments, **_: seen.append(arguments)
+    batch = ForwardBatch.__new__(ForwardBatch)
+    batch.residual_stream = ResidualStream(torch.ones(WIDTH))
+    handle = batch.residual_stream.record(Experts(), PLAIN_ADD)
+    with model.cuts.placed():
+        model.layers[INTERVAL](None, handle, forward_batch=batch)
+    ((_, hidden),) = seen
+    assert hidden.tolist() == [2.0] * WIDTH
+    batch.residual_stream.check(hidden)
+    assert [each.tolist() for each in compat.tensors_beside([batch])] == [
+        [1.0] * WIDTH,
+        [2.0] * WIDTH,
+    ]
+    batch.residual_stream.transport = (None, None)
+    with model.cuts.placed(), pytest.raises(StartupError, match="--safepoint-interval"):
+        model.layers[INTERVAL](None, hidden, forward_batch=batch)
+
+
 # --- Prefills -----------------------------------------------------------------------------
 
 
@@ -141,7 +187,9 @@ def test_prefill_graphs_are_captured_again() -> None:
     model = GraphedModel()
     backend = BreakableCudaGraphBackend.__new__(BreakableCudaGraphBackend)
     backend.cleanup = lambda: events.append("cleanup")  # type: ignore[method-assign]
-    model_runner = runner_with(backend, capture=lambda: events.append("capture"))
+    model_runner = runner_with(
+        backend, capture=lambda: events.append("capture"), can_run_graph=lambda _: True
+    )
     cut_prefill_graphs(model_runner, model.cuts)
     assert events == ["cleanup", "capture"]
     cut = model_runner.prefill_cuda_graph_runner.backend
@@ -175,3 +223,11 @@ def test_prefills_without_graphs_are_left_alone() -> None:
 def test_prefills_that_run_as_one_piece_are_told_apart(backend: Any, stops: bool) -> None:
     made = None if backend is None else backend.__new__(backend)
     assert (why_prefills_cannot_stop(runner_with(made)) is None) == stops
+
+
+def test_prefills_whose_memory_is_lent_cannot_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
+    if not compat.lends_graph_memory():
+        pytest.skip("this SGLang lends none")
+    runner = runner_with(BreakableCudaGraphBackend.__new__(BreakableCudaGraphBackend))
+    assert "SGLANG_ENABLE_GRAPH_POOL_BORROW" in str(why_prefills_cannot_stop(runner))

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
+from safepoint_bench.decode_graphs import lone_decode_backend
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
-from sglang_coserve.srt.safepoint.grouped_decode_graph import (
-    GroupedDecodeBackend,
-    why_no_grouped_decode_graphs,
-)
+from sglang_coserve.srt.safepoint.grouped_decode_graph import why_no_grouped_decode_graphs
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
     GraphedModel,
-    group_of_ranks,
     weak_references,
 )
 from srt.safepoint_cuda.device_thread import DeviceEvent, DeviceThread
@@ -42,10 +41,7 @@ class Decode:
         events = [DeviceEvent(device), DeviceEvent(device)]
         gate = RunAheadGate(LocalGate(flag), flag, events)
         self.model = model = GraphedModel(gate, flag)
-        runner = SimpleNamespace(
-            device_module=torch.cpu, model_runner=SimpleNamespace(tp_group=None)
-        )
-        self.backend = GroupedDecodeBackend(runner, model.cuts, gate)
+        self.backend = lone_decode_backend(torch.cpu, model.cuts, gate)
         self.graph = model.capture()
         self.backend._grouped[SHAPE] = self.graph, "grouped"
         plain = SimpleNamespace(replay=lambda: model.ran.extend(range(LAYERS)))
@@ -102,3 +98,14 @@ def test_layers_keep_a_forward_of_their_own(device: DeviceThread) -> None:
 def test_what_cannot_be_captured_in_groups_says_why(runner: Any, reason: str) -> None:
     model_runner = SimpleNamespace(decode_cuda_graph_runner=runner)
     assert reason in str(why_no_grouped_decode_graphs(model_runner))
+
+
+def test_graphs_whose_memory_is_lent_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FullCudaGraphBackend.__new__(FullCudaGraphBackend)
+    runner = SimpleNamespace(backend=backend, enable_torch_compile=False)
+    model_runner = SimpleNamespace(
+        decode_cuda_graph_runner=runner, server_args=SimpleNamespace(enable_memory_saver=False)
+    )
+    assert why_no_grouped_decode_graphs(model_runner) is None
+    monkeypatch.setattr(compat, "lends_graph_memory", lambda: True)
+    assert "SGLANG_ENABLE_GRAPH_POOL_BORROW" in str(why_no_grouped_decode_graphs(model_runner))

@@ -19,11 +19,11 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from torch import nn
 
+from safepoint_bench.decode_graphs import lone_decode_backend
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events, order_behind_pass
@@ -181,10 +181,8 @@ def test_graphs_go_on_from_where_they_stopped_after_other_batches() -> None:
 
 def test_grouped_decode_graphs_compute_what_the_plain_one_does() -> None:
     subject = Layers()
-    group = SimpleNamespace(barrier=lambda: None)
-    runner = SimpleNamespace(device_module=torch.cuda, model_runner=SimpleNamespace(tp_group=group))
     cuts = GraphCuts(subject.layers, INTERVAL, subject.gate, Resumption(subject.layers))
-    backend = GroupedDecodeBackend(runner, cuts, subject.gate)
+    backend = lone_decode_backend(torch.cuda, cuts, subject.gate)
     backend._pool, backend._capture_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     with torch.cuda.stream(backend._capture_stream):
         backend.capture_one("shape", subject.run)

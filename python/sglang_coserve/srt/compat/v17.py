@@ -11,6 +11,7 @@ __all__ = [
     "aborted_errors",
     "cached_tokens_of",
     "check_extra_keys",
+    "complete_arguments",
     "computed_tokens",
     "copy_streams",
     "exceeds_window_pool",
@@ -21,6 +22,7 @@ __all__ = [
     "inserting_cache",
     "is_mixed",
     "keep_outputs",
+    "lends_graph_memory",
     "logit_processors",
     "model_config_of",
     "num_core_sets",
@@ -205,6 +207,25 @@ def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG00
     return kept
 
 
+def complete_arguments(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a layer's arguments as tensors can be kept of them, for a cut of a CUDA graph there.
+
+    To be called in the capture: what completes them becomes a part of the graph.
+
+    Raises:
+        StartupError: they cannot be kept.
+    """
+    return tuple(arguments)
+
+
+def lends_graph_memory() -> bool:
+    """Return whether SGLang lends the memory of its CUDA graphs to other work."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, "SGLANG_ENABLE_GRAPH_POOL_BORROW", None)  # Not in every version.
+    return variable is not None and bool(variable.get())
+
+
 def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
     """Return the tensors that a layer is given beside its arguments."""
     return ()
@@ -265,6 +286,9 @@ def replace_copy_engine(device_module: Any) -> None:
 def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
     """Copy KV to the device in the background, after all that the device has been given to do.
 
+    Forward passes in flight included, of ``controller.load_fence_stream``: one may still write to
+    slots that were freed.
+
     The end is acknowledged under ``load_id``.
     """
     from sglang.srt.managers.cache_controller import HiCacheAck, device_module
@@ -275,6 +299,7 @@ def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int
     ready.record()
     with device_module.stream(controller.load_stream):
         ready.wait(controller.load_stream)
+        controller.load_stream.wait_stream(controller.load_fence_stream)
         begin.record()
         for layer in range(controller.layer_num):
             controller.mem_pool_host.load_to_device_per_layer(

@@ -70,10 +70,7 @@ def submit_load(
 
     operation = CacheOperation(host_slots, device_slots, load_id)
     slots = controller._move_op_indices(operation)
-    # Since 0.5.19: the stream of forward passes, which may still write to slots that were freed.
-    fence = getattr(controller, "load_fence_stream", None)
-    if fence is not None:
-        copy_streams(controller)[1].wait_stream(fence)
+    copy_streams(controller)[1].wait_stream(controller.load_fence_stream)
     copy = controller.l2_transfer_engine.submit_host_to_device(
         controller._l2_load_transfers(*slots), **layers
     )

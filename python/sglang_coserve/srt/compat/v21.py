@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sglang_coserve.errors import StartupError
 from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.compat.v18 import submit_load
 from sglang_coserve.srt.compat.v19 import protected_tokens
 
 __all__ = [
     "cached_tokens_of",
+    "complete_arguments",
     "exceeds_window_pool",
     "inserting_cache",
     "is_mixed",
@@ -83,6 +85,28 @@ def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:
     if stream is not None:
         _forward_batch(arguments).residual_stream = stream
     return outputs
+
+
+def complete_arguments(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """As in ``v17``. What a layer with experts left to the next one to finish is finished here: its
+    parts are no tensors of ours."""
+    from sglang.srt.layers.layer_boundary.residual.batch import complete_output
+    from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
+
+    batch = _forward_batch(arguments)
+    stream = batch and batch.residual_stream
+    if stream is None:
+        return tuple(arguments)
+    if stream.transport is not None:
+        raise StartupError(
+            "the model's layers hand on rows that a CUDA graph cannot keep at a cut: start without "
+            "--safepoint-interval"
+        )
+    if stream.pending is None or stream.pending.value is not None:
+        return tuple(arguments)
+    return tuple(
+        complete_output(each, batch) if isinstance(each, OwedOutput) else each for each in arguments
+    )
 
 
 def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
-__all__ = ["GraphCuts"]
+__all__ = ["GraphCuts", "why_graphs_cannot_be_cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,19 @@ class GraphCuts:
         """Whether the running batch is a resumed one."""
         return self._resumption.first > 0
 
+    def guard(self, runner: Any) -> None:
+        """Let SGLang's runner of these graphs leave a batch alone that stopped without a graph.
+
+        It goes on without one, whatever else would let it run in one.
+        """
+        can_run_graph = runner.can_run_graph
+
+        def can_go_on_in_a_graph(forward_batch: Any) -> bool:
+            stopped_in_one = isinstance(self._resumption.resumed, _Inputs)
+            return bool((stopped_in_one or not self.is_resumed) and can_run_graph(forward_batch))
+
+        runner.can_run_graph = can_go_on_in_a_graph
+
     def replay(self, graph: BreakableCUDAGraph) -> None:
         """Replay a graph, or the rest of it if the batch is resumed.
 
@@ -92,13 +105,14 @@ class GraphCuts:
         reach = eager_on_graph(enable=True)(self._reach)
 
         def cut_and_forward(*args: Any, **kwargs: Any) -> Any:
-            arguments = (*args, *kwargs.values())
+            arguments = compat.complete_arguments((*args, *kwargs.values()))
             reach(number, *_tensors((*arguments, *compat.tensors_beside(arguments))))
             capture = breakable._current_capture_var.get()
             if capture is not None:
                 graph = capture.cuda_graph
                 self._places.setdefault(graph, {})[number] = len(graph._break_fns) - 1
-            return forward(*args, **kwargs)
+            positional, named = arguments[: len(args)], arguments[len(args) :]
+            return forward(*positional, **dict(zip(kwargs, named, strict=True)))
 
         return cut_and_forward
 
@@ -117,6 +131,13 @@ class GraphCuts:
             assert isinstance(kept, _Inputs), "the batch did not stop in a graph"
             for each, value in zip(tensors, kept.tensors, strict=True):
                 each.copy_(value)
+
+
+def why_graphs_cannot_be_cut() -> str | None:
+    """Return why no graph of this process can be cut; None if they can."""
+    if compat.lends_graph_memory():
+        return "SGLANG_ENABLE_GRAPH_POOL_BORROW lends the memory of graphs to other work: unset it"
+    return None
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
-from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts, why_graphs_cannot_be_cut
 from sglang_coserve.srt.safepoint.instrument import Gate
 
 __all__ = ["GroupedDecodeBackend", "add_grouped_decode_graphs", "why_no_grouped_decode_graphs"]
@@ -41,7 +41,7 @@ def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
         return "decode steps are compiled as a whole"
     if model_runner.server_args.enable_memory_saver:
         return "the memory saver releases decode graphs by itself"
-    return None
+    return why_graphs_cannot_be_cut()
 
 
 def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: Gate) -> None:
@@ -58,6 +58,7 @@ def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: 
     runner.backend = GroupedDecodeBackend(runner, cuts, gate)
     with model_capture_mode():
         runner.capture()
+    cuts.guard(runner)
 
 
 class GroupedDecodeBackend(FullCudaGraphBackend):

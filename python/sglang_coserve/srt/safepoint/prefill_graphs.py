@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend
 
-from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts, why_graphs_cannot_be_cut
 
 __all__ = ["CutPrefillBackend", "cut_prefill_graphs", "why_prefills_cannot_stop"]
 
@@ -32,7 +32,7 @@ def why_prefills_cannot_stop(model_runner: ModelRunner) -> str | None:
         )
     if model_runner.server_args.debug_cuda_graph:
         return "--debug-cuda-graph runs the whole of a prefill graph as one call"
-    return None
+    return why_graphs_cannot_be_cut()
 
 
 def cut_prefill_graphs(model_runner: ModelRunner, cuts: GraphCuts) -> None:
@@ -49,6 +49,7 @@ def cut_prefill_graphs(model_runner: ModelRunner, cuts: GraphCuts) -> None:
     runner.backend.cleanup()
     runner.backend = CutPrefillBackend(runner, cuts)
     runner.capture()
+    cuts.guard(runner)
 
 
 class CutPrefillBackend(BreakableCudaGraphBackend):
