@@ -12,8 +12,10 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.srt.compat import set_computed_tokens
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
@@ -228,3 +230,21 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     (result,) = engine.tracker.next_pass(2.0)
     assert result.served == ()
     assert engine.ledger.last_token_s("a") is None
+
+
+def test_a_token_in_flight_counts_as_one_that_comes_out_now() -> None:
+    """Under overlap scheduling a pass is planned before the results of the last one are known."""
+    ledger, req = RequestLedger(None), request("a")
+    ledger.add(req, 1.0)
+    req.kv = SimpleNamespace()
+
+    def last_token_s(computed_tokens: int) -> float | None:
+        set_computed_tokens(req, computed_tokens)
+        (seen,) = ledger.decoding_requests([req], RequestState.DECODING, 3.0)
+        return seen.last_token_s
+
+    assert last_token_s(5) == 3.0
+    req.output_ids.append(7)
+    ledger.produced("a", 2.0)
+    assert last_token_s(5) == 2.0
+    assert last_token_s(6) == 3.0

@@ -72,7 +72,9 @@ class Request(NamedTuple):
     it does not free them."""
 
     last_token_s: float | None = None
-    """When its last token came out; None before the first."""
+    """When its last token came out; None before the first. Under overlap scheduling a plan is made
+    before the results of the last step are known: a token of that step counts as one that comes out
+    now, at the time of the snapshot."""
 
     @property
     def length_tokens(self) -> int:

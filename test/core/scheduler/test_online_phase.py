@@ -367,3 +367,18 @@ def test_online_decodes_out_of_kv_retract_the_last() -> None:
     plan = scheduler("coserve").plan(snapshot(*requests[:2], free_kv_tokens=0), NO_CACHE)
     assert [retraction.rid for retraction in plan.retract] == [requests[1].info.rid]
     assert plan.batch.decode_requests == 1
+
+
+@pytest.mark.parametrize("last_token_s", [0.0, None])
+def test_a_first_token_in_flight_is_not_overdue(last_token_s: float | None) -> None:
+    """Its request arrived 0.6 s ago, and may get a token every 0.1 s."""
+    targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
+    first = online(500, DECODING, arrival_s=-0.6)._replace(last_token_s=last_token_s)
+    plan = scheduler("coserve", queued(50, rid="q"), targets=targets).plan(
+        snapshot(first), NO_CACHE
+    )
+    assert [chunk.rid for chunk in plan.prefills] == ["q"]
+    assert plan.budget_s == pytest.approx(0.1)
+    prompt = online(50, arrival_s=-0.05)
+    plan = scheduler("coserve", targets=targets).plan(snapshot(first, prompt), NO_CACHE)
+    assert not plan.skips_decodes

@@ -173,7 +173,8 @@ class Interference:
             watched = watched_by_rid.get(info.rid)
             target_s = info.tpot_target_s or default_s
             if watched is not None and watched.tokens and target_s is not None:
-                first_s = min(first_s, watched.first_s + watched.tokens * target_s)
+                # More than ``watched.tokens`` if its last token is in flight.
+                first_s = min(first_s, watched.first_s + request.generated_tokens * target_s)
         return first_s
 
     def worked(

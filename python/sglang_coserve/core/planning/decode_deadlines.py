@@ -32,7 +32,7 @@ class DecodeDeadlines:
         self._mean_due_s = mean_due_s
         self._offline_slack_s: float | None = None
         self._due_s = [
-            (info.arrival_s if last_s is None else last_s) + target_s
+            (self._now_s if last_s is None else last_s) + target_s
             for info, _, _, _, _, last_s in requests.online_decodes
             if (target_s := info.tpot_target_s or tpot_s) is not None
         ]

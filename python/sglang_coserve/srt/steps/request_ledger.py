@@ -164,8 +164,10 @@ class RequestLedger:
         self._online.pop(rid, None)
         self._reqs.pop(rid, None)
 
-    def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
-        """Return those that generate or are paused as a snapshot has them."""
+    def decoding_requests(
+        self, reqs: Iterable[Req], state: RequestState, now_s: float
+    ) -> list[Request]:
+        """Return those that generate or are paused as a snapshot has them at ``now_s``."""
         infos, last_token_s = self._infos, self._last_token_s.get
         requests = []
         for req in reqs:
@@ -174,7 +176,9 @@ class RequestLedger:
             # Includes a token in flight under overlap scheduling, as its KV is allocated already.
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
-            requests.append(Request(info, state, generated, computed, 0, last_token_s(rid)))
+            is_in_flight = generated > len(req.output_ids)
+            last_s = now_s if is_in_flight else last_token_s(rid)
+            requests.append(Request(info, state, generated, computed, 0, last_s))
         return requests
 
     def prefilling_request(self, req: Req, state: RequestState) -> Request:
