@@ -100,8 +100,6 @@ class LinePlacement:
         engine.window = window
         has_changed = engine.is_open != is_open
         engine.is_open = is_open
-        if not is_open and not self._has_suspect(engine):
-            engine.is_for_suspects = False
         self._note_room(engine)
         self._most_lines = max((e.window for e in self._engines.values() if e.is_open), default=1)
         if has_changed:
@@ -195,24 +193,22 @@ class LinePlacement:
 
     def _place_suspects(self, placed: list[Placed]) -> None:
         """Serve the next suspect if its engine is empty; keep an engine as long as there is one."""
-        reserved = [engine for engine in self._engines.values() if engine.is_for_suspects]
+        engines = self._engines.values()
+        reserved = [engine for engine in engines if engine.is_for_suspects]
         if not self._suspects and not reserved:
             return
-        if self._suspects and not reserved:
-            candidates = [engine for engine in self._engines.values() if engine.is_open]
-            if candidates:
-                reserved = [min(candidates, key=lambda e: (len(e.in_flight), e.name))]
-                reserved[0].is_for_suspects = True
-                self._find_homes()
-        for engine in reserved:
-            if engine.in_flight:
-                continue
-            if self._suspects and engine.is_open:
+        kept = [e for e in reserved if self._has_suspect(e) or (e.is_open and self._suspects)]
+        chosen = list(kept)
+        if self._suspects and not kept:
+            candidates = [engine for engine in engines if engine.is_open]
+            chosen = sorted(candidates, key=lambda e: (len(e.in_flight), e.name))[:1]
+        if chosen != reserved:
+            for engine in engines:
+                engine.is_for_suspects = engine in chosen
+            self._find_homes()
+        for engine in chosen:
+            if self._suspects and engine.is_open and not engine.in_flight:
                 self._place(self._suspects.popleft(), engine, placed)
-            else:
-                engine.is_for_suspects = False
-                self._note_room(engine)
-                self._find_homes()
 
     def _has_suspect(self, engine: _Engine) -> bool:
         return any(self._lines[name].is_suspect for name in engine.in_flight)
