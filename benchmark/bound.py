@@ -209,7 +209,7 @@ def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[
         baseline.ended(rid)
     times: dict[str, list[float]] = {str(request.index): [] for request in requests}
     for token in baseline.advance(machinery.model.predict, math.inf):
-        times[token.rid].append(token.at_s)
+        times[str(token.key)].append(token.at_s)
     return times
 
 
