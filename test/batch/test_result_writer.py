@@ -28,8 +28,15 @@ class Desk:
     clock: ManualClock = field(default_factory=ManualClock)
     commits: list[Progress] = field(default_factory=list)
     is_broken: bool = False
+    held: asyncio.Event | None = None
+    """A commit waits for it."""
+
+    waits: bool = False
 
     async def commit(self, progress: Progress) -> None:
+        if self.held is not None:
+            self.waits = True
+            await self.held.wait()
         if self.is_broken:
             raise StorageError("no")
         on_disk = self.output.stat().st_size if self.output.exists() else 0
@@ -87,6 +94,29 @@ def test_closing_writes_what_waits(desk: Desk) -> None:
         await writer.close()
         assert [p.completed for p in desk.commits] == [1]
         assert desk.output.read_bytes() == record(1, 2)
+
+    play(desk, scenario)
+
+
+def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
+    """A batch is changed, which ends its run, and then the server stops, which ends it again."""
+
+    async def scenario(writer: ResultWriter) -> None:
+        desk.add(writer, 1)
+        desk.held = asyncio.Event()
+        await desk.clock.until(lambda: desk.waits)
+        desk.add(writer, 2)
+        closing = asyncio.create_task(writer.close())
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            closing.cancel()
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        desk.held.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(closing, 30)
+        assert [p.completed for p in desk.commits] == [1, 2]
+        assert desk.output.read_bytes() == record(1, 2) + record(2, 2)
 
     play(desk, scenario)
 

@@ -409,6 +409,29 @@ def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it
     play(scenario())
 
 
+def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_sent() -> None:
+    async def scenario() -> None:
+        backend = ScriptedBackend(holds=True)
+        stream = LineStream(backend, lambda _: None, backend.limits, lambda: 0.0)
+        nothing = unsent(stream)
+        for number in range(1, 9):
+            call = encode_message(LineCall(number, attempt_of(request(f"{number}"), "scripted", 0)))
+            stream._take({"type": "http.request", "body": call, "more_body": True})
+            while not backend.in_flight:
+                await asyncio.sleep(0)
+            backend.held(f"{number}").generate(2)
+            call = encode_message(LineCall(number, None))
+            stream._take({"type": "http.request", "body": call, "more_body": True})
+            while stream.num_in_flight:
+                await asyncio.sleep(0)
+            assert unsent(stream) == nothing
+
+    def unsent(stream: LineStream) -> dict[str, int]:
+        return {name: len(value) for name, value in vars(stream).items() if type(value) is dict}
+
+    play(scenario())
+
+
 def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext, new_id
@@ -23,6 +23,7 @@ from sglang_coserve.batch.store import batch_rows, file_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.worker_threads import to_its_end
 
 __all__ = ["JobSupervisor"]
 
@@ -68,9 +69,10 @@ class JobSupervisor:
     async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
 
-        Unless with ``best_effort``, one whose window cannot be kept is refused, too.
+        Unless with ``best_effort``, one whose window cannot be kept is refused, too. It goes on
+        if the caller is cancelled: no batch is in the store that no driver knows of.
         """
-        return await _to_its_end(self._create(wanted, best_effort))
+        return await to_its_end(self._create(wanted, best_effort))
 
     async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
@@ -80,7 +82,7 @@ class JobSupervisor:
             ConflictError: its state forbids it.
             StorageError: the database cannot be written.
         """
-        return await _to_its_end(self._change(batch_id, event, owner))
+        return await to_its_end(self._change(batch_id, event, owner))
 
     def job_forecasts(self, latest: Iterable[JobRecord] = ()) -> dict[str, JobForecast]:
         """Return what is to be expected of every batch that is, or soon will be, served, by id.
@@ -206,12 +208,3 @@ class JobSupervisor:
         while True:
             await self._context.clock.sleep(COUNT_INTERVAL_S)
             await self._delays.count(self._drivers.keys())
-
-
-async def _to_its_end(work: Coroutine[Any, Any, JobRecord]) -> JobRecord:
-    """Await ``work``, which goes on when the caller is cancelled.
-
-    Otherwise a client that hangs up could leave a change in the store that no driver
-    knows of.
-    """
-    return await asyncio.shield(asyncio.ensure_future(work))

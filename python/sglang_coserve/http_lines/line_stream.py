@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Final
@@ -49,6 +49,15 @@ class _RunningAttempt:
     is_wanted: bool = True
 
 
+@dataclass(slots=True)
+class _UnsentTokens:
+    """What an attempt has generated that was not sent yet."""
+
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    """How long its prompt is; 0 if that was sent before, or is not known."""
+
+
 class LineStream:
     """Serves what is asked for on one connection, until that or the stream ends.
 
@@ -69,12 +78,7 @@ class LineStream:
         self._reader = CallReader(limits)
         self._now_s = now_s
         self._attempts: dict[int, _RunningAttempt] = {}
-        self._tokens: dict[int, list[int]] = {}
-        """New ones, of each attempt."""
-
-        self._prompts: dict[int, int] = {}
-        """How many tokens each prompt has that was not sent yet."""
-
+        self._tokens: dict[int, _UnsentTokens] = {}
         self._ends: list[bytes] = []
         self._changed = asyncio.Event()
         self._is_gone = False
@@ -153,7 +157,8 @@ class LineStream:
     def _content(self) -> bytes:
         """Return what there is to send."""
         tokens = (
-            LineEvent(of, tuple(new), self._prompts.pop(of, 0)) for of, new in self._tokens.items()
+            LineEvent(of, tuple(new.token_ids), new.prompt_tokens)
+            for of, new in self._tokens.items()
         )
         content = [*map(encode_message, tokens), *self._ends]
         if self._fault is not None:
@@ -215,11 +220,12 @@ class LineStream:
             task.add_done_callback(partial(self._end, number))
 
     def _add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
-        self._tokens.setdefault(number, []).extend(token_ids)
+        unsent = self._tokens.setdefault(number, _UnsentTokens())
+        unsent.token_ids.extend(token_ids)
         attempt = self._attempts[number]
         if attempt.prompt_tokens is None:
             attempt.prompt_tokens = self._backend.prompt_tokens(attempt.request)
-            self._prompts[number] = attempt.prompt_tokens or 0
+            unsent.prompt_tokens = attempt.prompt_tokens or 0
         self._changed.set()
 
     def _end(self, number: int, task: asyncio.Task[LineResult]) -> None:

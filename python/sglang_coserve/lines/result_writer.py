@@ -9,7 +9,7 @@ from typing import Final
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.lines.result_log import ResultLog
-from sglang_coserve.lines.worker_threads import WorkerThreads
+from sglang_coserve.lines.worker_threads import WorkerThreads, to_its_end
 
 __all__ = ["ResultWriter"]
 
@@ -75,11 +75,14 @@ class ResultWriter:
         await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Write all queued records and stop.
+        """Write all queued records and stop, even if the caller is cancelled meanwhile.
 
         Raises:
             StorageError: writing failed, now or before.
         """
+        await to_its_end(self._close())
+
+    async def _close(self) -> None:
         # While the lock is held, the task is between two flushes.
         async with self._flushing:
             self._task.cancel()
