@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def unserved(line: int) -> bytes:
 
 
 def a_log(directory: Path) -> ResultLog:
-    return ResultLog(directory / "output", directory / "errors", lambda: None)
+    return ResultLog(directory / "output", directory / "errors")
 
 
 def recover(log: ResultLog, committed: Progress | None, estimate_tokens: int = 0) -> list[int]:
@@ -126,7 +128,7 @@ def test_a_line_with_two_records_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named() -> None:
-    log = ResultLog(Path("/dev/full"), Path("/dev/full"), lambda: None)
+    log = ResultLog(Path("/dev/full"), Path("/dev/full"))
     with pytest.raises(StorageError, match="No space left on device"):
         log.append(record(1), b"", Progress())
 
@@ -216,3 +218,48 @@ def test_half_a_character_has_a_record_too() -> None:
 )
 def test_every_api_counts_its_tokens_its_own_way(usage: object, counted: Usage) -> None:
     assert usage_of({"usage": usage}) == counted
+
+
+@pytest.mark.parametrize("zeros", [(0, 40), (100, 600), (300, 420), (700, 2000), (1900, 2400)])
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_zeros_anywhere_behind_what_was_counted_end_the_file(
+    tmp_path: Path, zeros: tuple[int, int], is_counted: bool
+) -> None:
+    """The size of what was being written is on the disk, a part of its bytes is not."""
+    records = [record(line, tokens=line * 10**30) for line in range(1, 11)]
+    first = len(records[0]) if is_counted else 0
+    content = bytearray(b"".join(records))
+    start, end = first + zeros[0], first + zeros[1]
+    content[start:end] = bytes(len(content[start:end]))
+    whole = sum(len(b"".join(records[:n])) <= start for n in range(1, 11))
+    committed = Progress(completed=1, output_bytes=first) if is_counted else None
+    (tmp_path / "output").write_bytes(content)
+    assert recover(a_log(tmp_path), committed) == list(range(1, whole + 1))[:9]
+    assert (tmp_path / "output").read_bytes() == b"".join(records[:whole])
+
+
+def test_a_damaged_record_without_zeros_is_reported_where_nothing_was_counted(
+    tmp_path: Path,
+) -> None:
+    content = record(1) + record(2).replace(b'"response":', b'"response";') + record(3)
+    (tmp_path / "output").write_bytes(content)
+    with pytest.raises(StorageError, match=r"line 2 of .* is damaged"):
+        recover(a_log(tmp_path), None)
+    assert (tmp_path / "output").read_bytes() == content
+    assert recover(a_log(tmp_path), Progress()) == [1]
+
+
+def test_a_sync_that_fails_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = a_log(tmp_path)
+    log.append(record(1), b"", Progress(completed=1, output_bytes=len(record(1))))
+
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.append(record(2), b"", Progress())
+    assert (tmp_path / "output").read_bytes() == record(1)

@@ -52,7 +52,7 @@ class Desk:
 def play(desk: Desk, scenario: Callable[[ResultWriter], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         threads = WorkerThreads("test", 1)
-        log = ResultLog(desk.output, desk.directory / "errors", lambda: None)
+        log = ResultLog(desk.output, desk.directory / "errors")
         try:
             writer = ResultWriter(log, desk.commit, threads, desk.clock, 1.0)
             await scenario(writer)

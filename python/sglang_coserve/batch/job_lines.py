@@ -63,7 +63,6 @@ class JobLines:
         self._log = ResultLog(
             directory.file(batch.output_file_id),
             directory.file(batch.error_file_id),
-            directory.sync_files,
             name=f"the results of batch {batch.id}",
         )
         self._journal = TokenJournal(

@@ -115,7 +115,7 @@ class ResultFiles:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.errors = errors_path(output)
-        self.log = ResultLog(self.output, self.errors, lambda: None, mode=0o666)
+        self.log = ResultLog(self.output, self.errors, mode=0o666)
         self.finished = FinishedLines()
         self._lock: int | None = None
 

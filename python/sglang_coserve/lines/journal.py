@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
+from sglang_coserve.durable_files import discard_unfinished, replace, write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.line_bitmap import LineBitmap
 
@@ -49,8 +50,8 @@ class TokenJournal(LineTokens):
     """The tokens of one batch's unfinished lines, in memory and in an append-only file.
 
     An entry holds the tokens that follow those of the line's earlier entries. The file
-    is not forced to disk: entries survive a crash of the process at once and of the machine
-    after some seconds; lost tokens are only computed again. Tokens can be continued only by
+    is synced only when it is rewritten: entries survive a crash of the process at once and of the
+    machine after some seconds; lost tokens are only computed again. Tokens can be continued only by
     the model that generated them, which the file identifies.
     """
 
@@ -133,24 +134,23 @@ class TokenJournal(LineTokens):
         Raises:
             StorageError: the disk is full or failing.
         """
-        path = self._path.with_suffix(".new") if is_rewrite else self._path
-        flags = os.O_TRUNC if is_rewrite else os.O_APPEND
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+            if is_rewrite:
+                replace(self._path, lambda file: file.write(written))
+                return
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
+            fd = os.open(self._path, flags, 0o600)
             try:
-                rest = memoryview(written)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+                write_all(fd, written)
             finally:
                 os.close(fd)
-            if is_rewrite:
-                path.replace(self._path)
         except OSError as error:
             raise self._failed(error) from error
 
     def delete(self) -> None:
         """Delete the file, when all lines are finished. Blocks."""
         self._path.unlink(missing_ok=True)
+        discard_unfinished(self._path)
 
     def _failed(self, error: OSError) -> StorageError:
         return StorageError(f"the journal {self._path} failed: {error.strerror}")

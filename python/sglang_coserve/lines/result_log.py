@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.lines.result_record import RECORD_START, record_identity, usage_in_record
@@ -21,14 +21,13 @@ _READ_BYTES: Final = 1 << 20
 class ResultLog:
     """Two append-only files of records.
 
-    A record counts only if its line ending has been written. Every call blocks.
+    A record counts only if all of it is on the disk. Every call blocks.
     """
 
     def __init__(
         self,
         output: Path,
         errors: Path,
-        sync_names: Callable[[], None],
         *,
         name: str | None = None,
         mode: int = 0o600,
@@ -37,10 +36,10 @@ class ResultLog:
         self.output = output
         self.errors = errors
         self.progress = Progress()
-        """Contents of the files since ``scan``; all of it is on disk."""
+        """Contents of the files since ``scan``; all of it is on the disk after ``cut``."""
 
         self._name = name
-        self._sync_names = sync_names
+        self._synced_bytes = (0, 0)
         self._mode = mode
 
     def scan(
@@ -60,7 +59,8 @@ class ResultLog:
         ``committed`` is the progress that was committed: all of it must be in the files. Whole
         records after it are parsed and counted, each with an estimate of
         ``mean_estimate_tokens``; anything after these is discarded by ``cut``. With None nothing
-        is known: no tokens are counted, and only an unfinished last record is discarded.
+        is known: no tokens are counted, and from the end of a file is discarded only what a crash
+        can have left of a record there, with all after it.
 
         Raises:
             StorageError: the files cannot be read, or have unexpected contents.
@@ -71,6 +71,7 @@ class ResultLog:
         )
         output = self._scan(self.output, output_bytes, add)
         errors = self._scan(self.errors, error_bytes, add_failed or add)
+        self._synced_bytes = (known.output_bytes, known.error_bytes)
         self.progress = Progress(
             completed=output.records,
             failed=errors.records,
@@ -86,15 +87,17 @@ class ResultLog:
         self.progress = replace(self.progress, failed=0, error_bytes=0)
 
     def cut(self) -> None:
-        """Truncate the files after the records that ``scan`` has found.
+        """Truncate the files after the records that ``scan`` has found, and force these to disk.
+
+        Until then they may be in memory only: nothing may be committed.
 
         Raises:
-            StorageError: the disk is failing.
+            StorageError: the disk is full or failing.
         """
-        for path, size_bytes in self._sizes():
+        for (path, size_bytes), synced_bytes in zip(self._sizes(), self._synced_bytes, strict=True):
             try:
                 if path.exists():
-                    os.truncate(path, size_bytes)
+                    settle(path, size_bytes, synced_bytes)
             except OSError as error:
                 raise self._failed("written", path, error) from error
 
@@ -107,12 +110,9 @@ class ResultLog:
             StorageError: the disk is full or failing, or another process has changed a
                 file. Nothing may be appended before the next ``scan``.
         """
-        is_new = [
-            self._append(path, size_bytes, records)
-            for (path, size_bytes), records in zip(self._sizes(), (output, errors), strict=True)
-        ]
-        if any(is_new):
-            self._sync_names()
+        for (path, size_bytes), records in zip(self._sizes(), (output, errors), strict=True):
+            if records:
+                self._append(path, size_bytes, records)
         self.progress = progress
 
     def _sizes(self) -> tuple[tuple[Path, int], tuple[Path, int]]:
@@ -121,24 +121,21 @@ class ResultLog:
             (self.errors, self.progress.error_bytes),
         )
 
-    def _append(self, path: Path, size_bytes: int, records: bytes) -> bool:
-        """Append ``records`` and force them to disk; return True if the file was created."""
-        if not records:
-            return False
+    def _append(self, path: Path, size_bytes: int, records: bytes) -> None:
         # A file that has disappeared must not be created anew: its records would be missing.
         create = 0 if size_bytes else os.O_CREAT
-        is_new = not path.exists()
         try:
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, self._mode)
             try:
                 if os.fstat(fd).st_size != size_bytes:
                     raise StorageError(f"{path} was changed by something else: restore it")
-                _write(fd, records, size_bytes)
+                append(fd, records, size_bytes)
             finally:
                 os.close(fd)
+            if not size_bytes:
+                sync_names(path.parent)
         except OSError as error:
             raise self._failed("written", path, error) from error
-        return is_new
 
     def _failed(self, verb: str, path: Path, error: OSError) -> StorageError:
         return StorageError(f"{self._name or path} cannot be {verb}: {error.strerror}")
@@ -156,23 +153,30 @@ class ResultLog:
             return scan
         try:
             with path.open("rb", buffering=_READ_BYTES) as file:
+                # What comes before was synced, so it is as it was written.
+                synced_bytes = committed_bytes
+                if synced_bytes is None:
+                    synced_bytes = os.fstat(file.fileno()).st_size - MAX_UNSYNCED_BYTES
                 for record in file:
+                    end_bytes = scan.size_bytes + len(record)
+                    is_unsynced = end_bytes > synced_bytes
                     identity = record_identity(record)
-                    is_new = add(*identity) if identity else None
-                    if is_new is None or identity is None:
-                        if committed_bytes is None and not _is_unfinished(record):
+                    usage = usage_in_record(record) if identity and is_unsynced else Usage()
+                    is_new = add(*identity) if identity and usage is not None else None
+                    if identity is None or usage is None or is_new is None:
+                        if committed_bytes is None and not (is_unsynced and _is_torn(record)):
                             raise StorageError(
-                                f"line {scan.records + 1} of {path} is not a batch result:"
-                                " choose another output, or move this file away"
+                                f"line {scan.records + 1} of {path} is not a batch result, or is"
+                                " damaged: choose another output, or move this file away"
                             )
                         break
                     if not is_new:
                         raise StorageError(f"{path} has a second result for line {identity[1]}")
-                    if committed_bytes is not None and scan.size_bytes >= committed_bytes:
+                    if committed_bytes is not None and is_unsynced:
                         scan.new_records += 1
-                        scan.new_usage += usage_in_record(record)
+                        scan.new_usage += usage
                     scan.records += 1
-                    scan.size_bytes += len(record)
+                    scan.size_bytes = end_bytes
         except OSError as error:
             raise self._failed("read", path, error) from error
         if scan.size_bytes < (committed_bytes or 0):
@@ -192,21 +196,9 @@ class _Scan:
     new_usage: Usage = field(default_factory=Usage)
 
 
-def _write(fd: int, records: bytes, size_bytes: int) -> None:
-    """Append all ``records`` to a file of ``size_bytes``, or none of them."""
-    try:
-        rest = memoryview(records)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    except OSError:
-        with suppress(OSError):  # If this fails, the next ``scan`` finds the partial record.
-            os.ftruncate(fd, size_bytes)
-        raise
-    os.fdatasync(fd)
-
-
-def _is_unfinished(record: bytes) -> bool:
-    """Return whether this is the beginning of a record whose end was never written."""
-    # A power failure can leave zeros where the data were not yet on disk.
-    found = record.rstrip(b"\0")
-    return not found.endswith(b"\n") and RECORD_START.startswith(found[: len(RECORD_START)])
+def _is_torn(record: bytes) -> bool:
+    """Return whether this is what a crash can leave of a record: its beginning, or zeros in it."""
+    is_ours = all(
+        found in (0, expected) for found, expected in zip(record, RECORD_START, strict=False)
+    )
+    return is_ours and (b"\0" in record or not record.endswith(b"\n"))

@@ -88,10 +88,13 @@ def error_message(body: object) -> str:
     return json.dumps(body)[:_MESSAGE_CHARS]
 
 
-def usage_in_record(record: bytes) -> Usage:
-    """Return the token usage stored in a record."""
-    response = json.loads(record)["response"]
-    return usage_of(response["body"]) if response else Usage()
+def usage_in_record(record: bytes) -> Usage | None:
+    """Return the token usage stored in a record; None when not all of the record is there."""
+    try:
+        response = json.loads(record)["response"]
+        return usage_of(response["body"]) if response else Usage()
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def usage_of(body: object) -> Usage:
