@@ -137,6 +137,27 @@ def test_a_cached_prefix_needs_no_computing() -> None:
     assert at_s == predict(StepStats(prefill_tokens=8))
 
 
+def test_requests_share_the_kv_of_a_cached_prefix() -> None:
+    """400 requests with a system prompt of 4,000 tokens, of which 25 fit if each has its own."""
+    baseline = Baseline(chunk_tokens=8192, max_requests=4096, kv_tokens=100_000)
+    for number in range(400):
+        baseline.arrived(number, number / 16, 4010, cached_tokens=4000)
+        baseline.produced(number, 100)
+        baseline.ended(number)
+    first_s = {key: at_s for key, number, at_s in baseline.advance(predict, 1e9) if number == 1}
+    # A prompt waits for the decodes of a step, if any, and for others that came meanwhile.
+    assert max(at_s - number / 16 for number, at_s in first_s.items()) < 2.0
+
+
+def test_requests_do_not_share_what_they_computed_themselves() -> None:
+    """The second waits for the KV of the first, though not for that of the prefix."""
+    baseline = Baseline(chunk_tokens=1000, max_requests=8, kv_tokens=200)
+    for key in "ab":
+        baseline.arrived(key, 0.0, 160, cached_tokens=100)
+    tokens = baseline.advance(predict, 1.0)
+    assert [token.key for token in tokens] == ["a"]
+
+
 def test_nothing_is_said_of_a_time_to_come() -> None:
     baseline = make()
     baseline.arrived("a", 2.0, 8)

@@ -154,7 +154,7 @@ class SimEngine:
         self._executor.submit(request)
         info = request.info
         if info.is_online:
-            self._scheduler.arrived(info)
+            self._scheduler.arrived(info, self._executor.cached_prompt_tokens(request))
         else:
             self._scheduler.add_offline(
                 QueuedRequest(

@@ -84,6 +84,10 @@ class SimulatedExecutor:
         """Return how many leading tokens of a waiting offline request need not be computed."""
         return self._kv.cached_tokens(self.offline_waiting[rid])
 
+    def cached_prompt_tokens(self, request: SimRequest) -> int:
+        """Return how many leading tokens of a waiting request need not be computed."""
+        return self._kv.cached_tokens(request)
+
     def snapshot(self, now_s: float) -> EngineSnapshot:
         """Return the state of the engine between two steps."""
         version = self.cache.version

@@ -38,6 +38,9 @@ class _Request:
     context_tokens: int
     """Tokens with KV in the baseline."""
 
+    cached_tokens: int
+    """How many of them the prefix cache held when it arrived."""
+
     generated_tokens: int = 0
     """Output tokens generated in the baseline."""
 
@@ -66,6 +69,10 @@ class Baseline:
     would produce are known. The real engine serves the same requests and more, so it lags
     behind, and the delay is short: mostly the step that the real engine is running. Requests of
     which nothing is heard for a minute are given up, so that they do not stop it for all others.
+
+    KV that the prefix cache held of a prompt counts once, not for each request that shares it:
+    requests hold their own tokens, and together the longest of their cached prefixes. So where
+    they use several prefixes, the baseline has a little more room than an engine.
 
     Each simulated step costs O(its requests); amortized, there is one for each real step with
     online requests.
@@ -116,7 +123,9 @@ class Baseline:
         """
         assert key not in self._requests
         cached_tokens = min(cached_tokens, prompt_tokens - 1)
-        request = _Request(key, arrival_s, prompt_tokens - cached_tokens, cached_tokens)
+        request = _Request(
+            key, arrival_s, prompt_tokens - cached_tokens, cached_tokens, cached_tokens
+        )
         self._requests[key] = request
         self._waiting.append(request)
 
@@ -239,19 +248,23 @@ class Baseline:
             return chunks
         budget = self._chunk_tokens
         num_requests = len(self._decoding)
-        held = sum([decode.context_tokens for decode in self._decoding])
+        # Which of the cached tokens two requests share is not known; a system prompt, all of them.
+        own = sum([decode.context_tokens - decode.cached_tokens for decode in self._decoding])
+        cached = max([decode.cached_tokens for decode in self._decoding], default=0)
         for request in self._waiting:
             if budget == 0 or request.arrival_s > start_s:
                 break
-            needed = request.context_tokens + request.prompt_left_tokens
-            is_full = held + needed > self._kv_tokens and (chunks or self._decoding)
+            with_cached = max(cached, request.cached_tokens)
+            with_own = own + request.context_tokens - request.cached_tokens
+            with_own += request.prompt_left_tokens
+            is_full = with_own + with_cached > self._kv_tokens and (chunks or self._decoding)
             if is_full or num_requests == self._max_requests:
                 return None if any(map(_may_have_ended, self._decoding)) else chunks
             count = min(budget, request.prompt_left_tokens)
             chunks.append((request, count))
             budget -= count
             num_requests += 1
-            held += needed
+            own, cached = with_own, with_cached
         return chunks
 
 
