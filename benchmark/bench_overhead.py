@@ -7,7 +7,8 @@
 Every system is a real SGLang scheduler with a small model and the real event loop, in a
 process of its own. 32 requests run: 8 online decodes, and offline requests of 64 prompt and
 16 to 48 output tokens, so that in most steps one of them ends and another begins. The
-others wait: behind our schedulers in the offline queue, with stock SGLang in its own.
+others wait: behind our schedulers in the offline queue, with stock SGLang in its own. With
+``--online`` those are online requests that all came at once, and wait in SGLang's queue everywhere.
 
 The systems run in turn, some dozens of passes each, again and again, before more requests
 are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build the batch, and
@@ -53,7 +54,9 @@ def main() -> None:
         for name in options.systems:
             system = SYSTEMS[name]
             system = replace(system, flags={**options.settings, **system.flags})
-            engines[name] = stack.enter_context(OwnProcess(TimedEngine, system, model))
+            engines[name] = stack.enter_context(
+                OwnProcess(TimedEngine, system, model, options.online)
+            )
         with Progress(console=console, transient=True) as progress:
             num_steps = len(options.waiting) * len(engines) * (options.rounds + 1)
             bar = progress.add_task("", total=num_steps)
@@ -83,6 +86,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=list(DEFAULT_SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--waiting", nargs="+", type=int, default=[100, 1000, 10_000, 100_000])
+    parser.add_argument(
+        "--online", action="store_true", help="online requests wait, not offline ones"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=100, help="of a system in a round")
     parser.add_argument("--limit-s", type=float, default=10.0, help="for them; at least 8 are made")

@@ -52,7 +52,9 @@ class Pass:
 class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(self, system: OverheadSystem, model: Path) -> None:
+    def __init__(self, system: OverheadSystem, model: Path, online_waits: bool = False) -> None:
+        """``online_waits``: online requests wait, not offline ones."""
+        self._online_waits = online_waits
         self.scheduler = start(system, model)
         self._is_stock = system.policy is None
         self._is_planned = system.policy not in (None, "fifo")
@@ -73,12 +75,12 @@ class TimedEngine:
         """Leave everything to the end of the process."""
 
     def fill(self, num_waiting: int) -> float:
-        """Let so many offline requests wait; return the seconds that each new one took."""
+        """Let so many requests wait; return the seconds that each new one took."""
         missing = max(0, num_waiting - self._num_waiting())
         started_s = self._clock_s()
         for _ in range(missing):
             prompt = self._rng.choice(self._prefixes) + self._tokens(32)
-            self._send(prompt, self._rng.randint(16, 48), is_offline=True)
+            self._send(prompt, self._rng.randint(16, 48), is_offline=not self._online_waits)
         return (self._clock_s() - started_s) / max(1, missing)
 
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
@@ -165,7 +167,7 @@ class TimedEngine:
         return timed
 
     def _num_waiting(self) -> int:
-        if self._is_stock:
+        if self._is_stock or self._online_waits:
             return len(self.scheduler.waiting_queue)
         return int(self.scheduler.parts.admission.num_waiting())
 

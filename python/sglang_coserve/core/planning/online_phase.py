@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Final
@@ -77,7 +76,7 @@ def _time_before_decodes_s(
     tokens can wait. Prompts run first, without decodes, if fewer targets are then missed: late
     first tokens, plus late gaps, each weighted by 1 / gaps per request. Ties are decided by how
     much longer a request that arrives now would wait than it may (``arrival_s``). No gap becomes
-    longer than the TPOT slack plus the TTFT target. O(waiting + requests).
+    longer than the TPOT slack plus the TTFT target. O(prompts that fit + requests).
     """
     ttft_s = batch.targets.ttft_s
     prompts = _prompts_that_fit(batch)
@@ -121,9 +120,14 @@ def _time_before_decodes_s(
 
 def _prompts_that_fit(batch: StepBuilder) -> list[Request]:
     """Return the first prompts that together fit the token budget of a step."""
-    requests = [*batch.requests.online_prefills, *batch.snapshot.waiting]
-    tokens = accumulate([request.tokens_to_compute for request in requests])
-    return requests[: bisect_right(list(tokens), batch.free_tokens)]
+    left_tokens = batch.free_tokens
+    fitting = []
+    for request in chain(batch.requests.online_prefills, batch.snapshot.waiting):
+        left_tokens -= request.tokens_to_compute
+        if left_tokens < 0:
+            break
+        fitting.append(request)
+    return fitting
 
 
 def _mixed_chunks(

@@ -81,10 +81,10 @@ class ChunkAdmission:
         """
         view = self._view
         self._choose_chunk(chunks)
-        online = {req.rid: req for req in view.waiting}
-        chosen = [online.get(c.rid) or offline_reqs.get(c.rid) for c in chunks]
-        shown = [req for req in chosen if req is not None]
-        view.offer_only(shown, [req for req in shown if req.rid not in online])
+        begun = None if view.chunk is None else view.chunk.rid
+        offline = [offline_reqs[c.rid] for c in chunks if c.rid in offline_reqs]
+        rids = [c.rid for c in chunks if c.rid not in offline_reqs and c.rid != begun]
+        view.offer_only([*view.waiting_with(rids), *offline], offline)
         result = self._admit(chunks, running_batch, prefill, mixes_decodes)
         _, num_admitted = view.withdraw()
         self._events["admitted"] += num_admitted

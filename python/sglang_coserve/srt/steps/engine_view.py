@@ -6,6 +6,7 @@ Apart from SGLang itself, only this module writes the scheduler's ``waiting_queu
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -53,6 +54,17 @@ class EngineView:
         queue: list[Req] = self._scheduler.waiting_queue
         return queue
 
+    def waiting_with(self, rids: Sequence[str]) -> list[Req]:
+        """Return the requests in the queue with these ids, in that order; those that have left it
+        are missing. O(place of the last)."""
+        sought, found = set(rids), dict[str, Req]()
+        queue = iter(self.waiting)
+        while sought and (req := next(queue, None)) is not None:
+            if req.rid in sought:
+                sought.discard(req.rid)
+                found[req.rid] = req
+        return [found[rid] for rid in rids if rid in found]
+
     @property
     def has_others_waiting(self) -> bool:
         """Whether the queue has requests that were not offered, i.e. online ones."""
@@ -66,10 +78,17 @@ class EngineView:
     def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> None:
         """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
 
-        The others are hidden until ``show_again``. O(waiting).
+        The others are hidden until ``show_again``. O(place of the last of ``reqs``), and a copy.
         """
-        shown = set(map(id, reqs))
-        self._hidden = [req for req in self.waiting if id(req) not in shown]
+        sought = set(map(id, reqs)) - set(map(id, offered))
+        queue, self._hidden = iter(self.waiting), []
+        while sought:
+            req = next(queue)
+            if id(req) in sought:
+                sought.discard(id(req))
+            else:
+                self._hidden.append(req)
+        self._hidden += queue
         self._offered = list(offered)
         self._scheduler.waiting_queue = list(reqs)
 
@@ -87,11 +106,11 @@ class EngineView:
         return left, len(offered) - len(left)
 
     def show_again(self) -> None:
-        """Put back the requests that are hidden, in order of arrival."""
-        hidden, self._hidden = self._hidden, []
-        self._scheduler.waiting_queue = sorted(
-            [*self.waiting, *hidden], key=lambda req: req.time_stats.wait_queue_entry_time
-        )
+        """Put back the requests that are hidden, in order of arrival. O(shown), and a copy."""
+        queue, self._hidden = self._hidden, []
+        for req in self.waiting:
+            insort(queue, req, key=_entered)
+        self._scheduler.waiting_queue = queue
 
     def end_offer(self) -> None:
         """Restore the queue where a round ended early: nothing is offered, nothing hidden."""
@@ -272,3 +291,7 @@ class EngineView:
         retracts them with it."""
         running = self._scheduler.running_batch
         running.reqs = [*running.reqs, *self.paused_requests.take_all(), *reqs]
+
+
+def _entered(req: Req) -> float:
+    return float(req.time_stats.wait_queue_entry_time)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
@@ -187,15 +187,18 @@ class RequestLedger:
         last_s = self._last_token_s.get(req.rid)
         return Request(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
 
-    def waiting_requests(self, reqs: Iterable[Req]) -> list[Request]:
-        """Return those that wait as a snapshot has them, the first with their cached prefix."""
-        requests = []
-        for position, req in enumerate(reqs):
-            cached = self.match_prefix(req) if position < _MATCHED_WAITING else 0
-            last_s = self._last_token_s.get(req.rid)
-            info, generated = self._infos[req.rid], len(req.output_ids)
-            requests.append(Request(info, RequestState.WAITING, generated, 0, cached, last_s))
-        return requests
+    def waiting_requests(self, reqs: Iterable[Req]) -> Sequence[Request]:
+        """Return those that wait as a snapshot has them, the first with their cached prefix.
+
+        Each is looked at when it is first asked for, as a plan asks for few of many.
+        """
+        return _Waiting(reqs, self._waiting_request)
+
+    def _waiting_request(self, place: int, req: Req) -> Request:
+        cached = self.match_prefix(req) if place < _MATCHED_WAITING else 0
+        last_s = self._last_token_s.get(req.rid)
+        info, generated = self._infos[req.rid], len(req.output_ids)
+        return Request(info, RequestState.WAITING, generated, 0, cached, last_s)
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""
@@ -203,6 +206,32 @@ class RequestLedger:
         # large as the batch.
         req.init_next_round_input(self._tree_cache, cow_mamba=False)
         return prefix_tokens(req)
+
+
+class _Waiting(Sequence[Request]):
+    def __init__(self, reqs: Iterable[Req], describe: Callable[[int, Req], Request]) -> None:
+        self._reqs = list(reqs)
+        self._describe = describe
+        self._known: list[Request] = []
+        """The first ones, as they were described."""
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    @overload
+    def __getitem__(self, place: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Request]: ...
+
+    def __getitem__(self, place: int | slice) -> Request | list[Request]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        known = self._known
+        while len(known) <= place:
+            known.append(self._describe(len(known), self._reqs[len(known)]))
+        return known[place]
 
 
 def _output_tokens(req: Req, info: RequestInfo) -> int:

@@ -1,0 +1,93 @@
+"""With many online requests waiting, a pass looks only at those that it may take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from core.scheduler.scenarios import NO_CACHE, scheduler, snapshot
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+
+_MANY = 5000
+
+
+class Waiting:
+    """A waiting request, as far as a pass looks at it; counts how often it is looked at."""
+
+    def __init__(self, number: int, looks: Counter[str]) -> None:
+        self._rid = f"r{number}"
+        self._number = number
+        self._looks = looks
+        self.origin_input_ids = [0] * 100
+        self.sampling_params = SamplingParams(max_new_tokens=4)
+
+    def __getattr__(self, name: str) -> None:
+        """No other feature is used."""
+
+    @property
+    def rid(self) -> str:
+        self._looks["rid"] += 1
+        return self._rid
+
+    @property
+    def output_ids(self) -> list[int]:
+        self._looks["output"] += 1
+        return []
+
+    @property
+    def time_stats(self) -> Any:
+        self._looks["time"] += 1
+        return SimpleNamespace(wait_queue_entry_time=float(self._number))
+
+
+@pytest.fixture
+def looks() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture
+def queue(looks: Counter[str]) -> list[Any]:
+    return [Waiting(number, looks) for number in range(_MANY)]
+
+
+def test_a_plan_describes_the_requests_that_fit_a_step(
+    queue: list[Any], looks: Counter[str]
+) -> None:
+    ledger = NoCacheLedger(None)
+    for req in queue:
+        ledger.add(req, 0.0)
+    looks.clear()
+    waiting = ledger.waiting_requests(queue)
+    seen = replace(snapshot(max_batch_tokens=1000), waiting=waiting)
+    plan = scheduler("coserve").plan(seen, NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills][:2] == ["r0", "r1"]
+    assert 0 < looks["output"] < 20
+    assert [request.info.rid for request in waiting[-2:]] == ["r4998", "r4999"]
+
+
+def test_the_queue_is_searched_no_further_than_what_was_chosen(
+    queue: list[Any], looks: Counter[str]
+) -> None:
+    scheduler = SimpleNamespace(waiting_queue=list(queue))
+    view = EngineView(scheduler)
+    chosen = view.waiting_with(["r9", "r3"])
+    assert chosen == [queue[9], queue[3]]
+    view.offer_only(chosen, [])
+    scheduler.waiting_queue.remove(queue[3])  # Admitted.
+    assert view.withdraw() == ([], 0)
+    view.show_again()
+    assert scheduler.waiting_queue == [*queue[:3], *queue[4:]]
+    assert looks.total() < 100
+
+
+class NoCacheLedger(RequestLedger):
+    """One beside an empty prefix cache."""
+
+    def match_prefix(self, req: Any) -> int:
+        return 0
