@@ -81,7 +81,11 @@ class TimedEngine:
         for _ in range(missing):
             prompt = self._rng.choice(self._prefixes) + self._tokens(32)
             self._send(prompt, self._rng.randint(16, 48), is_offline=not self._online_waits)
-        return (self._clock_s() - started_s) / max(1, missing)
+        seconds = self._clock_s() - started_s
+        if self._online_waits and not self._is_stock and not self._num_offline():
+            # Passes are planned only beside offline requests.
+            self._send(self._tokens(64), 16, is_offline=True)
+        return seconds / max(1, missing)
 
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""
@@ -169,6 +173,9 @@ class TimedEngine:
     def _num_waiting(self) -> int:
         if self._is_stock or self._online_waits:
             return len(self.scheduler.waiting_queue)
+        return self._num_offline()
+
+    def _num_offline(self) -> int:
         return int(self.scheduler.parts.admission.num_waiting())
 
     def _tokens(self, count: int) -> list[int]:

@@ -44,6 +44,28 @@ def test_a_tick_sets_the_time_until_the_next_one() -> None:
     assert clock.now_s() == 11.0
 
 
+def test_the_times_of_steps_are_rank_0s() -> None:
+    """As long as its steps were: the ranks would learn different models, and plan differently."""
+
+    class Timer:
+        def take(self) -> tuple[float, ...]:
+            return (0.5,)
+
+    source, follower = (RankClock(is_shared=True, is_source=first) for first in (True, False))
+    source.timer = follower.timer = Timer()  # type: ignore[assignment]
+    assert follower.take_parts() == ()
+    blocker = source.carried_by(None)
+    for _ in range(2):
+        (tick,) = blocker.handle([])
+        follower.take(tick)
+    assert follower.take_parts() == (0.5, 0.5)
+    assert follower.take_parts() == ()
+    alone = RankClock(is_shared=False, is_source=True)
+    assert alone.take_parts() == ()
+    alone.timer = source.timer
+    assert alone.take_parts() == (0.5,)
+
+
 def test_rank_0_puts_a_tick_before_what_it_received() -> None:
     carried = RankClock(is_shared=True, is_source=True).carried_by(Blocker())
     of_a_batch = SimpleNamespace(batch=[request("b", created_s=2.0)], rid=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
+from sglang_coserve.srt.steps.part_timer import PartTimer
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
@@ -40,9 +41,9 @@ def prefill(*reqs: Req) -> Any:
 class Engine:
     """Passes at given times, each with a prefill of one token more, results at once or later."""
 
-    def __init__(self, *, is_overlapped: bool) -> None:
+    def __init__(self) -> None:
         self.ledger = RequestLedger(None)
-        self.tracker = StepTracker(self.ledger, is_overlapped=is_overlapped)
+        self.tracker = StepTracker(self.ledger, is_overlapped=False)
         self.launched: list[Any] = []
 
     def run(self, now_s: float, step: int | None, *, results: bool = True) -> list[StepResult]:
@@ -59,12 +60,12 @@ class Engine:
         return done
 
 
-def times(results: list[StepResult]) -> list[tuple[int, float | None]]:
+def times(results: list[StepResult]) -> list[tuple[int | None, float | None]]:
     return [(result.step, result.seconds) for result in results]
 
 
 def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     assert engine.run(10.0, 0) == []
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
     assert times(engine.run(11.0, 1)) == [(None, 0.5)]
@@ -76,15 +77,121 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     )
 
 
-def test_with_overlap_it_shows_the_time_of_the_step_before() -> None:
-    engine = Engine(is_overlapped=True)
-    engine.run(10.0, 0)
-    # Nothing was running: launching the first took that long.
-    assert engine.run(10.1, 1) == []
-    assert times(engine.run(10.6, 2)) == [(0, 0.5)]
-    assert times(engine.run(11.0, None)) == [(1, pytest.approx(0.4))]
-    assert times(engine.run(11.3, None)) == [(2, pytest.approx(0.3))]
-    assert times(engine.run(11.5, None)) == [(None, pytest.approx(0.2))]
+class Event:
+    """A marker of ``Device``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.at_s = 0.0
+
+    def record(self, stream: None) -> None:
+        self.at_s = max(self._device.host_s, self._device.end_s)
+
+    def query(self) -> bool:
+        return self._device.host_s >= self.at_s
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+class Device:
+    """A device that runs one step after the other, and the host that launches them.
+
+    The host is kept in an armed step until two of its eight groups are left, and processes the
+    results of the step before it first. It processes others after it has launched the next step.
+    """
+
+    PLAN_S = 0.0005
+    STEP_S: Final = {"decode": 0.008, "prefill": 0.060}
+
+    def __init__(self, armed: frozenset[str]) -> None:
+        self.host_s = self.end_s = 0.0
+        self._armed = armed
+        self._timer = PartTimer(lambda: Event(self), None)
+        self._ledger = RequestLedger(None)
+        self._tracker = StepTracker(self._ledger, is_overlapped=True)
+        self._pending: tuple[Any, float] | None = None
+        self.results: list[StepResult] = []
+
+    def run(self, number: int, kind: str, *, stops: bool = False, resumes: bool = False) -> None:
+        """One pass with a step, which may stop after two of its groups."""
+        self._begin_pass()
+        if resumes:
+            self._tracker.resumed()
+        else:
+            self._tracker.started(number)
+        req = request(f"r{number}")
+        self._ledger.add(req, self.host_s)
+        batch = prefill(req)
+        self._tracker.launched(batch)
+        whole_s = self.STEP_S[kind]
+        if kind in self._armed:
+            self._process()
+        before = self._pending
+        self.end_s = max(self.host_s, self.end_s) + whole_s * (
+            0.25 if stops else 0.75 if resumes else 1.0
+        )
+        if kind in self._armed and not stops:
+            self.host_s = max(self.host_s, self.end_s - whole_s / 4)
+        self._timer.launched()
+        if stops:
+            self._tracker.suspended()
+            self._tracker.processed((), ())
+        self._process()
+        assert before is None or self._pending is None
+        self._pending = None if stops else (batch, self.end_s)
+
+    def rest(self, seconds: float = 0.0) -> None:
+        """One pass in which nothing runs; then a time without any."""
+        self._begin_pass()
+        self._tracker.launched(None)
+        self._process()
+        self.host_s += seconds
+
+    def _begin_pass(self) -> None:
+        self.results += self._tracker.next_pass(self.host_s, self._timer.take())
+        self._timer.begin_pass()
+        self.host_s += self.PLAN_S
+
+    def _process(self) -> None:
+        if self._pending is not None:
+            (batch, end_s), self._pending = self._pending, None
+            self.host_s = max(self.host_s, end_s)
+            self._tracker.processed(batch.reqs, [True])
+
+
+@pytest.mark.parametrize("armed", [(), ("prefill",)], ids=["no safepoints", "safepoints"])
+@pytest.mark.parametrize("kinds", ["dp" * 8, "pppddd" * 3])
+def test_with_overlap_each_step_has_its_own_time(kinds: str, armed: tuple[str, ...]) -> None:
+    device = Device(frozenset(armed))
+    names = [{"d": "decode", "p": "prefill"}[kind] for kind in kinds]
+    for number, name in enumerate(names):
+        device.run(number, name)
+    device.rest()
+    device.rest()
+    assert [result.step for result in device.results] == list(range(len(names)))
+    for result, name in zip(device.results[1:], names[1:], strict=True):
+        # Where the device waited for the plan, that is a part of the step.
+        least_s = Device.STEP_S[name]
+        assert result.seconds is not None
+        assert least_s - 1e-9 <= result.seconds <= least_s + Device.PLAN_S + 1e-9
+
+
+def test_with_overlap_a_suspended_step_has_the_time_of_its_parts() -> None:
+    device = Device(frozenset({"prefill"}))
+    device.run(0, "decode")
+    device.run(1, "prefill", stops=True)
+    device.run(2, "decode")
+    device.run(1, "prefill", resumes=True)
+    device.run(3, "decode")
+    device.rest(60.0)
+    device.run(4, "decode")
+    device.rest()
+    device.rest()
+    found = {result.step: result.seconds for result in device.results}
+    assert found[1] == pytest.approx(0.060, abs=2 * Device.PLAN_S)
+    # Neither the rest of what was stopped nor a time without work is the next step's.
+    assert [found[step] for step in (2, 3, 4)] == [pytest.approx(0.008, abs=2 * Device.PLAN_S)] * 3
 
 
 class Pipeline:
@@ -138,7 +245,7 @@ def test_of_three_micro_batches_two_before_and_two_after_run_beside_a_step() -> 
 
 def test_a_result_waits_for_its_tokens() -> None:
     """On a CPU the overlapped loop knows the time of a step one pass before its tokens."""
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     engine.run(10.0, 0, results=False)
     assert engine.run(10.5, 1, results=False) == []
     engine.tracker.processed(engine.launched[0].reqs, [True])
@@ -148,7 +255,7 @@ def test_a_result_waits_for_its_tokens() -> None:
 
 
 def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     engine.run(10.0, None)
     info = engine.ledger["r0"]
     assert engine.run(10.5, None, results=False) == [
@@ -164,7 +271,7 @@ def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
 
 
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
-    tracker = Engine(is_overlapped=False).tracker
+    tracker = Engine().tracker
     tracker.next_pass(1.0)
     tracker.started(0)
     tracker.launched(None)
@@ -173,7 +280,7 @@ def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
 
 def suspended_step() -> StepTracker:
     """A tracker of which the first pass was suspended after 0.5 s."""
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     tracker, req = engine.tracker, request("a")
     engine.ledger.add(req, 1.0)
     tracker.next_pass(1.0)
@@ -197,6 +304,7 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker.processed([req], [True])
     (result,) = tracker.next_pass(5.25)
     assert (result.step, result.started_s, result.seconds) == (0, 1.0, 0.75)
+    assert result.suspensions == 1
     assert result.chunks == (PrefillChunk("a", 5),)
     assert [served.info.rid for served in result.served] == ["a"]
 
@@ -209,7 +317,7 @@ def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran()
 
 
 def test_a_request_that_was_aborted_meanwhile_is_not_told_of() -> None:
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     engine.run(1.0, 0)
     engine.ledger.forget("r0")
     (result,) = engine.run(2.0, 1)
@@ -219,7 +327,7 @@ def test_a_request_that_was_aborted_meanwhile_is_not_told_of() -> None:
 
 def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     """Under overlap scheduling a result may come after the end."""
-    engine = Engine(is_overlapped=False)
+    engine = Engine()
     aborted, namesake = request("a"), request("a")
     engine.ledger.add(aborted, 1.0)
     engine.tracker.next_pass(1.0)

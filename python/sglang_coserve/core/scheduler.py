@@ -31,6 +31,7 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, SlicingPolicy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
+from sglang_coserve.core.resume_cost import ResumeCost
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
 from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
@@ -88,6 +89,7 @@ class Scheduler:
         """Learned only from steps without offline work; predicts the steps of the baseline."""
 
         self._service_time = ServiceTime()
+        self._resume_cost = ResumeCost()
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._next_step = 0
@@ -162,6 +164,9 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
+        if snapshot.stop_share < 1.0:
+            resume_s = self._resume_cost.seconds(snapshot.resume_s)
+            snapshot = replace(snapshot, resume_s=resume_s)
         context = self._context(snapshot, cache)
         shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
@@ -384,7 +389,11 @@ class Scheduler:
         return online_s, seconds - online_s
 
     def _learn_time(self, result: StepResult, seconds: float) -> None:
-        """Correct the latency models by the measured time of a step."""
+        """Correct the latency models, or the cost of suspending, by the measured time of a step."""
+        if result.suspensions:
+            predicted_s = self._learned.predict_now(result.batch)
+            self._resume_cost.observe(seconds, predicted_s, result.suspensions)
+            return
         self._learned.observe(Sample(result.batch, seconds), result.overlapping)
         if not result.has_offline:
             alone = Sample(result.batch, seconds - result.planning_s)

@@ -156,12 +156,16 @@ class EngineSnapshot:
     single CUDA graph."""
 
     resume_s: float = 0.0
-    """Cost of suspending and resuming a step, in seconds."""
+    """Assumed cost of suspending and resuming a step, in seconds, until a suspended step has shown
+    it."""
 
 
 class PrefixCache(Protocol):
     """The queries to the engine's prefix cache that planning needs."""
 
-    def cached_tokens(self, rid: str) -> int:
-        """Return how many leading tokens of a waiting offline request the cache holds."""
+    def cached_tokens(self, rid: str) -> int | None:
+        """Return how many leading tokens of a waiting offline request the cache holds.
+
+        None while more of its KV is being loaded onto the device, until when it cannot be admitted.
+        """
         ...

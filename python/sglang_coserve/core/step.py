@@ -178,6 +178,9 @@ class StepResult:
     jobs: tuple[JobTokens, ...] = ()
     """Whose the offline requests were; empty where nobody says."""
 
+    suspensions: int = 0
+    """How often it was suspended and resumed; the cost of that is part of ``seconds``."""
+
     planning_s: float = 0.0
     """Of ``seconds``, what went into deciding: an engine alone with its online requests has none of
     it. 0 also where that happens beside a batch that runs."""

@@ -188,6 +188,7 @@ class SimEngine:
         if plan.resumes:
             assert safepoint is not None
             resume_s = safepoint.resume_s
+            batch.suspensions += 1
         share = 1.0
         if plan.lane is Lane.OFFLINE and safepoint is not None:
             share = self._share_done(plan, batch, start_s + resume_s, safepoint)

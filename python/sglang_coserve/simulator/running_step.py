@@ -54,6 +54,9 @@ class RunningStep:
     done_share: float = 0.0
     """Share of its layers that is computed, 0 to 1."""
 
+    suspensions: int = 0
+    """How often it was suspended and resumed."""
+
     spent_s: float = 0.0
     """Time that it has run, including its resumptions."""
 
@@ -90,6 +93,7 @@ class RunningStep:
             batch=self.stats,
             chunks=tuple([PrefillChunk(r.info.rid, tokens) for r, tokens in self.chunks]),
             served=tuple(served),
+            suspensions=self.suspensions,
         )
 
     def dropped(self) -> StepResult:

@@ -115,10 +115,10 @@ def snapshot(
 class Cache:
     """A prefix cache with known contents."""
 
-    def __init__(self, cached_tokens: Mapping[str, int] | None = None) -> None:
+    def __init__(self, cached_tokens: Mapping[str, int | None] | None = None) -> None:
         self._cached_tokens = dict(cached_tokens or {})
 
-    def cached_tokens(self, rid: str) -> int:
+    def cached_tokens(self, rid: str) -> int | None:
         return self._cached_tokens.get(rid, 0)
 
 

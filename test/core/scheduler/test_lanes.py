@@ -216,3 +216,16 @@ def test_steps_that_cannot_be_suspended_are_as_they_were(policy: str) -> None:
 def test_systems_without_preemption_have_none(policy: str) -> None:
     core = scheduler(policy, queued(500), targets=TARGETS)
     assert plan_of(core, seen()).lane is Lane.SHARED
+
+
+def test_what_a_suspension_costs_is_learned_from_the_steps_that_had_one() -> None:
+    core = scheduler("coserve", refine=True)
+    engine = seen(online(100, DECODING), done_share=0.5)
+    assert plan_of(core, engine).resumes
+    predicted_s = core.model.predict(WORK)
+    core.update(StepResult(None, 0.0, predicted_s + 2 * 0.08, batch=WORK, suspensions=2))
+    assert not plan_of(core, engine).resumes
+    # It is no property of the batch.
+    assert core.model.predict(WORK) == predicted_s
+    core.update(StepResult(None, 0.0, predicted_s - 0.2, batch=WORK, suspensions=1))
+    assert plan_of(core, engine).resumes

@@ -239,3 +239,12 @@ def test_no_more_offline_requests_than_configured() -> None:
     waiting = [queued(64) for _ in range(4)]
     plan = scheduler("coserve", *waiting, max_offline_requests=2).plan(snapshot(), NO_CACHE)
     assert len(plan.prefills) == 2
+
+
+def test_a_request_whose_kv_is_being_loaded_does_not_hold_up_the_others() -> None:
+    """It is the first of the queue, and longer than a step."""
+    waiting = [queued(300, rid=f"q{i}", first=100_000 * i, arrival_s=i) for i in range(1, 11)]
+    brain = scheduler("coserve", queued(16_000, rid="loading"), *waiting)
+    decodes = [online(500, DECODING) for _ in range(4)]
+    plan = brain.plan(snapshot(*decodes, now_s=0.0), Cache({"loading": None}))
+    assert [chunk.rid for chunk in plan.prefills][:1] == ["q1"]

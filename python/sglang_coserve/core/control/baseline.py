@@ -228,14 +228,18 @@ class Baseline:
         return True
 
     def _drop_ended(self) -> None:
-        """Remove requests that get no more tokens. O(1) if there are none, else O(requests)."""
+        """Remove requests that get no more tokens.
+
+        O(1) if there are none, else O(decodes); O(waiting), too, if one of them still waits.
+        """
         if not self._gone:
             return
         requests = self._requests
         for request in self._gone:
             requests.pop(request.key, None)
+        if any(request.prompt_left_tokens for request in self._gone):
+            self._waiting = deque(r for r in self._waiting if r.key in requests)
         self._gone.clear()
-        self._waiting = deque(r for r in self._waiting if r.key in requests)
         self._decoding = [decode for decode in self._decoding if decode.key in requests]
 
     def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:

@@ -12,7 +12,8 @@ __all__ = ["OfflineCandidates"]
 
 
 class OfflineCandidates:
-    """The candidates of the queue, each with its tokens in the prefix cache.
+    """The candidates of the queue, each with its tokens in the prefix cache; without those whose KV
+    is being loaded.
 
     A plan may compose several steps, of which it takes the best, and each begins with the same
     requests. So what was found out of them is kept for the next step. The queue must not change
@@ -23,7 +24,9 @@ class OfflineCandidates:
         """Look nothing up yet."""
         self._known: list[tuple[QueuedRequest, int]] = []
         self._others = (
-            (request, cache.cached_tokens(request.rid)) for request in queue.candidates(now_s)
+            (request, cached_tokens)
+            for request in queue.candidates(now_s)
+            if (cached_tokens := cache.cached_tokens(request.rid)) is not None
         )
 
     def __iter__(self) -> Iterator[tuple[QueuedRequest, int]]:

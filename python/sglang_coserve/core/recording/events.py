@@ -60,7 +60,7 @@ class Planned:
     """``Scheduler.plan`` was called, and returned ``plan``."""
 
     snapshot: EngineSnapshot
-    cached_tokens: Mapping[str, int]
+    cached_tokens: Mapping[str, int | None]
     """The answers of the prefix cache: cached tokens of each request queried, by rid."""
 
     plan: StepPlan

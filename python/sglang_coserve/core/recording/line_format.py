@@ -183,7 +183,7 @@ class PlannedLine:
     admitted: RequestColumns | None
     waiting: RequestColumns | None
     elsewhere: RequestColumns | None
-    cached_tokens: Sequence[tuple[str, int]]
+    cached_tokens: Sequence[tuple[str, int | None]]
     plan: Mapping[str, Any]
     """The fields that differ from an empty plan."""
 

@@ -95,9 +95,9 @@ class _RecordedAnswers:
     """A ``PrefixCache`` that returns the recorded answers."""
 
     def __init__(self) -> None:
-        self.known: dict[str, int] = {}
+        self.known: dict[str, int | None] = {}
 
-    def cached_tokens(self, rid: str) -> int:
+    def cached_tokens(self, rid: str) -> int | None:
         return self.known.get(rid, 0)
 
 

@@ -117,9 +117,9 @@ class _NotedAnswers:
     """A ``PrefixCache`` that records its answers."""
 
     def __init__(self, cache: PrefixCache) -> None:
-        self.noted: dict[str, int] = {}
+        self.noted: dict[str, int | None] = {}
         self._cache = cache
 
-    def cached_tokens(self, rid: str) -> int:
+    def cached_tokens(self, rid: str) -> int | None:
         tokens = self.noted[rid] = self._cache.cached_tokens(rid)
         return tokens

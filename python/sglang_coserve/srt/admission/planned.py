@@ -46,13 +46,13 @@ __all__ = ["PlannedAdmission"]
 Req = Any
 ScheduleBatch = Any
 
-FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int]], None]
+FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int | None]], None]
 """Takes what a plan that failed was made from: the waiting offline requests, the engine, and what
 its cache holds of them."""
 
 _RESUME_S: Final = 1.6e-3
-"""The cost of suspending and resuming a step, in seconds: the median on a CPU
-(``bench_suspension``)."""
+"""The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
+CPU (``bench_suspension``)."""
 
 
 class PlannedAdmission:
@@ -93,6 +93,7 @@ class PlannedAdmission:
         self._retraction = retraction
         self._runner = runner
         self._clock = clock
+        clock.timer = runner.timer
         self._ledger = ledger
         self._checkpointing = checkpointing
         self._events = events
@@ -104,7 +105,7 @@ class PlannedAdmission:
         self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
         self._steps = StepTracker(
             ledger,
-            is_overlapped=scheduler.enable_overlap and scheduler.device != "cpu",
+            is_overlapped=runner.timer is not None,
             micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
@@ -127,7 +128,7 @@ class PlannedAdmission:
         """The plan of this pass."""
 
         self._planned_from: EngineSnapshot | None = None
-        self._answers: dict[str, int] = {}
+        self._answers: dict[str, int | None] = {}
         """What the core was told, for the last plan, that the cache holds."""
 
         self._unplanned = UnplannedPasses(
@@ -207,6 +208,8 @@ class PlannedAdmission:
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
         """Ask the core for a plan, and have SGLang admit it."""
         now_s = self._clock.now_s()
+        if self._runner.timer is not None:
+            self._runner.timer.begin_pass()
         self._until_s = None
         self._checkpointing.prefetch(now_s)
         self._account(now_s)
@@ -330,12 +333,12 @@ class PlannedAdmission:
             self._report_cached(waiting.rid)
 
     def _report_cached(self, rid: str) -> None:
-        if cached_tokens := self.cached_tokens(rid):
+        if cached_tokens := self._ledger.match_prefix(self._waiting.reqs[rid]):
             self.core.cached(rid, cached_tokens)
 
     def _account(self, now_s: float) -> None:
         """Process the last pass: its results, ended requests and cool-downs."""
-        results = self._steps.next_pass(now_s)
+        results = self._steps.next_pass(now_s, self._clock.take_parts())
         if not results and len(self.core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
             results = [StepResult(None, now_s)]
@@ -375,9 +378,11 @@ class PlannedAdmission:
             resume_s=_RESUME_S,
         )
 
-    def cached_tokens(self, rid: str) -> int:
-        """Return what the radix cache holds of a waiting offline request (``PrefixCache``)."""
-        tokens = self._answers[rid] = self._ledger.match_prefix(self._waiting.reqs[rid])
+    def cached_tokens(self, rid: str) -> int | None:
+        """See ``PrefixCache``."""
+        req = self._waiting.reqs[rid]
+        is_held = self._checkpointing.is_held_back(req)
+        tokens = self._answers[rid] = None if is_held else self._ledger.match_prefix(req)
         return tokens
 
     def _refuse(self, rid: str) -> None:

@@ -2,7 +2,8 @@
 
 1. ``processed`` after the results of each batch.
 2. ``prefetch`` at the beginning of a scheduling round, before any request is matched.
-3. ``hold_back`` with the waiting requests that are about to be admitted.
+3. ``is_held_back`` with the waiting requests that may be planned; ``hold_back`` with those that are
+   about to be admitted.
 4. ``forget`` when a request has ended or is aborted.
 
 Releasing a request, reclaiming and resuming need no call, because SGLang does these through
@@ -99,6 +100,10 @@ class KvCheckpointing:
                 self._cache.need(req)
                 held.add(req.rid)
         return held
+
+    def is_held_back(self, req: Req) -> bool:
+        """Return whether a waiting request that was held back before still is."""
+        return req.rid in self._held_since_s and bool(self.hold_back([req]))
 
     def _comes(self, rid: str, since_s: float) -> bool:
         """Return whether a request that has been held back since ``since_s`` should still wait."""

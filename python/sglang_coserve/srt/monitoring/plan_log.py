@@ -71,7 +71,7 @@ class FailedPlans:
         self,
         waiting: Iterable[QueuedRequest],
         snapshot: EngineSnapshot,
-        cached_tokens: Mapping[str, int],
+        cached_tokens: Mapping[str, int | None],
     ) -> None:
         """Write one, unless there are as many as there may be. O(requests).
 

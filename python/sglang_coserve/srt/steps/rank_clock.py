@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.srt.marks.request_marks import arrival_s
+from sglang_coserve.srt.steps.part_timer import PartTimer
 
 __all__ = ["RankClock", "RankTime"]
 
@@ -25,6 +26,9 @@ class RankTime:
     now_s: float
     arrivals_s: Mapping[str, float]
     """Arrival times of the requests in the same broadcast, by rid."""
+
+    parts_s: tuple[float, ...] = ()
+    """Times of the parts of steps that have ended on rank 0 since the last tick."""
 
 
 class RankClock:
@@ -43,16 +47,31 @@ class RankClock:
         self._is_shared = is_shared
         self._is_source = is_source
         self._tick: RankTime | None = None
+        self._parts_s: list[float] = []
+        self.timer: PartTimer | None = None
+        """Times this rank's steps, if its host runs ahead of its device."""
 
     def carried_by(self, input_blocker: Any) -> Any:
         """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
         if not self._is_shared:
             return input_blocker
-        return _TickSource(input_blocker, is_source=self._is_source)
+        return _TickSource(input_blocker, self if self._is_source else None)
 
     def take(self, tick: RankTime) -> None:
         """Use the time of a tick from now on."""
         self._tick = tick
+        self._parts_s += tick.parts_s
+
+    def take_parts(self) -> tuple[float, ...]:
+        """Take out and return the times of the parts of steps that have ended, in order."""
+        if not self._is_shared:
+            return self.measured_parts()
+        parts_s, self._parts_s = tuple(self._parts_s), []
+        return parts_s
+
+    def measured_parts(self) -> tuple[float, ...]:
+        """Take out and return those that have ended on this rank."""
+        return () if self.timer is None else self.timer.take()
 
     def now_s(self) -> float:
         """Return the current time: that of the last tick, if the clock is shared."""
@@ -68,18 +87,19 @@ class RankClock:
 class _TickSource:
     """Replaces SGLang's input blocker; adds a ``RankTime`` to what rank 0 receives."""
 
-    def __init__(self, inner: Any, *, is_source: bool) -> None:
+    def __init__(self, inner: Any, clock: RankClock | None) -> None:
+        """``clock`` is that of rank 0; None on the others."""
         self._inner = inner
-        self._is_source = is_source
+        self._clock = clock
 
     def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
         """Return the received requests; on rank 0 with a tick before them."""
         if self._inner is not None:
             recv_reqs = self._inner.handle(recv_reqs)
-        if self._is_source and recv_reqs is not None:
+        if self._clock is not None and recv_reqs is not None:
             now_s = time.perf_counter()
             arrivals_s = {req.rid: arrival_s(req, now_s) for req in _with_rid(recv_reqs)}
-            return [RankTime(now_s, arrivals_s), *recv_reqs]
+            return [RankTime(now_s, arrivals_s, self._clock.measured_parts()), *recv_reqs]
         return recv_reqs
 
 

@@ -13,6 +13,7 @@ from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
+from sglang_coserve.srt.steps.part_timer import device_timer
 
 __all__ = ["SUSPENDED", "StepRunner", "StepTerms"]
 
@@ -44,6 +45,9 @@ class StepRunner:
         self.why_no_safepoints = installed.why_not
         self.lane: OfflineLane | None = None
         """The offline lane; set only if steps can be suspended."""
+
+        self.timer = device_timer(scheduler)
+        """Times what is run, if the host does not wait for it."""
 
         self.counted_penalties = CountedPenalties()
         self._scheduler = scheduler
@@ -80,6 +84,13 @@ class StepRunner:
 
         Without ``terms`` it runs to its end. Returns the result, or ``SUSPENDED``.
         """
+        try:
+            return self._run(batch, terms, forward)
+        finally:
+            if self.timer is not None:
+                self.timer.launched()
+
+    def _run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
         self.counted_penalties.put_back(batch)
         safepoints, lane = self.safepoints, self.lane
         if terms is None or safepoints is None or lane is None:

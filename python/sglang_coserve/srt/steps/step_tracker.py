@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,18 +30,27 @@ class _Step:
     chunks: tuple[PrefillChunk, ...]
     jobs: tuple[JobTokens, ...]
     seconds: float | None = None
+    """What its timed parts took; None if nothing, or unknown."""
+
     served: tuple[ServedRequest, ...] = ()
     planning_s: float = 0.0
-    spent_s: float = 0.0
-    """Time that it ran before it was suspended; NaN if unknown."""
+    suspensions: int = 0
+    """How often it was suspended and resumed."""
 
-    is_suspended: bool = False
-    is_timed: bool = False
+    untimed_parts: int = 0
+    """Parts of it that were launched, and whose times are not known yet."""
+
     has_results: bool = False
     """Whether its results are in: it is known which requests got a token."""
 
     overlapping: tuple[StepStats, ...] = ()
     """See ``StepResult``."""
+
+    def ran(self, seconds: float) -> None:
+        """Add the time of its next part."""
+        self.untimed_parts -= 1
+        if seconds > 0 and not self.batch.is_empty:
+            self.seconds = (self.seconds or 0.0) + seconds
 
     def result(self) -> StepResult:
         return StepResult(
@@ -54,6 +62,7 @@ class _Step:
             self.served,
             overlapping=self.overlapping,
             jobs=self.jobs,
+            suspensions=self.suspensions,
             planning_s=self.planning_s,
         )
 
@@ -68,26 +77,32 @@ class StepTracker:
     come in the same or the next pass (``processed``). A batch that the core did not plan is a
     step without a number.
 
-    Durations are those of passes. Without overlap scheduling, and always on a CPU, the batch of a
-    pass runs until the next pass begins. With overlap, a pass ends when the
-    *previous* batch has ended, so its duration is that of the previous batch. In a pipeline of K
-    micro-batches a batch runs for K passes, until its micro-batch is next again.
+    A step lasts as long as its parts: one, or several if it was suspended. If the host waits for
+    the device, a part lasts from pass to pass. If it runs ahead (overlap scheduling, except on a
+    CPU), the device tells how long its parts were (``PartTimer``). In a pipeline of K micro-batches
+    a batch runs for K passes, until its micro-batch is next again.
     """
 
     def __init__(
         self, ledger: RequestLedger, *, is_overlapped: bool, micro_batches: int = 1
     ) -> None:
-        """``ledger`` has the requests; the times of their tokens are recorded in it."""
+        """``ledger`` has the requests; the times of their tokens are recorded in it.
+
+        ``is_overlapped``: the host runs ahead of the device.
+        """
         self._ledger = ledger
-        self._lag = int(is_overlapped)
+        self._is_overlapped = is_overlapped
         self._micro_batches = micro_batches
         self._pass_s: float | None = None
         self._planned: int | None = None
         self._planning_s = 0.0
         self._suspended: _Step | None = None
         self._resumed: _Step | None = None
-        self._last: deque[_Step | None] = deque(maxlen=max(self._lag + 1, 2 * micro_batches - 1))
+        self._last: deque[_Step | None] = deque(maxlen=2 * micro_batches - 1)
         """Steps of the last passes; None for a pass in which nothing ran."""
+
+        self._untimed: deque[_Step] = deque()
+        """The step of each part whose time is not known yet, in order; not in a pipeline."""
 
         self._running: deque[_Step] = deque()
         """Launched batches whose results are pending, in order."""
@@ -97,16 +112,25 @@ class StepTracker:
 
         self._open: deque[_Step] = deque()
 
-    def next_pass(self, now_s: float) -> list[StepResult]:
-        """Begin a pass; return the results that are complete now, in order. O(their requests)."""
-        self._note_time(now_s)
+    def next_pass(self, now_s: float, parts_s: Sequence[float] = ()) -> list[StepResult]:
+        """Begin a pass; return the results that are complete now, in order. O(their requests).
+
+        ``parts_s`` are the times of the next parts, as far as the device tells them.
+        """
+        if self._micro_batches > 1:
+            self._note_round(now_s)
+        elif not self._is_overlapped and self._untimed:
+            assert self._pass_s is not None
+            parts_s = (now_s - self._pass_s,)
+        for part_s in parts_s:
+            self._untimed.popleft().ran(part_s)
         for step, reqs, has_token in self._results:
             step.served = self._note_tokens(reqs, has_token, now_s)
             step.has_results = True
         self._results.clear()
         self._pass_s = now_s
         results = []
-        while self._open and self._open[0].is_timed and self._open[0].has_results:
+        while self._open and not self._open[0].untimed_parts and self._open[0].has_results:
             step = self._open.popleft()
             results.append(step.result())
         return results
@@ -114,7 +138,7 @@ class StepTracker:
     def decided(self, now_s: float) -> None:
         """Note that what is to be run in this pass was decided by now."""
         # Beside a running batch, or another stage's, it takes no time of its own.
-        if not self._lag and self._micro_batches == 1 and self._pass_s is not None:
+        if not self._is_overlapped and self._micro_batches == 1 and self._pass_s is not None:
             self._planning_s = now_s - self._pass_s
 
     def started(self, step: int) -> None:
@@ -127,7 +151,6 @@ class StepTracker:
         planning_s, self._planning_s = self._planning_s, 0.0
         step, self._resumed = self._resumed, None
         if step is not None:
-            step.is_suspended = False
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
@@ -138,12 +161,13 @@ class StepTracker:
         if batch:
             assert step is not None
             self._running.append(step)
+            step.untimed_parts += 1
+            if self._micro_batches == 1:
+                self._untimed.append(step)
 
     def suspended(self) -> None:
         """Record that the batch launched last was suspended."""
         step = self._last[-1]
-        assert step is not None
-        step.is_suspended = True
         self._suspended = self._open.pop()
         assert self._suspended is step
 
@@ -151,42 +175,19 @@ class StepTracker:
         """Record that this pass resumes the suspended step."""
         self._resumed, self._suspended = self._suspended, None
         assert self._resumed is not None
+        self._resumed.suspensions += 1
 
     def dropped(self, rids: Sequence[str]) -> StepResult:
         """Drop the suspended step, and return its result."""
         step, self._suspended = self._suspended, None
         assert step is not None
-        # What it ran is lost, and not known where another batch may have taken some of the time.
-        seconds = step.spent_s if step.spent_s > 0 else None
+        # What it ran is lost, and not known before the device has told.
+        seconds = None if step.untimed_parts else step.seconds
         return StepResult(step.number, step.started_s, seconds, dropped=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Record the results of the oldest pending batch: its requests, and which got a token."""
         self._results.append((self._running.popleft(), reqs, has_token))
-
-    def _note_time(self, now_s: float) -> None:
-        """Set the duration of the step that ended with the last pass.
-
-        It stays None if unknown: beside a batch without requests the time is not that step's alone.
-        """
-        if self._micro_batches > 1:
-            self._note_round(now_s)
-            return
-        if len(self._last) <= self._lag:
-            return
-        step, newest = self._last[0], self._last[-1]
-        if step is None or step.is_timed:
-            return
-        if step.is_suspended:
-            # With overlap, the time of a part is unknown, as the batch before it took some of it.
-            ran_s = math.nan if self._lag or self._pass_s is None else now_s - self._pass_s
-            step.spent_s += ran_s
-            return
-        step.is_timed = True
-        ran_alone = newest is not None and not step.batch.is_empty
-        if ran_alone and self._pass_s is not None and now_s > self._pass_s:
-            seconds = step.spent_s + now_s - self._pass_s
-            step.seconds = None if math.isnan(seconds) else seconds
 
     def _note_round(self, now_s: float) -> None:
         """Set the duration of the current micro-batch's last step, and what overlapped with it."""
@@ -198,7 +199,7 @@ class StepTracker:
         batches = [StepStats() if other is None else other.batch for other in passes]
         nothing = [StepStats()] * (before - place)
         step.overlapping = (*nothing, *batches[:place], *batches[place + 1 :])
-        step.is_timed = True
+        step.untimed_parts = 0
         if not step.batch.is_empty and now_s > step.started_s:
             step.seconds = now_s - step.started_s
 
