@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import threading
 import time
@@ -101,6 +103,53 @@ def test_submitted_again_it_is_the_same_batch(app: LiveApp, source: Path, output
     assert output.read_bytes() == content
 
 
+def test_what_a_power_failure_leaves_of_a_download_is_cut_off_and_fetched_again(
+    app: LiveApp, source: Path, output: Path
+) -> None:
+    with CoserveClient(app.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+    content = output.read_bytes()
+    middle = len(content) // 2
+    for damaged in (
+        bytes(len(content)),
+        content[:middle] + bytes(300) + content[middle + 300 :],
+        content[:middle] + bytes(300),
+        content[: -len(content.splitlines(keepends=True)[-1])] + bytes(80),
+    ):
+        output.write_bytes(damaged)
+        with CoserveClient(app.base_url) as client:
+            client.submit_jsonl(source, output).wait()
+        assert output.read_bytes() == content
+
+
+def test_a_download_whose_sync_fails_is_no_result(
+    app: LiveApp, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CoserveClient(app.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+    content = output.read_bytes()
+    output.write_bytes(content[:100])
+    sync, synced = os.fdatasync, []
+
+    def fdatasync(fd: int) -> None:
+        # The files of the server are below another directory.
+        if Path(f"/proc/self/fd/{fd}").readlink() == output.resolve():
+            synced.append(os.fstat(fd).st_size)
+            if synced[-1]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    with monkeypatch.context() as patch, CoserveClient(app.base_url) as client:
+        patch.setattr(os, "fdatasync", fdatasync)
+        with pytest.raises(InputFileError, match="Input/output error"):
+            client.submit_jsonl(source, output).wait()
+    assert synced == [0, len(content)]
+    assert output.read_bytes() == b""
+    with CoserveClient(app.base_url) as client:
+        client.submit_jsonl(source, output).wait()
+    assert output.read_bytes() == content
+
+
 def test_a_changed_input_is_refused(app: LiveApp, source: Path, output: Path) -> None:
     with CoserveClient(app.base_url) as client:
         client.submit_jsonl(source, output).wait()
@@ -186,7 +235,7 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
     output.write_text("something of mine\n")
     code, _, stderr = coserve("results", batch_id, "-o", str(output), *server)
     assert code == 2
-    assert "holds something else" in stderr
+    assert "is not a batch result" in stderr
     code, _, stderr = coserve("cancel", batch_id, *server)
     assert code == 2
     assert "409" in stderr

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from http import HTTPStatus
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
 import httpx
 
 from sglang_coserve.client.connections import server_address
+from sglang_coserve.durable_files import append, sync_names
 from sglang_coserve.errors import InputFileError, RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.retry import RetryPolicy, backoff_s
+from sglang_coserve.lines.worker_threads import to_its_end
 
 __all__ = ["FINAL_STATUSES", "Batch", "BatchApi", "batch_of"]
 
@@ -43,6 +45,9 @@ FINAL_STATUSES: Final = frozenset({"completed", "failed", "expired", "cancelled"
 _PASSING: Final = frozenset({429, 502, 503, 504})
 _LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
 """Codes of errors that retrying does not help, in spite of their status."""
+
+_PIECE_BYTES: Final = 1 << 20
+"""So much of a file is synced at once, and fetched again after a lost connection."""
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
@@ -130,14 +135,23 @@ class BatchApi:
         return batch_of(await self._call("POST", f"{self._batches}/{batch_id}/cancel"))
 
     async def fetch(self, file_id: str, path: Path) -> None:
-        """Append the bytes of a file that ``path`` lacks; the file may still grow.
+        """Append the bytes of a file that ``path`` lacks, and force them to the disk.
+
+        The file may still grow. What a crash can leave at the end of ``path`` must have been cut
+        off.
 
         Raises:
             InputFileError: ``path`` cannot be written.
         """
         try:
-            with path.open("ab") as file:
-                await self._fetch(file_id, file)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                begins_at = os.fstat(fd).st_size
+                ends_at = await self._fetch(file_id, fd, begins_at)
+            finally:
+                os.close(fd)
+            if ends_at and not begins_at:
+                await asyncio.to_thread(sync_names, path.parent)
         except OSError as error:
             raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
@@ -145,26 +159,30 @@ class BatchApi:
         """Close every connection."""
         await self._http.aclose()
 
-    async def _fetch(self, file_id: str, file: BinaryIO) -> None:
+    async def _fetch(self, file_id: str, fd: int, size_bytes: int) -> int:
+        """Return the size that the file then has; it had ``size_bytes``."""
         began_s = time.monotonic()
-        for attempt in count():
-            wanted = {"range": f"bytes={file.tell()}-"}
+        attempt = 0
+        while True:
+            wanted = {"range": f"bytes={size_bytes}-"}
             try:
                 async with self._http.stream(
                     "GET", f"/v1/files/{file_id}/content", headers=wanted
                 ) as answer:
                     if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                        return  # There is nothing more.
+                        return size_bytes  # There is nothing more.
                     if answer.status_code == HTTPStatus.PARTIAL_CONTENT:
-                        async for chunk in answer.aiter_bytes():
-                            file.write(chunk)
-                        return
+                        async for piece in answer.aiter_bytes(_PIECE_BYTES):
+                            await to_its_end(asyncio.to_thread(append, fd, piece, size_bytes))
+                            size_bytes += len(piece)
+                        return size_bytes
                     await answer.aread()
                     _raise_if_refused(answer)
                     self.last_failure = f"HTTP {answer.status_code}: {_message(answer)}"
             except httpx.TransportError as error:
                 self.last_failure = str(error) or type(error).__name__
             await self._pause(began_s, attempt)
+            attempt += 1
 
     async def _call(
         self,

@@ -13,11 +13,14 @@ from typing import Any, Final
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
 from sglang_coserve.client.progress import ProgressView
-from sglang_coserve.client.result_files import errors_path
+from sglang_coserve.client.result_files import errors_path, file_errors
 from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
+from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_record import batch_tag
+from sglang_coserve.lines.worker_threads import to_its_end
 
 __all__ = [
     "BatchOptions",
@@ -27,6 +30,7 @@ __all__ = [
     "check_outcome",
     "fetch_results",
     "follow_batch",
+    "recover_results",
 ]
 
 _FIRST_POLL_S: Final = 0.05
@@ -87,6 +91,7 @@ class ServerBatch:
         """
         try:
             batch = await self._begin()
+            await recover_results(batch["id"], self._output)
             poll_s = _FIRST_POLL_S
             while True:
                 self._batch = batch
@@ -124,33 +129,34 @@ class ServerBatch:
 async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
     """Append the records of a batch that ``output`` and its error file lack.
 
+    Call ``recover_results`` once before.
+
     Raises:
-        InputFileError: a file cannot be written, or holds something else.
+        InputFileError: a file cannot be written.
         ServerError: see ``BatchApi``.
     """
-    paths = ("output_file_id", output), ("error_file_id", errors_path(output))
-    for _, path in paths:
-        _check_records(path, batch["id"])
-    for name, path in paths:
+    for name, path in ("output_file_id", output), ("error_file_id", errors_path(output)):
         if batch[name] is not None:
             await api.fetch(batch[name], path)
 
 
-def _check_records(path: Path, batch_id: str) -> None:
-    """Refuse to append to files of another batch or of another program."""
-    start = b'{"id":"batch_req_' + batch_id.removeprefix("batch_").encode() + b"_"
+async def recover_results(batch_id: str, output: Path) -> None:
+    """Cut off what a crash has left at the end of ``output`` and its error file.
+
+    Raises:
+        InputFileError: a file cannot be used, or holds something else than results of the batch.
+    """
+    log, tag = ResultLog(output, errors_path(output)), batch_tag(batch_id)
+
+    def recover() -> None:
+        log.scan(lambda of, _line: of == tag or None)
+        log.cut()
+
     try:
-        with path.open("rb") as file:
-            found = file.read(len(start))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputFileError(f"cannot read {path}: {error.strerror}") from error
-    if not start.startswith(found):
-        raise InputFileError(
-            f"{path} holds something else than results of {batch_id}: choose another output, or "
-            "move this file away"
-        )
+        with file_errors():
+            await to_its_end(asyncio.to_thread(recover))
+    except InputFileError as error:
+        raise InputFileError(f"the results of {batch_id} cannot be fetched: {error}") from error
 
 
 async def begin_batch(

@@ -1,22 +1,33 @@
-"""Stores beside an output which batch of a server fills it."""
+"""Stores beside an output which batch of a server fills it.
+
+Whatever is added to the file is a line of JSON, and the last one counts. So a crash that tears it
+leaves the one before, with which the same batch is found: it is stored before the batch is created.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 from uuid import uuid4
 
 import msgspec
 
 from sglang_coserve.client.output_lock import lock_output
+from sglang_coserve.durable_files import append, settle, sync_names
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.lines.file_lock import unlock_file
 
 __all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
+
+_START: Final = b'{"input_digest": "'
+_MOST_BYTES: Final = 1 << 16
+"""A batch takes two lines of 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class SubmissionFile:
         self._output = output
         self._path = submission_path(output)
         self._fd: int | None = None
+        self._size_bytes = 0
 
     def open(self) -> None:
         """Open the file, making it when it is not there, and lock it.
@@ -88,13 +100,22 @@ class SubmissionFile:
             InputFileError: it is not one of ours, or belongs to another input.
         """
         assert self._fd is not None, "load() before open()"
-        text = os.pread(self._fd, 1 << 16, 0)
-        if not text:
+        content = os.pread(self._fd, _MOST_BYTES, 0)
+        submission, self._size_bytes = None, 0
+        # Zeros are what a power failure leaves of bytes that were not synced.
+        for line in content.partition(b"\0")[0].splitlines(keepends=True):
+            try:
+                if line.strip():
+                    submission = msgspec.json.decode(line, type=Submission)
+            except ValueError:
+                break
+            self._size_bytes += len(line)
+        if submission is None and not _is_torn(content):
+            raise InputFileError(f"{self._path} is not from coserve submit: remove it")
+        with _writing(self._path):
+            settle(self._path, self._size_bytes, 0)
+        if submission is None:
             return Submission.new(input_digest)
-        try:
-            submission = msgspec.json.decode(text, type=Submission)
-        except ValueError as error:
-            raise InputFileError(f"{self._path} is not from coserve submit: remove it") from error
         if submission.input_digest != input_digest:
             raise InputFileError(
                 f"the input has changed since {self._output} was begun:"
@@ -103,10 +124,30 @@ class SubmissionFile:
         return submission
 
     def save(self, submission: Submission) -> None:
-        """Write ``submission`` to the disk."""
+        """Write ``submission`` to the disk, after ``load``.
+
+        Raises:
+            InputFileError: it cannot be written.
+        """
         assert self._fd is not None, "save() before open()"
-        text = json.dumps(asdict(submission)).encode()
-        # Only ever longer than what it replaces.
-        os.pwrite(self._fd, text, 0)
-        os.ftruncate(self._fd, len(text))
-        os.fsync(self._fd)
+        # Older versions ended their only line without a line ending.
+        text = b"\n" * bool(self._size_bytes) + json.dumps(asdict(submission)).encode()
+        with _writing(self._path):
+            os.lseek(self._fd, self._size_bytes, os.SEEK_SET)
+            append(self._fd, text, self._size_bytes)
+            if not self._size_bytes:
+                sync_names(self._path.parent)
+        self._size_bytes += len(text)
+
+
+def _is_torn(content: bytes) -> bool:
+    """Return whether this is what a crash can leave of the first line."""
+    return all(found in (0, expected) for found, expected in zip(content, _START, strict=False))
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
