@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from batch.scenarios import opened, play
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
-from sglang_coserve.jsonl.prefix_order import OrderedLine, read_order, write_order
+from sglang_coserve.jsonl.prefix_order import OrderedLine, has_order, read_order, write_order
 from sglang_coserve.lines.line_source import LineSource
 from sglang_coserve.lines.prefix_order import PrefixOrder
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -274,3 +274,51 @@ def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) 
         await scene.service.close()
 
     play(rest(play(half())))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), unique_ids=st.booleans())
+def test_a_damaged_order_is_no_order(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, unique_ids: bool
+) -> None:
+    """Cut anywhere, with zeros or other bytes anywhere: each line comes once, with its number."""
+    directory = tmp_path_factory.mktemp("order")
+    lines = shuffled(groups=40, size=10)
+    (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
+    order = io.BytesIO()
+    write_order(io.BytesIO((directory / "in").read_bytes()), order)
+    content = bytearray(order.getvalue())
+    size_bytes = data.draw(st.sampled_from([len(content), 0, 12, 4096, 2412, len(content) - 12]))
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
+    content[start:end] = data.draw(st.sampled_from([b"\0", b"\1", b"\xff"])) * (end - start)
+    (directory / "order").write_bytes(content[:size_bytes])
+
+    async def scenario() -> list[int]:
+        threads = WorkerThreads("test", 1)
+        source = LineSource(
+            directory / "in",
+            1 << 20,
+            lambda _: True,
+            threads,
+            directory / "order",
+            unique_ids=unique_ids,
+        )
+        found = []
+        async for line in source:
+            assert line.content == lines[line.number - 1]
+            found.append(line.number)
+        await threads.close()
+        return found
+
+    assert sorted(play(scenario())) == list(range(1, 401))
+
+
+def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"\n".join(shuffled(groups=10, size=6)))
+    order = PrefixOrder(tmp_path / "in", tmp_path / "order")
+    for damaged in (b"", bytes(12), bytes(732), b"x" * 100):
+        order.path.write_bytes(damaged)
+        assert not has_order(order.path)
+        asyncio.run(order.find())
+        assert has_order(order.path)
+        assert sorted(number for _, number in entries_of(order.path)) == list(range(1, 61))

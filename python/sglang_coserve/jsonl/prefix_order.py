@@ -16,19 +16,27 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from struct import Struct
 from typing import BinaryIO, Final, NamedTuple
+from zlib import crc32
 
+from sglang_coserve.durable_files import replace
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.jsonl.request_line import custom_id_of, parse_json
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
-__all__ = ["OrderedLine", "main", "read_order", "write_order"]
+__all__ = ["OrderedLine", "has_order", "main", "read_order", "write_order"]
 
 _ENTRY: Final = Struct("<QI")
+"""Offset and number of a line. Before the first comes how many there are, and a CRC-32 of all."""
+
+_FIRST_CHECKSUM: Final = crc32(b"coserve order")
+"""Not 0: zeros are no order."""
+
 _READ_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 10_000
 _MAX_LINE_BYTES: Final = 1 << 30
@@ -60,13 +68,36 @@ def write_order(source: BinaryIO, order: BinaryIO, *, unique_ids: bool = False) 
             " (SELECT *, MIN(number) OVER (PARTITION BY head) AS first FROM lines)"
             " ORDER BY first, key, number"
         )
+        order.write(bytes(_ENTRY.size))
+        count, checksum = 0, _FIRST_CHECKSUM
         while entries := found.fetchmany(_AT_ONCE):
-            order.write(b"".join(starmap(_ENTRY.pack, entries)))
+            content = b"".join(starmap(_ENTRY.pack, entries))
+            order.write(content)
+            count, checksum = count + len(entries), crc32(content, checksum)
+        order.seek(0)
+        order.write(_ENTRY.pack(count, checksum))
+
+
+def has_order(path: Path) -> bool:
+    """Return whether a whole order is at ``path``. Blocks, and reads it: 12 bytes a line."""
+    try:
+        with path.open("rb") as order:
+            head = order.read(_ENTRY.size)
+            found_bytes, found = 0, _FIRST_CHECKSUM
+            while content := order.read(_READ_BYTES):
+                found_bytes, found = found_bytes + len(content), crc32(content, found)
+    except OSError:
+        return False
+    if len(head) < _ENTRY.size:
+        return False
+    count, checksum = _ENTRY.unpack(head)
+    return (count * _ENTRY.size, checksum) == (found_bytes, found)
 
 
 def read_order(order: BinaryIO, start: int, count: int) -> Iterator[OrderedLine]:
-    """Yield ``count`` entries from the ``start``-th on, fewer at the end. They are read at once."""
-    order.seek(start * _ENTRY.size)
+    """Yield ``count`` entries of a whole order from the ``start``-th on, fewer at the end. They are
+    read at once."""
+    order.seek((1 + start) * _ENTRY.size)
     return starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size)))
 
 
@@ -105,13 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parent, name, *unique_ids = arguments or sys.argv[1:]
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     os.nice(19)  # Whatever serves requests is more urgent.
-    order = Path(name)
-    # A name of its own: a process of a server that was killed may still be writing.
-    unfinished = order.with_name(f"{order.name}.{os.getpid()}.part")
-    unfinished.touch(mode=0o600)
-    with open(0, "rb", buffering=_READ_BYTES) as source, unfinished.open("wb") as file:
-        write_order(source, file, unique_ids=bool(unique_ids))
-    unfinished.replace(order)
+    with open(0, "rb", buffering=_READ_BYTES) as source:
+        replace(Path(name), partial(write_order, source, unique_ids=bool(unique_ids)))
     print("null")  # noqa: T201  (The caller reads JSON.)
 
 

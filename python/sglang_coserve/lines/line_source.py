@@ -10,7 +10,7 @@ from typing import BinaryIO, Final
 
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
-from sglang_coserve.jsonl.prefix_order import read_order
+from sglang_coserve.jsonl.prefix_order import has_order, read_order
 from sglang_coserve.lines.line_bitmap import LineBitmap
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
@@ -43,7 +43,7 @@ class InputLine:
 class LineSource:
     """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
 
-    They come in file order until the prefix order exists (``prefix_order``), and in that order
+    They come in file order until a whole prefix order exists (``prefix_order``), and in that order
     from then on. Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
 
     With ``unique_ids`` the prefix order has only the first line of each ``custom_id``; the
@@ -90,7 +90,7 @@ class LineSource:
     def _read_ahead(self) -> None:
         """Read some lines; skipping many finished lines takes several calls."""
         if not self._is_ordered and self._order is not None:
-            self._is_ordered = self._order.exists()
+            self._is_ordered = has_order(self._order)
         try:
             if self._is_ordered and not self._is_order_over:
                 self._read_in_order()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from glob import escape
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from sglang_coserve.durable_files import discard_unfinished
 from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl.prefix_order import has_order
 from sglang_coserve.lines.helper_process import run_module
 
 __all__ = ["PrefixOrder"]
@@ -42,11 +44,11 @@ class PrefixOrder:
         return min(1.0, self._input.tell() / max(1, size_bytes))
 
     async def find(self) -> None:
-        """Compute the order, unless it exists.
+        """Compute the order, unless a whole one exists.
 
         If that fails, the lines are served in the order of the file.
         """
-        if self.path.exists():
+        if await asyncio.to_thread(has_order, self.path):
             return
         arguments = [
             str(os.getpid()),
@@ -66,5 +68,4 @@ class PrefixOrder:
     def delete(self) -> None:
         """Delete the order and unfinished parts of it. Blocks."""
         self.path.unlink(missing_ok=True)
-        for unfinished in self.path.parent.glob(f"{escape(self.path.name)}.*.part"):
-            unfinished.unlink(missing_ok=True)
+        discard_unfinished(self.path)
