@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from kv_bench.rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.compat.versions import INSTALLED
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import subtree
 from srt.kv_checkpoint.bare_cache import BareEngine
 
 PROMPT_TOKENS = 40
@@ -63,3 +67,23 @@ def test_one_reclaim_after_another_waits_once_for_a_copy_that_hangs() -> None:
     assert len(waits) == 1
     assert bare.cache.counts["dropped_tokens"] == 12
     gate.set()
+
+
+def test_asking_what_is_cached_changes_nothing() -> None:
+    """As planning does, of many that are not taken: what is older is still evicted first."""
+    made = engine()
+    retract(made, "a", 1)
+    made.settle()
+    tree = made.cache.tree_core
+    prompt = [1] * (PROMPT_TOKENS // 2) + [2] * PROMPT_TOKENS
+
+    def state() -> list[Any]:
+        return [(node.id, node.last_access_time, len(node.key)) for node in subtree(tree.root_node)]
+
+    before = state()
+    asked = new_request("b", prompt, offline=True)
+    cached_tokens = compat.cached_prefix_tokens(made.cache, asked)
+    if INSTALLED >= (0, 5, 23):
+        assert state() == before
+    asked.init_next_round_input(made.cache)
+    assert 0 < cached_tokens == compat.prefix_tokens(asked)

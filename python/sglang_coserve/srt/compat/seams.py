@@ -241,6 +241,19 @@ SEAMS: Final[tuple[Seam, ...]] = (
         {"resolve_node_handle": "node_handle"},
     ),
     *_of(_TREE, NameUse.CALLED, {"collect_path_info": "end_node_ids"}, first="0.5.22"),
+    *_of(_TREE, NameUse.CALLED, {"match_full_device_prefix": "key"}, first="0.5.23"),
+    *_of(
+        "srt.mem_cache.common",
+        NameUse.CALLED,
+        {"_req_radix_key": "tree_cache req token_ids max_prefix_len"},
+        first="0.5.23",
+    ),
+    *_of(
+        _REQ,
+        NameUse.CALLED,
+        {"_compute_max_prefix_len": "input_len", "refresh_fill_ids": ""},
+        first="0.5.23",
+    ),
     *_of(
         "srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo",
         NameUse.READ,

@@ -9,6 +9,7 @@ from sglang_coserve.srt.compat.replacements import replace
 
 __all__ = [
     "aborted_errors",
+    "cached_prefix_tokens",
     "cached_tokens_of",
     "check_extra_keys",
     "complete_arguments",
@@ -120,6 +121,17 @@ def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req
 def prefix_tokens(req: Req) -> int:
     """Return where a prefill continues: how many of the tokens are cached or computed."""
     return len(req.prefix_indices)
+
+
+def cached_prefix_tokens(tree_cache: Any, req: Req) -> int:
+    """Return how many leading tokens of a waiting request the radix cache holds on the device.
+
+    Before 0.5.23 it then counts them as used just now, and may split a node.
+    """
+    # A waiting request must not get a state of its own (Mamba): the pool of states is only as
+    # large as the batch.
+    req.init_next_round_input(tree_cache, cow_mamba=False)
+    return prefix_tokens(req)
 
 
 def set_extent(req: Req, begin: int, end: int) -> None:

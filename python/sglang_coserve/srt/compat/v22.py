@@ -11,6 +11,7 @@ from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.compat.v19 import holds_kv
 
 __all__ = [
+    "cached_prefix_tokens",
     "cached_tokens_of",
     "filter_out",
     "free_prepared",
@@ -37,6 +38,25 @@ def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req
     tokens = {node.node_id: node.path_end - node.path_start for path in paths for node in path}
     held = {node.node_id for path in others for node in path}
     return sum(count for name, count in tokens.items() if name not in held)
+
+
+def cached_prefix_tokens(tree_cache: Any, req: Req) -> int:
+    """As in ``v17``. Since 0.5.23 the cache is not changed, so that nothing is kept for longer
+    because it was asked for; but where a sliding window or a state decides what can be used, it
+    is matched as before."""
+    core = getattr(tree_cache, "tree_core", None)
+    look_up = getattr(core, "match_full_device_prefix", None)
+    has_only_kv = len(getattr(core, "components", ())) == 1
+    is_plain = req.session is None and req.positional_embed_overrides is None
+    if look_up is None or tree_cache.disable or not has_only_kv or not is_plain or req.is_dllm():
+        req.init_next_round_input(tree_cache, cow_mamba=False)
+        return prefix_tokens(req)
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    req.refresh_fill_ids()
+    ids = req.full_untruncated_fill_ids
+    most_tokens = req._compute_max_prefix_len(len(ids))
+    return int(look_up(_req_radix_key(tree_cache, req, ids, most_tokens))[0])
 
 
 def prefix_tokens(req: Req) -> int:

@@ -8,7 +8,12 @@ from typing import Any, overload
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
-from sglang_coserve.srt.compat import computed_tokens, holds_kv, prefix_tokens
+from sglang_coserve.srt.compat import (
+    cached_prefix_tokens,
+    computed_tokens,
+    holds_kv,
+    prefix_tokens,
+)
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of, user_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.request_groups import has_plain_state
@@ -202,10 +207,7 @@ class RequestLedger:
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""
-        # A waiting request must not get a state of its own (Mamba): the pool of states is only as
-        # large as the batch.
-        req.init_next_round_input(self._tree_cache, cow_mamba=False)
-        return prefix_tokens(req)
+        return cached_prefix_tokens(self._tree_cache, req)
 
 
 class _Waiting(Sequence[Request]):
