@@ -23,8 +23,8 @@ _SCHEMA_VERSION: Final = 1
 class SampleFile:
     """A JSONL file: the machine on the first line, then one measurement per line.
 
-    A context manager that closes the file. Each measurement is written at once; a
-    last line that an interruption cut short is ignored when reading.
+    A context manager that closes the file. Each measurement is written at once, but not synced:
+    it can be measured again. A last line that an interruption cut short is ignored when reading.
     """
 
     def __init__(self, path: Path, machine: ProfiledMachine, *, resume: bool) -> None:

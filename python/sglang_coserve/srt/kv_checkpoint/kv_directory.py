@@ -80,6 +80,8 @@ class KvDirectory:
     ) -> None:
         """Leave ``kv`` (uint8) under ``name``, if it is still wanted when all is written.
 
+        It is not synced: ``take`` refuses what a power failure leaves, which is computed again.
+
         Raises:
             OSError, safetensors' own error: the file cannot be written, and none is left.
         """
