@@ -270,6 +270,17 @@ def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
     ]
 
 
+def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> None:
+    engine = Engine()
+    engine.run(10.0, 0)
+    later = request("later")
+    engine.ledger.add(later, 10.2)
+    engine.tracker.launched(prefill(later))
+    engine.tracker.processed([later], [True])
+    assert times(engine.run(10.5, 1)) == [(0, None), (None, None)]
+    assert times(engine.run(11.0, 2)) == [(1, 0.5)]
+
+
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
     tracker = Engine().tracker
     tracker.next_pass(1.0)

@@ -36,6 +36,7 @@ from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.part_timer import device_timer
 from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 from sglang_coserve.srt.steps.step_runner import StepRunner, StepTerms
@@ -93,7 +94,7 @@ class PlannedAdmission:
         self._retraction = retraction
         self._runner = runner
         self._clock = clock
-        clock.timer = runner.timer
+        clock.timer = runner.timer = device_timer(scheduler)
         self._ledger = ledger
         self._checkpointing = checkpointing
         self._events = events

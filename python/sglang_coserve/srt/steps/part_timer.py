@@ -48,9 +48,9 @@ class PartTimer:
 
     def launched(self) -> None:
         """Note that all of the part that this pass launches is in the stream."""
-        begin, self._begin = self._begin, None
-        if begin is not None:
-            self._parts.append((begin, self._mark()))
+        end = self._mark()
+        self._parts.append((self._begin or end, end))
+        self._begin = None
 
     def take(self) -> tuple[float, ...]:
         """Take out and return the seconds of the parts that have ended, in order."""

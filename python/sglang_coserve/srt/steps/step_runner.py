@@ -13,7 +13,7 @@ from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.part_timer import device_timer
+from sglang_coserve.srt.steps.part_timer import PartTimer
 
 __all__ = ["SUSPENDED", "StepRunner", "StepTerms"]
 
@@ -46,8 +46,8 @@ class StepRunner:
         self.lane: OfflineLane | None = None
         """The offline lane; set only if steps can be suspended."""
 
-        self.timer = device_timer(scheduler)
-        """Times what is run, if the host does not wait for it."""
+        self.timer: PartTimer | None = None
+        """Times what is run; set only if that is asked for and the host does not wait for it."""
 
         self.counted_penalties = CountedPenalties()
         self._scheduler = scheduler

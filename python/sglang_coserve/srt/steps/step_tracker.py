@@ -47,7 +47,7 @@ class _Step:
     """See ``StepResult``."""
 
     def ran(self, seconds: float) -> None:
-        """Add the time of its next part."""
+        """Add the time of its next part; 0 if unknown."""
         self.untimed_parts -= 1
         if seconds > 0 and not self.batch.is_empty:
             self.seconds = (self.seconds or 0.0) + seconds
@@ -121,7 +121,9 @@ class StepTracker:
             self._note_round(now_s)
         elif not self._is_overlapped and self._untimed:
             assert self._pass_s is not None
-            parts_s = (now_s - self._pass_s,)
+            # SGLang may have launched more without asking for prefills: then none has its time.
+            is_one = len(self._untimed) == 1
+            parts_s = [now_s - self._pass_s if is_one else 0.0] * len(self._untimed)
         for part_s in parts_s:
             self._untimed.popleft().ran(part_s)
         for step, reqs, has_token in self._results:
