@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
+import json
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -319,6 +320,19 @@ def test_bodies_that_are_no_object(http: httpx.Client, content: bytes, status: i
     answer = http.post("/v1/batches", content=content, headers=headers)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_long_is_not_carried_out(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    file_id = upload(client, lines(1))
+    wanted = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    content = json.dumps(wanted).encode() + b" " * 2_000_000
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/batches", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+    assert client.batches.list().data == []
 
 
 # --- Whose is what -----------------------------------------------------------------------

@@ -120,6 +120,8 @@ class OpenAIRoute(APIRoute):
                 return _failed(error)
             except ClientDisconnect:
                 return Response(status_code=499)  # Nobody reads it.
+            except _BodyTooLarge as error:
+                return _error(error.status_code, error.detail, code="body_too_large")
             except HTTPException as error:
                 return _error(error.status_code, str(error.detail), code="invalid_request")
 
@@ -134,32 +136,32 @@ class JsonRoute(OpenAIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
-            receive = _Bounded(request.receive)
-            answer = await handle(Request(request.scope, receive))
-            if receive.is_exceeded:
-                message = f"the body is larger than {_MAX_JSON_BYTES:,} bytes"
-                return _failed(TooLargeError(message, code="body_too_large"))
-            return answer
+            return await handle(Request(request.scope, _Bounded(request.receive)))
 
         return answer
 
 
 class _Bounded:
-    """An ASGI ``receive`` that ends a body which is too long."""
+    """An ASGI ``receive`` that fails on a body which is too long, so that no handler runs."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._size_bytes = 0
-        self.is_exceeded = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
         self._size_bytes += len(message.get("body", b""))
         if self._size_bytes > _MAX_JSON_BYTES:
-            self.is_exceeded = True
-            # Not valid JSON, so no handler gets to see it.
-            return {"type": "http.request", "body": b"", "more_body": False}
+            # FastAPI passes on an ``HTTPException`` of the body as it is; others it makes a 400.
+            raise _BodyTooLarge(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is larger than {_MAX_JSON_BYTES:,} bytes",
+            )
         return message
+
+
+class _BodyTooLarge(HTTPException):
+    """A body of JSON is over the limit (HTTP 413)."""
 
 
 def _invalid(error: RequestValidationError) -> Response:
