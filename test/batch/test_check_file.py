@@ -18,7 +18,9 @@ from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.record import LineFault
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.batch.validation import validate
+from sglang_coserve.jsonl import file_estimate
 from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, check_file
+from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.jsonl.request_line import estimate_tokens
 
 LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5)
@@ -142,3 +144,29 @@ def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
         asyncio.run(validate(tmp_path / "gone", ENDPOINT, BatchLimits()))
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_the_estimate_of_a_file_parses_nothing_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    parsed: list[int] = []
+    parse = file_estimate.parse_request_line
+
+    def noting(content: bytes, endpoint: str | None) -> object:
+        parsed.append(len(content))
+        return parse(content, endpoint)
+
+    monkeypatch.setattr(file_estimate, "parse_request_line", noting)
+    short = lines(before)
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(short + b'{"body":[' + b"{}," * 1_000_000 + b"{}]}")
+    assert estimate_file(path, ENDPOINT) > path.stat().st_size // 4
+    assert len(parsed) == before
+    assert sum(parsed) <= len(short)
+
+
+def test_the_estimate_of_a_small_file_is_that_of_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(lines(20))
+    assert estimate_file(path, ENDPOINT) == check(lines(20)).estimated_tokens

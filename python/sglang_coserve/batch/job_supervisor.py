@@ -148,9 +148,7 @@ class JobSupervisor:
         except NotFoundError:
             return 0  # The same call again may not need the file.
         path = context.directory.file(file.id)
-        return await context.threads.run(
-            estimate_file, path, wanted.endpoint, context.limits.max_line_bytes
-        )
+        return await context.threads.run(estimate_file, path, wanted.endpoint)
 
     async def _change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         record = await self._apply(batch_id, event, None, owner)
