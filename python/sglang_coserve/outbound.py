@@ -27,6 +27,10 @@ _NEVER_PUBLIC: Final = (
 )
 """What ``is_global`` of ``ipaddress`` says too much of, in one version of Python or another."""
 
+_MAX_ADDRESSES: Final = 4
+"""Of one name: both versions of IP and a spare of each. Each may take the whole time to connect,
+and whoever names the host says how many there are."""
+
 
 def is_public(address: str) -> bool:
     """Tell whether an IP address is one of the internet's, and of no tunnel into another network.
@@ -62,7 +66,8 @@ def is_private_literal(host: str) -> bool:
 
 
 class OutboundTransport(httpx.AsyncBaseTransport):
-    """Looks every name up itself and connects to an address that it has checked.
+    """Looks every name up itself and connects to the addresses that it has checked, one after
+    the other, until one answers.
 
     A second look-up could answer another address. Redirects come this way, too. No
     proxy is used, and no connection again. A host without an address that it may have
@@ -77,34 +82,43 @@ class OutboundTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See ``httpx.AsyncBaseTransport``."""
         host = request.url.raw_host.decode()
-        address = await self._address(host)
-        try:
-            url = request.url.copy_with(host=address)
-        except httpx.InvalidURL as error:
-            raise httpx.ConnectError(f"{host} has the address {address}: {error}") from error
-        checked = httpx.Request(
-            request.method,
-            url,
-            headers=request.headers,  # Its host is still the name.
-            stream=request.stream,
-            extensions={**request.extensions, "sni_hostname": host},
-        )
-        return await self._inner.handle_async_request(checked)
+        failure: httpx.TransportError = httpx.ConnectError(f"{host} has no address")
+        for address in await self._addresses(host):
+            try:
+                return await self._inner.handle_async_request(_pinned(request, host, address))
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failure = error  # Nothing of the request has been sent: the next one may do.
+        raise failure
 
     async def aclose(self) -> None:
         """Close what is open."""
         await self._inner.aclose()
 
-    async def _address(self, host: str) -> str:
+    async def _addresses(self, host: str) -> list[str]:
         loop = asyncio.get_running_loop()
         try:
             entries = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(f"{host} cannot be looked up: {error}") from error
-        addresses = [str(entry[4][0]) for entry in entries]
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
         if not self._allow_private:
             addresses = [address for address in addresses if is_public(address)]
         if not addresses:
             message = f"{host} has none but private addresses, which are not allowed"
             raise httpx.ConnectError(message)
-        return addresses[0]
+        return addresses[:_MAX_ADDRESSES]
+
+
+def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
+    """Return ``request`` as one to ``address``, which stays the one that was checked."""
+    try:
+        url = request.url.copy_with(host=address)
+    except httpx.InvalidURL as error:
+        raise httpx.ConnectError(f"{host} has the address {address}: {error}") from error
+    return httpx.Request(
+        request.method,
+        url,
+        headers=request.headers,  # Its host is still the name.
+        stream=request.stream,
+        extensions={**request.extensions, "sni_hostname": host},
+    )
