@@ -104,6 +104,30 @@ class TestQuota:
 
         play(scenario())
 
+    def test_empty_files_count(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            scene = await opened(tmp_path, max_files_per_owner=3)
+            async with scene.service as service:
+                results = await asyncio.gather(
+                    *(scene.upload(b"") for _ in range(6)), return_exceptions=True
+                )
+                refused = [result for result in results if isinstance(result, BaseException)]
+                assert all(isinstance(error, QuotaError) for error in refused)
+                files = (await list_files(service, "owner")).data
+                assert len(files) + len(refused) == 6
+                assert 1 <= len(files) <= 3
+                for _ in range(3 - len(files)):
+                    await scene.upload(b"")
+                with pytest.raises(QuotaError, match="3 files"):
+                    await scene.upload(b"")
+                with pytest.raises(QuotaError, match="3 files"):
+                    await service.create_batch("owner", wanted(files[0].id))
+                await scene.upload(b"", "other")
+                await service.delete_file("owner", files[0].id)
+                await scene.upload(b"")
+
+        play(scenario())
+
     def test_results_are_kept_and_no_new_batch_starts(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             content = lines(20)

@@ -16,7 +16,7 @@ from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
 from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
-from sglang_coserve.batch.owner_storage import raise_if_over
+from sglang_coserve.batch.owner_storage import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows, file_rows
@@ -121,7 +121,9 @@ class JobSupervisor:
         forecast = self.job_forecasts([wanted])[wanted.id]
         wanted = replace(wanted, forecast_s=forecast.forecast_s)
 
-        def check(used_bytes: int) -> None:
+        def check(used_bytes: int, files: int) -> None:
+            # Results are files, too: two of each batch at the most.
+            raise_if_too_many(files + 2, limits.max_files_per_owner)
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
             if not best_effort:
                 raise_if_window_too_short(wanted, forecast)

@@ -47,6 +47,10 @@ class BatchLimits:
     """What the files of one owner may take; None: as much as is still free on the disk. The
     results of a running batch may exceed it, so that none is lost."""
 
+    max_files_per_owner: int = 100_000
+    """Inputs and results together: an empty file takes no bytes, but a row and an inode. What an
+    owner has is summed up at each upload, which takes some 10 ms for so many."""
+
     max_transfers: int = 256
     """Uploads, and as many downloads, at the same time: each takes a socket, and up to half a
     MiB of memory. One owner may have as many as are still free."""

@@ -1,4 +1,4 @@
-"""Counts each owner's bytes on the disk against its quota."""
+"""Counts each owner's bytes and files on the disk against its quota."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sglang_coserve.batch.errors import QuotaError
 from sglang_coserve.batch.store import Store, file_rows
 
-__all__ = ["OwnerStorage", "Upload", "raise_if_over"]
+__all__ = ["OwnerStorage", "Upload", "raise_if_over", "raise_if_too_many"]
 
 
 @dataclass(slots=True)
@@ -52,8 +52,9 @@ class OwnerStorage:
     disk, so that one who takes all there is leaves half of it to the others.
     """
 
-    def __init__(self, store: Store, max_bytes: int | None) -> None:
+    def __init__(self, store: Store, max_bytes: int | None, max_files: int) -> None:
         self._store = store
+        self._max_files = max_files
         self._max_bytes = max_bytes
         self._uses: dict[str, _Use] = {}
 
@@ -62,21 +63,37 @@ class OwnerStorage:
         """Enter for as long as an upload is no file yet.
 
         Raises:
+            QuotaError: its owner has as many files as allowed.
             StorageError: the database cannot be read.
         """
         use = self._uses.setdefault(owner, _Use())
         use.uploads += 1
+        uploads = use.uploads  # Before the files are counted: one that ends is in either.
         upload = Upload(use, self._max_bytes)
         try:
-            use.stored_bytes = await self._store.run(file_rows.stored_bytes, owner)
+            use.stored_bytes, files = await self._store.run(file_rows.stored, owner)
+            raise_if_too_many(files + uploads, self._max_files)
             yield upload
             if use.uploads > 1:
-                use.stored_bytes = await self._store.run(file_rows.stored_bytes, owner)
+                use.stored_bytes, _ = await self._store.run(file_rows.stored, owner)
         finally:
             use.receiving_bytes -= upload.size_bytes
             use.uploads -= 1
             if not use.uploads:
                 del self._uses[owner]
+
+
+def raise_if_too_many(files: int, max_files: int) -> None:
+    """Check how many files an owner would have.
+
+    Raises:
+        QuotaError: it is more than allowed.
+    """
+    if files > max_files:
+        raise QuotaError(
+            f"this key may have {max_files:,} files, results included: delete files",
+            code="insufficient_quota",
+        )
 
 
 def raise_if_over(used_bytes: int, max_bytes: int | None, free_bytes: int) -> None:

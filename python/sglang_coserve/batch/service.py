@@ -75,7 +75,9 @@ class BatchService:
         self._runner = runner
         self._expiring: asyncio.Task[None] | None = None
         self.limits = limits = context.limits
-        self._storage = OwnerStorage(context.store, limits.max_stored_bytes_per_owner)
+        self._storage = OwnerStorage(
+            context.store, limits.max_stored_bytes_per_owner, limits.max_files_per_owner
+        )
         self.uploads = Transfers("uploads", limits.max_transfers)
         self.downloads = Transfers("downloads", limits.max_transfers)
 

@@ -44,7 +44,7 @@ def create(
     now_s: float,
     max_active: int,
     max_active_of_owner: int | None = None,
-    check: Callable[[int], None] | None = None,
+    check: Callable[[int, int], None] | None = None,
 ) -> tuple[JobRecord, bool]:
     """Add a batch; return it and True, or an earlier one with the same key and False.
 
@@ -81,7 +81,7 @@ def create(
             code="too_many_batches",
         )
     if check is not None:
-        check(file_rows.stored_bytes(connection, record.owner))
+        check(*file_rows.stored(connection, record.owner))
     names = ", ".join(_COLUMNS)
     values = ", ".join(f":{name}" for name in _COLUMNS)
     connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.record import FileRecord
 
-__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output", "stored_bytes"]
+__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output", "stored"]
 
 _COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
 _VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
@@ -63,11 +63,11 @@ def exists(connection: sqlite3.Connection, file_id: str) -> bool:
     return found is not None
 
 
-def stored_bytes(connection: sqlite3.Connection, owner: str) -> int:
-    """Return the size of all files of ``owner``. O(files of the owner)."""
-    query = "SELECT coalesce(sum(size_bytes), 0) FROM files WHERE owner = ?"
-    total: int = connection.execute(query, (owner,)).fetchone()[0]
-    return total
+def stored(connection: sqlite3.Connection, owner: str) -> tuple[int, int]:
+    """Return the bytes and the number of all files of ``owner``. O(files of the owner)."""
+    query = "SELECT coalesce(sum(size_bytes), 0), count(*) FROM files WHERE owner = ?"
+    size_bytes, files = connection.execute(query, (owner,)).fetchone()
+    return size_bytes, files
 
 
 def find(connection: sqlite3.Connection, owner: str, file_id: str, now_s: float) -> FileRecord:
