@@ -5,12 +5,10 @@ everything in one directory:
 
 - ``service`` is what the routes call; ``schemas`` are the objects that it takes and gives.
 - ``state`` is the life of a batch as a pure function; ``job_driver`` does what a state
-  calls for, ``batch_run`` takes the lines of a batch to their records.
-- ``store`` is SQLite, for what is known of files and batches; ``result_log`` and
-  ``journal`` are append-only files, for what is known of lines.
-- ``fair_slots`` decides whose line is next, ``eta`` when a batch will be complete.
-- ``engine_lines`` notes which lines the engine has, in ``in_flight_file``, and serves those
-  that it may have died of alone, by ``line_turns``.
+  calls for, ``job_lines`` has the line engine (``lines``) serve the lines of a batch.
+- ``store`` is SQLite, for what is known of files and batches; what is known of lines is
+  in the append-only files of ``lines``.
+- ``forecaster`` says when a batch will be complete.
 - ``stored_jobs`` is what can be done without a server.
 """
 
