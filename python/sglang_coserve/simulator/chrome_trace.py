@@ -42,7 +42,7 @@ class ChromeTrace:
         self._file.write(TAIL)
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         info = request.info
         rid, kind = info.rid, info.request_class.value
         if event is RequestEvent.ARRIVED:
@@ -54,7 +54,7 @@ class ChromeTrace:
             self._write(mark(rid, kind, event.value, now_s))
 
     def on_step(self, record: StepRecord) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         kind = "prefill" if record.prefills else "decode"
         name = f"{kind}, suspended" if record.is_suspended else kind
         args = {

@@ -28,7 +28,7 @@ class EventLog:
         self._write({"event": "run", "simulated": True, "schema": _SCHEMA_VERSION, **run})
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         info = request.info
         line: dict[str, object] = {"event": event.value, "t_s": now_s, "rid": info.rid}
         if event is RequestEvent.ARRIVED:
@@ -49,7 +49,7 @@ class EventLog:
         self._write(line)
 
     def on_step(self, record: StepRecord) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         fields = record._asdict()
         if math.isinf(record.budget_s):
             fields["budget_s"] = None

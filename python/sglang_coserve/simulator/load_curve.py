@@ -34,10 +34,10 @@ class LoadCurve:
         self.bins: list[LoadBin] = []
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``Observer``; ignored."""
+        """See ``SimulationObserver``; ignored."""
 
     def on_step(self, record: StepRecord) -> None:
-        """See ``Observer``."""
+        """See ``SimulationObserver``."""
         while (index := int(record.end_s / self.bin_s)) >= self.MAX_BINS:
             self._widen()
         while len(self.bins) <= index:
