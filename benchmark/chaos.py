@@ -4,7 +4,8 @@
 
 Batches of several keys and online streams run all the time; their greedy answers are known from
 the undisturbed server. Meanwhile malformed requests arrive, and the server is killed, stopped,
-frozen or starved of disk, one after the other, and started again. Writes ``results.json`` and
+frozen, starved of disk, aborted or given its weights again, or loses what it had not synced, one
+after the other, and is started again. Writes ``results.json`` and
 ``table.md``; exits with 1 when a target is missed. Ctrl-C ends the run, and the figures are those
 until then.
 """

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
             ready_timeout_s=options.ready_timeout,
             spares_one=options.router is not None,
             seed=options.seed,
+            other_versions=options.other_versions,
         )
         began_s = time.monotonic()
         with fleet:
@@ -147,6 +148,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--injuries", type=int, default=30, help="how many, of the kinds in turn")
     add("--kinds", nargs="*", choices=list(INJURIES), default=[], help="only these")
     add("--engines", type=int, default=3)
+    add(
+        "--other-versions",
+        action="store_true",
+        help="gateway and every second engine speak with unknown and without default fields",
+    )
     add("--router", type=Path, help="the command smg: online requests go through it")
     add("--online-rate", type=float, default=1.0, help="online requests a second, on average")
     return parser.parse_args(argv)

@@ -134,7 +134,7 @@ async def _stream(
         answer = rng.choice(known)
         body = completion_body(answer.prompt, answer.max_tokens, stream=True)
         start_s = last_s = time.monotonic()
-        text, status, is_whole = "", 0, False
+        text, status, is_whole, is_aborted = "", 0, False, False
         try:
             async with client.stream("POST", COMPLETIONS, json=body) as response:
                 status = response.status_code
@@ -148,11 +148,12 @@ async def _stream(
                         last_s = now_s
                         choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
                         text += choices[0].get("text") or ""
+                        is_aborted |= choices[0].get("finish_reason") == "abort"
         except httpx.HTTPError:
             pass
-        if status == 200 and not is_whole:
+        if status == 200 and (is_aborted or not is_whole):
             status = 0
-        is_different = is_whole and text != answer.text
+        is_different = status == 200 and text != answer.text
         seen.append(Observation("stream", start_s, time.monotonic(), status, is_different))
         if status != 200:
             await asyncio.sleep(_RETRY_S)

@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self
 
+import httpx
 import psutil
 
 from chaos_bench.observation import ChaosError, Interval
+from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.local_server import LocalServer, free_port
 
 __all__ = ["INJURIES", "SupervisedServer"]
@@ -23,6 +25,8 @@ _FULL_DISK_BYTES: Final = 1 << 20
 """What a file may grow to while the disk is "full"; the database and the journals are larger."""
 
 _FULL_DISK_S: Final = 4.0
+_FAILING_SYNCS_S: Final = 4.0
+_CALL_TIMEOUT_S: Final = 120.0
 _FROZEN_S: Final = 2.0
 _END_TIMEOUT_S: Final = 30.0
 """A server whose scheduler or detokenizer is gone must have ended by then."""
@@ -49,14 +53,17 @@ class SupervisedServer:
 
         self._log = log
         self._number_of_starts = 0
+        self._rng = random.Random(seed)
+        self._disk = DiskFaults(data, data.with_name("disk"), self._rng)
+        self._model_path = flags[list(flags).index("--model-path") + 1]
         self._server = LocalServer(
             [*flags, "--coserve-data-dir", str(data)],
             log_path=log,
             port=free_port(),
             ready_timeout_s=ready_timeout_s,
+            extra_env=self._disk.environment,
         )
         self.base_url = self._server.base_url
-        self._rng = random.Random(seed)
         self._start_s = 1.0
 
     def __enter__(self) -> Self:
@@ -130,6 +137,44 @@ class SupervisedServer:
         # Batches try again after a while; until then uploads may still be refused.
         self.full_disk.append(Interval(start_s, time.monotonic() + 1.0))
 
+    def fail_syncs(self) -> None:
+        """Let no file be synced for a while, and then lose the power, and with it what was not."""
+        start_s = time.monotonic()
+        self._disk.let_syncs_fail(True)
+        time.sleep(_FAILING_SYNCS_S)
+        with self._outage():
+            self._server.kill()
+            self._disk.let_syncs_fail(False)
+            self._disk.tear()
+            self._start()
+        self.full_disk.append(Interval(start_s, time.monotonic() + 1.0))
+
+    def fail_power(self) -> None:
+        """End all processes and tear the tails off files that were not synced."""
+        with self._outage():
+            self._server.kill()
+            self._disk.tear()
+            self._start()
+
+    def abort_all(self) -> None:
+        """Let SGLang abort everything that runs and waits, as before an exchange of weights."""
+        with self._outage():
+            self._post("/pause_generation", mode="abort")
+            self._post("/continue_generation")
+
+    def update_weights(self) -> None:
+        """Load the same weights twice in a row, in the midst of all requests."""
+        with self._outage():
+            for _ in range(2):
+                self._post("/update_weights_from_disk", model_path=self._model_path)
+
+    def _post(self, path: str, **body: str) -> None:
+        with httpx.Client(trust_env=False, timeout=_CALL_TIMEOUT_S) as client:
+            try:
+                client.post(f"{self.base_url}{path}", json=body).raise_for_status()
+            except httpx.HTTPError as error:
+                raise ChaosError(f"POST {path}: {error}") from error
+
     def _kill_child(self, name: str) -> None:
         with self._outage():
             for child in psutil.Process(self._server.pid).children(recursive=True):
@@ -179,5 +224,9 @@ INJURIES: Final[dict[str, Callable[[SupervisedServer], None]]] = {
     "kill -9 of the detokenizer": SupervisedServer.kill_detokenizer,
     "SIGSTOP": SupervisedServer.freeze,
     "full disk": SupervisedServer.fill_disk,
+    "failing syncs": SupervisedServer.fail_syncs,
+    "power failure": SupervisedServer.fail_power,
+    "abort of all requests": SupervisedServer.abort_all,
+    "two updates of the weights": SupervisedServer.update_weights,
 }
 """Everything that is done to a server, by name."""

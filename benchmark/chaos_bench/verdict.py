@@ -114,5 +114,5 @@ def _stalls(
 
 
 def _is_full(each: Observation, full_disk: Sequence[Interval]) -> bool:
-    """True for what a full disk excuses: 507 of calls that have to write."""
+    """True for what a full or failing disk excuses: 507 of calls that have to write."""
     return each.status == 507 and any(i.overlaps(each.start_s, each.end_s) for i in full_disk)

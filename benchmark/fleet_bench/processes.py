@@ -21,6 +21,8 @@ from sglang_coserve.local_server import LocalServer
 
 __all__ = ["INJURIES", "FleetProcesses"]
 
+_BENCHMARK: Final = Path(__file__).parents[1]
+_OTHER_VERSION: Final = "fleet_bench.other_version"
 _KEY: Final = "the engines' admin key"
 _END_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.2
@@ -43,6 +45,7 @@ class FleetProcesses:
         ready_timeout_s: float,
         spares_one: bool,
         seed: int,
+        other_versions: bool = False,
     ) -> None:
         """Nothing is started yet.
 
@@ -53,25 +56,35 @@ class FleetProcesses:
             ready_timeout_s: How long a start may take.
             spares_one: Never hurt all engines at a time, as a router must have one to send to.
             seed: Of which engine is hurt.
+            other_versions: Let the gateway and every second engine speak as other versions.
         """
         self._rng = random.Random(seed)
-        self._engines = [
-            LocalServer(
-                [*engine_flags, "--admin-api-key", _KEY],
-                log_path=directory / f"engine-{number}.log",
-                ready_timeout_s=ready_timeout_s,
-                # Several share the cores.
-                extra_env={"OMP_NUM_THREADS": "1"},
+        paths = [str(_BENCHMARK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        others = {"PYTHONPATH": os.pathsep.join(paths)}
+        self._engines = []
+        for number in range(count):
+            is_other = other_versions and number % 2 == 0
+            self._engines.append(
+                LocalServer(
+                    [*(["engine"] if is_other else []), *engine_flags, "--admin-api-key", _KEY],
+                    log_path=directory / f"engine-{number}.log",
+                    module=_OTHER_VERSION if is_other else "sglang_coserve.launch_server",
+                    ready_timeout_s=ready_timeout_s,
+                    # Several share the cores.
+                    extra_env={"OMP_NUM_THREADS": "1", **others},
+                )
             )
-            for number in range(count)
-        ]
         urls = [flag for engine in self._engines for flag in ("--engine", engine.base_url)]
         self._gateway = LocalServer(
-            ["--coserve-data-dir", str(directory / "data"), *urls],
+            [
+                *(["gateway"] if other_versions else []),
+                *("--coserve-data-dir", str(directory / "data")),
+                *urls,
+            ],
             log_path=directory / "gateway.log",
-            module="sglang_coserve.fleet",
+            module=_OTHER_VERSION if other_versions else "sglang_coserve.fleet",
             ready_timeout_s=ready_timeout_s,
-            extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY},
+            extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY, **others},
         )
         self.base_url = self._gateway.base_url
         self._restarts: list[threading.Thread] = []

@@ -18,10 +18,13 @@ ZERO_ONLINE = ("that failed otherwise", "online answers different")
 
 
 def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path) -> None:
-    """Two real engines behind a router; the one that is killed is not waited for."""
+    """Two real engines behind a router, one of them and the gateway of other versions; the one
+    that is killed is not waited for.
+    """
     router = ("--router", str(SMG), "--online-rate", "2") if SMG else ()
     flags = (
-        *("--engines", "2", "--injuries", "2", "--pause", "1", "2", "--kinds", *KINDS),
+        *("--engines", "2", "--other-versions", "--injuries", "2"),
+        *("--pause", "1", "2", "--kinds", *KINDS),
         *("--known", "8", "--lines", "30", "--unfinished", "2", "--out", str(tmp_path)),
         *("--model-path", str(small_model), "--server-flag=--dtype", "--server-flag=float32"),
         *("--server-flag=--startup-profile-seconds", "--server-flag=0", *router),
