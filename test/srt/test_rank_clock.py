@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from sglang_coserve.srt.marks.offline_marks import marked_arrival_s
 from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
 
 
 def request(rid: str, created_s: float | None = None) -> Any:
     """A message, as far as the clock looks at it."""
-    return SimpleNamespace(rid=rid, time_stats=SimpleNamespace(created_time=created_s or 0.0))
+    return SimpleNamespace(
+        rid=rid,
+        time_stats=SimpleNamespace(created_time=created_s or 0.0),
+        sampling_params=SimpleNamespace(custom_params=None),
+    )
 
 
 class Blocker:
@@ -35,13 +40,25 @@ def test_without_ticks_each_rank_goes_by_its_own_clock() -> None:
 
 def test_a_tick_sets_the_time_until_the_next_one() -> None:
     clock = RankClock(is_shared=True, is_source=False)
-    clock.take(RankTime(10.0, {"a": 8.0}))
+    clock.take(RankTime(10.0))
     assert clock.now_s() == clock.now_s() == 10.0
     # What this rank knows itself of an arrival does not count.
-    assert clock.arrival_s(request("a", created_s=3.0), now_s=10.0) == 8.0
-    assert clock.arrival_s(request("b", created_s=3.0), now_s=10.0) == 10.0
-    clock.take(RankTime(11.0, {}))
+    assert clock.arrival_s(request("a", created_s=3.0), now_s=10.0) == 10.0
+    clock.take(RankTime(11.0))
     assert clock.now_s() == 11.0
+
+
+def test_a_request_brings_its_arrival_along_however_late_it_is_queued() -> None:
+    """Its grammar may be compiled first, or another request with its id may still be here."""
+    source, follower = (RankClock(is_shared=True, is_source=first) for first in (True, False))
+    blocker = source.carried_by(None)
+    ranks = []
+    for received in ([request("a", created_s=3.0)], []):
+        tick, *sent = blocker.handle(received)
+        follower.take(tick)
+        ranks += sent
+    (arrived,) = ranks
+    assert follower.arrival_s(arrived, follower.now_s()) == 3.0
 
 
 def test_the_times_of_steps_are_rank_0s() -> None:
@@ -68,11 +85,12 @@ def test_the_times_of_steps_are_rank_0s() -> None:
 
 def test_rank_0_puts_a_tick_before_what_it_received() -> None:
     carried = RankClock(is_shared=True, is_source=True).carried_by(Blocker())
-    of_a_batch = SimpleNamespace(batch=[request("b", created_s=2.0)], rid=None)
-    tick, *rest = carried.handle([request("a", created_s=1.0), request("held"), of_a_batch])
+    first, second = request("a", created_s=1.0), request("b", created_s=2.0)
+    of_a_batch, abort = SimpleNamespace(batch=[second], rid=None), SimpleNamespace(rid="a")
+    tick, *rest = carried.handle([first, request("held"), of_a_batch, abort])
     assert isinstance(tick, RankTime)
-    assert tick.arrivals_s == {"a": 1.0, "b": 2.0}
-    assert [one.rid for one in rest] == ["a", None]
+    assert rest == [first, of_a_batch, abort]
+    assert [marked_arrival_s(one) for one in (first, second)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("inner", [None, Blocker()], ids=["alone", "behind SGLang's"])

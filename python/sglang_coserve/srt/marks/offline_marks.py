@@ -25,6 +25,8 @@ __all__ = [
     "deadline_of",
     "expected_tokens_of",
     "job_of",
+    "mark_arrival",
+    "marked_arrival_s",
     "offline_marks",
     "restore_generated",
     "sent_with",
@@ -33,6 +35,7 @@ __all__ = [
     "user_of",
 ]
 
+_ARRIVAL_KEY: Final = "_coserve_arrival_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _JOB_KEY: Final = "_coserve_job"
@@ -100,7 +103,18 @@ def attach_marks(sampling_params: Any) -> None:
     """Add the marks of the current task, if any, to SGLang's checked ``SamplingParams``."""
     marks = _MARKS.get()
     if marks is not None:
-        sampling_params.custom_params = {**(sampling_params.custom_params or {}), **marks}
+        _add(sampling_params, marks)
+
+
+def mark_arrival(received: Any, arrival_s: float) -> None:
+    """Note in the message of a request, on its way to all ranks, when it arrived on rank 0."""
+    _add(received.sampling_params, {_ARRIVAL_KEY: arrival_s})
+
+
+def marked_arrival_s(req: Req) -> float | None:
+    """Return what ``mark_arrival`` noted in the message of ``req``; None if nothing."""
+    arrival_s: float | None = _mark(req, _ARRIVAL_KEY)
+    return arrival_s
 
 
 def deadline_of(req: Req, arrival_s: float) -> float | None:
@@ -167,6 +181,10 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
     req.output_ids.extend(generated)
     if req.require_reasoning and think_end_ids:
         req.update_reasoning_tokens(generated, think_end_ids)
+
+
+def _add(sampling_params: Any, marks: Marks) -> None:
+    sampling_params.custom_params = {**(sampling_params.custom_params or {}), **marks}
 
 
 def _mark(req: Req, key: str) -> Any:

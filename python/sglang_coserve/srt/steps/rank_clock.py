@@ -7,10 +7,10 @@ next collective operation.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_s
 from sglang_coserve.srt.marks.request_marks import arrival_s
 from sglang_coserve.srt.steps.part_timer import PartTimer
 
@@ -24,9 +24,6 @@ class RankTime:
     """The time on rank 0 at the start of a step."""
 
     now_s: float
-    arrivals_s: Mapping[str, float]
-    """Arrival times of the requests in the same broadcast, by rid."""
-
     parts_s: tuple[float, ...] = ()
     """Times of the parts of steps that have ended on rank 0 since the last tick."""
 
@@ -78,10 +75,15 @@ class RankClock:
         return time.perf_counter() if self._tick is None else self._tick.now_s
 
     def arrival_s(self, req: Req, now_s: float) -> float:
-        """Return when a request that was just received arrived at the server."""
+        """Return when a request arrived at the server; ``now_s`` if unknown.
+
+        If the clock is shared, the request itself brings the time along from rank 0: it may be
+        queued long after its broadcast, as when its grammar was being compiled.
+        """
         if self._tick is None:
             return arrival_s(req, now_s)
-        return self._tick.arrivals_s.get(req.rid, now_s)
+        marked_s = marked_arrival_s(req)
+        return now_s if marked_s is None else marked_s
 
 
 class _TickSource:
@@ -93,17 +95,18 @@ class _TickSource:
         self._clock = clock
 
     def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
-        """Return the received requests; on rank 0 with a tick before them."""
+        """Return the received messages; on rank 0 with arrival times in them, after a tick."""
         if self._inner is not None:
             recv_reqs = self._inner.handle(recv_reqs)
         if self._clock is not None and recv_reqs is not None:
             now_s = time.perf_counter()
-            arrivals_s = {req.rid: arrival_s(req, now_s) for req in _with_rid(recv_reqs)}
-            return [RankTime(now_s, arrivals_s, self._clock.measured_parts()), *recv_reqs]
+            for request in _requests(recv_reqs):
+                mark_arrival(request, arrival_s(request, now_s))
+            return [RankTime(now_s, self._clock.measured_parts()), *recv_reqs]
         return recv_reqs
 
 
-def _with_rid(received: list[Any]) -> list[Any]:
+def _requests(received: list[Any]) -> list[Any]:
     """Return the messages that are requests, including those inside of batch messages."""
     flat = [one for item in received for one in getattr(item, "batch", None) or (item,)]
-    return [item for item in flat if isinstance(getattr(item, "rid", None), str)]
+    return [item for item in flat if getattr(item, "sampling_params", None) is not None]
