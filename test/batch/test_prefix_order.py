@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batch.scenarios import lines as jsonl
 from batch.scenarios import opened, play
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
@@ -274,6 +275,34 @@ def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) 
         await scene.service.close()
 
     play(rest(play(half())))
+
+
+def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
+    """However many batches there are, as after a restart."""
+    modules = {f"sglang_coserve.jsonl.{name}" for name in ("check_file", "prefix_order")}
+
+    def num_running() -> int:
+        count = 0
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                count += not modules.isdisjoint(child.cmdline())
+        return count
+
+    async def scenario() -> None:
+        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
+        async with scene.service:
+            ids = [(await scene.create(jsonl(6), owner=f"owner {n % 3}")).id for n in range(8)]
+            orders = [tmp_path / "order" / batch_id for batch_id in ids]
+            counts = set()
+
+            def are_ordered() -> bool:
+                counts.add(num_running())
+                return all(map(has_order, orders))
+
+            await scene.clock.until(are_ordered, "every batch is ordered")
+            assert max(counts) in (1, 2)
+
+    play(scenario())
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batch.manual_clock import STEP_S
 from batch.scenarios import OWNER, lines, opened, play
 from batch.scripted_backend import ScriptedBackend, name_of
-from sglang_coserve.batch import BatchLimits, job_driver
-from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.batch import file_processes
 
 
 def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
     is_open = asyncio.Event()
-    validate = job_driver.validate
+    run = file_processes.run_module
 
-    async def noted(path: Path, endpoint: str, limits: BatchLimits) -> Validated | Failed:
-        begun.append(path.name)
+    async def noted(what: str, module: str, *arguments: str) -> Any:
+        begun.append(Path(arguments[0]).name)
         await is_open.wait()
-        return await validate(path, endpoint, limits)
+        return await run(what, module, *arguments)
 
-    monkeypatch.setattr(job_driver, "validate", noted)
+    monkeypatch.setattr(file_processes, "run_module", noted)
 
     async def scenario() -> None:
         scene = await opened(tmp_path, ScriptedBackend(holds=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.store import Store, suspect_rows
 from sglang_coserve.lines.backend import Backend
@@ -38,6 +39,7 @@ class JobContext(LineContext):
     directory: DataDirectory
     store: Store
     limits: BatchLimits
+    file_processes: FileProcesses
     background: TaskSupervisor
 
     opened: AsyncExitStack
@@ -83,6 +85,7 @@ class JobContext(LineContext):
                 engine_lines=engine_lines,
                 backend=backend,
                 limits=limits,
+                file_processes=FileProcesses(),
                 background=background or TaskSupervisor(clock),
                 clock=clock,
                 rng=rng or random.SystemRandom(),

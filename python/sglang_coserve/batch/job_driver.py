@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from sglang_coserve.batch.context import JobContext
@@ -24,9 +23,8 @@ from sglang_coserve.batch.state import (
     Validated,
 )
 from sglang_coserve.batch.store import batch_rows
-from sglang_coserve.batch.validation import validate
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.fair_slots import FairSlots, JobShare
+from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.retry import backoff_s
 
@@ -60,7 +58,6 @@ class JobDriver:
         self,
         record: JobRecord,
         context: JobContext,
-        validating: FairSlots,
         apply: Apply,
     ) -> None:
         self.record = record
@@ -68,7 +65,6 @@ class JobDriver:
 
         self.share = JobShare(record.owner, record.priority, record.weight, record.expires_at_s)
         self._context = context
-        self._validating = validating
         self._apply_event = apply
         self._changed = asyncio.Event()
         self._failures = 0
@@ -146,18 +142,7 @@ class JobDriver:
     async def _check_input(self, batch: JobRecord) -> Validated | Failed:
         context = self._context
         path = context.directory.file(batch.input_file_id)
-        size_bytes = await context.threads.run(_size_bytes, path)
-        # Owners take turns by the bytes that are read for them.
-        share = JobShare(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
-        self._validating.join(share)
-        try:
-            await self._validating.acquire(share, 0, size_bytes)
-            try:
-                return await validate(path, batch.endpoint, context.limits)
-            finally:
-                self._validating.release(share, 0, size_bytes, size_bytes)
-        finally:
-            self._validating.leave(share)
+        return await context.file_processes.validate(batch, path, context.limits)
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._lines(batch).serve(), self._left_s(batch))
@@ -219,13 +204,6 @@ class JobDriver:
             for each in (task, *interrupts):
                 each.cancel()
             await asyncio.gather(task, *interrupts, return_exceptions=True)
-
-
-def _size_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0  # The check of the file will say what is wrong with it.
 
 
 class _InterruptedError(Exception):

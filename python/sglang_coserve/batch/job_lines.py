@@ -57,9 +57,7 @@ class JobLines:
         self._tag = batch_tag(batch.id)
         directory = context.directory
         self._input = directory.file(batch.input_file_id)
-        self._parser = LineParser(
-            self._input, batch.endpoint, context.backend.limits, context.threads
-        )
+        self._parser = LineParser(batch, self._input, context)
         self._log = ResultLog(
             directory.file(batch.output_file_id),
             directory.file(batch.error_file_id),
@@ -178,7 +176,7 @@ class JobLines:
     async def _find_order(self) -> None:
         # The engine orders by itself what it has at once.
         if self._batch.total_lines > self._context.limits.max_in_flight:
-            await self._order.find()
+            await self._context.file_processes.order(self._batch, self._input, self._order)
 
 
 def _refusal(status: HTTPStatus, message: str) -> LineResult:

@@ -22,12 +22,10 @@ from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows, file_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.file_estimate import estimate_file
-from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.worker_threads import to_its_end
 
 __all__ = ["JobSupervisor"]
 
-_MAX_VALIDATING: Final = 2
 _LOOK_INTERVAL_S: Final = 1.0
 
 
@@ -39,7 +37,6 @@ class JobSupervisor:
         self._record_events = record_events
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
         self._delays = OnlineDelays(context.backend, context.store)
-        self._validating = FairSlots(_MAX_VALIDATING, max_bytes=1)
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -159,7 +156,7 @@ class JobSupervisor:
         return record
 
     def _lead(self, record: JobRecord) -> None:
-        driver = JobDriver(record, self._context, self._validating, self._apply)
+        driver = JobDriver(record, self._context, self._apply)
         task = self._context.background.start(BATCH_TASK, driver.run, record.id)
         self._drivers[record.id] = driver
         self._tasks[record.id] = task

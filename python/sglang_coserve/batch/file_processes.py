@@ -1,0 +1,93 @@
+"""The processes that read the input files of batches, of which few run at a time.
+
+Each takes a core for as long as it reads, and tens of MiB of memory. After a restart every
+unfinished batch may need one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.record import JobRecord, LineFault
+from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.lines.fair_slots import FairSlots, JobShare
+from sglang_coserve.lines.helper_process import run_module
+from sglang_coserve.lines.prefix_order import PrefixOrder
+
+__all__ = ["FileProcesses"]
+
+_MOST: Final = 2
+"""So that a small file does not wait for a large one."""
+
+_CHECK: Final = "sglang_coserve.jsonl.check_file"
+_LINE_ID: Final = "sglang_coserve.jsonl.line_id"
+
+
+class FileProcesses:
+    """Runs them in turns; owners get equal shares of the bytes that are read.
+
+    Cancelling a call ends its process.
+    """
+
+    def __init__(self) -> None:
+        self._turns = FairSlots(_MOST, max_bytes=1)
+
+    async def validate(
+        self, batch: JobRecord, path: Path, limits: BatchLimits
+    ) -> Validated | Failed:
+        """Return a summary of the input, or the errors for which it cannot be used.
+
+        Raises:
+            StorageError: the check itself failed; the file may be good.
+        """
+        async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
+            report = await run_module(
+                f"checking {path}",
+                *(_CHECK, str(path), "--endpoint", batch.endpoint),
+                *("--max-lines", str(limits.max_lines)),
+                *("--max-line-bytes", str(limits.max_line_bytes)),
+                *("--max-faults", str(limits.max_reported_errors)),
+            )
+        if report["faults"]:
+            return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
+        return Validated(report["requests"], report["estimated_tokens"])
+
+    async def order(self, batch: JobRecord, path: Path, order: PrefixOrder) -> None:
+        """Find the order of the input's lines; see ``PrefixOrder.find``."""
+        async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
+            await order.find()
+
+    async def custom_id(self, batch: JobRecord, path: Path, offset: int, size_bytes: int) -> str:
+        """Return the id of the line of ``size_bytes`` at ``offset``, which has been checked.
+
+        Raises:
+            StorageError: the line is not what it was then.
+        """
+        async with self._turn(batch, size_bytes):
+            what = f"reading the line at byte {offset} of {path}"
+            return str(await run_module(what, _LINE_ID, str(path), str(offset), batch.endpoint))
+
+    @asynccontextmanager
+    async def _turn(self, batch: JobRecord, size_bytes: int) -> AsyncGenerator[None]:
+        share = JobShare(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
+        self._turns.join(share)
+        try:
+            await self._turns.acquire(share, 0, size_bytes)
+            try:
+                yield
+            finally:
+                self._turns.release(share, 0, size_bytes, size_bytes)
+        finally:
+            self._turns.leave(share)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # The process will say what is wrong with it.
