@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Generator
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 from batch.power_failure import PowerFailure
 from batch.test_result_log import TAG, record, unserved
 from sglang_coserve import durable_files
+from sglang_coserve.batch import BatchLimits
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_bitmap import LineBitmap
@@ -162,3 +166,45 @@ def test_a_journal_loses_tokens_and_makes_none_up(step: int, seed: int) -> None:
         for line in (1, 2):
             tokens = journal.tokens(line)
             assert tokens == tuple(range(len(tokens)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(step=st.integers(0, 120), failing_syncs=SYNCS, seed=SEEDS)
+def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
+    step: int, failing_syncs: frozenset[int], seed: int
+) -> None:
+    with power_failure(step, failing_syncs) as (disk, left):
+        directory = DataDirectory(disk.folder / "data")
+        directory.open()
+        files = FileStore(directory, None, None, BatchLimits(), None)  # type: ignore[arg-type]
+        rows: dict[str, bytes] = {}
+        at_failure: dict[str, bytes] = {}
+        for number in range(4):
+            file_id = f"file-{number:024x}"
+            content = bytes([65 + number]) * 50
+            fd = None
+            try:
+                fd = files._begin(file_id)
+                files._append(fd, content)
+                files._append(fd, content)
+                files._force(fd)
+                rows[file_id] = content * 2
+                at_failure = at_failure if disk.wreck else dict(rows)
+                files._keep(file_id)
+            except StorageError:
+                files._discard(file_id)
+            finally:
+                if fd is not None:
+                    os.close(fd)
+            if number == 2:
+                directory.mark_in_doubt(file_id)
+                rows.pop(file_id, None)
+                at_failure = at_failure if disk.wreck else dict(rows)
+                files._discard(file_id)
+        directory.close()
+        disk.fail().leave(left, random.Random(seed))
+        for name in ("files", "in_doubt"):
+            (left / "data" / name).mkdir(parents=True, exist_ok=True)
+        DataDirectory(left / "data").settle(at_failure.__contains__)
+        found = {path.name: path.read_bytes() for path in (left / "data" / "files").iterdir()}
+        assert found == at_failure

@@ -26,6 +26,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from sglang_coserve.durable_files import make_directories, sync_names
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.file_lock import lock_file, unlock_file
 
@@ -68,7 +69,7 @@ class DataDirectory:
         try:
             own = (self._files, self._journals, self._orders, self._in_doubt)
             for directory in (self.root, *own):
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directories(directory, 0o700)
                 self._check_private(directory)
             self._lock()
             # SQLite would make it, as wide as the umask lets it, and gives its mode to the
@@ -144,7 +145,7 @@ class DataDirectory:
     def mark_in_doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted. Blocks, as do the methods below."""
         (self._in_doubt / _checked(file_id)).touch(mode=0o600)
-        _sync_directory(self._in_doubt)
+        sync_names(self._in_doubt)
 
     def confirm(self, file_id: str) -> None:
         """Unmark a file that the store has: it stays."""
@@ -153,6 +154,8 @@ class DataDirectory:
     def discard(self, file_id: str) -> None:
         """Delete a marked file that the store does not know."""
         self.file(file_id).unlink(missing_ok=True)
+        # Without the mark, what is still there after a crash would stay for ever.
+        self.sync_files()
         self.confirm(file_id)
 
     def settle(self, is_known: Callable[[str], bool]) -> None:
@@ -162,16 +165,7 @@ class DataDirectory:
 
     def sync_files(self) -> None:
         """Force the names in ``files/`` to the disk."""
-        _sync_directory(self._files)
-
-
-def _sync_directory(path: Path) -> None:
-    """Force the names in a directory to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_names(self._files)
 
 
 def _checked(name: str) -> str:

@@ -16,6 +16,7 @@ from sglang_coserve.batch.owner_storage import Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
 from sglang_coserve.batch.transfers import UploadPace
+from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
@@ -61,8 +62,10 @@ class FileStore:
             StorageError: the disk is full or failing.
         """
         limit_bytes = self._limits.max_upload_bytes
+        fd: int | None = None
         try:
-            await self._threads.run(self._begin, file_id)
+            # Open until it is synced: an error of writing may be told only to who had it open.
+            fd = await self._threads.run(self._begin, file_id)
             async for piece in _in_pieces(chunks):
                 if upload.size_bytes + len(piece) > limit_bytes:
                     raise TooLargeError(
@@ -70,12 +73,15 @@ class FileStore:
                         code="file_too_large",
                         param="file",
                     )
-                upload.count(len(piece), await self._threads.run(self._append, file_id, piece))
+                upload.count(len(piece), await self._threads.run(self._append, fd, piece))
                 await self._pace.taken(len(piece))
-            await self._threads.run(self._force, file_id)
+            await self._threads.run(self._force, fd)
         except BaseException:
             await self._threads.run(self._discard, file_id)
             raise
+        finally:
+            if fd is not None:
+                os.close(fd)
 
     async def add(self, file: FileRecord) -> None:
         """Add a received file to the store.
@@ -152,29 +158,26 @@ class FileStore:
         with _disk_errors(f"file {file_id} cannot be deleted"):
             self._directory.mark_in_doubt(file_id)
 
-    def _begin(self, file_id: str) -> None:
+    def _begin(self, file_id: str) -> int:
         with _disk_errors("the upload cannot be written"):
             self._directory.mark_in_doubt(file_id)
-            self._directory.file(file_id).touch(mode=0o600, exist_ok=False)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            return os.open(self._directory.file(file_id), flags, 0o600)
 
-    def _append(self, file_id: str, piece: bytes) -> int:
+    def _append(self, fd: int, piece: bytes) -> int:
         """Return the room that is then left on the disk."""
         free_bytes = self._directory.free_bytes - len(piece)
         if free_bytes < self._limits.min_free_bytes:
             raise StorageError(
                 "the server's disk is full: delete files, or wait until others have expired"
             )
-        with (
-            _disk_errors("the upload cannot be written"),
-            self._directory.file(file_id).open("ab") as file,
-        ):
-            file.write(piece)
+        with _disk_errors("the upload cannot be written"):
+            write_all(fd, piece)
         return free_bytes
 
-    def _force(self, file_id: str) -> None:
+    def _force(self, fd: int) -> None:
         with _disk_errors("the upload cannot be written"):
-            with self._directory.file(file_id).open("rb") as file:
-                os.fsync(file.fileno())
+            os.fdatasync(fd)
             self._directory.sync_files()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.durable_files import replace
 from sglang_coserve.errors import InputFileError
 
 __all__ = ["load_profile", "write_profile"]
@@ -27,7 +28,5 @@ def load_profile(path: Path) -> LatencyProfile:
 
 
 def write_profile(profile: LatencyProfile, path: Path) -> None:
-    """Write a profile atomically: a reader sees the old file or the new one."""
-    draft = path.with_name(path.name + ".partial")
-    draft.write_text(profile.to_json(), encoding="utf-8")
-    draft.replace(path)
+    """Write a profile: a reader sees the old file or the new one, also after a power failure."""
+    replace(path, lambda file: file.write(profile.to_json().encode()), 0o666)
