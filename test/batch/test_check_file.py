@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang_coserve.batch.validation import validate
 
 from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT
 from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.record import LineFault
 from sglang_coserve.batch.state import Failed, Validated
-from sglang_coserve.batch.validation import validate
 from sglang_coserve.jsonl import file_estimate
 from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, check_file
 from sglang_coserve.jsonl.file_estimate import estimate_file

@@ -18,7 +18,7 @@ from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
 from srt.test_documented_flags import FLAG, flags_in, flags_of_server, flags_of_sglang
 
 LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "yaml", ""}
-OTHERS = {".", "cd", "curl", "docker", "export", "git", "jq", "kubectl", "openssl", "smg"}
+OTHERS = {".", "cd", "curl", "docker", "export", "git", "jq", "kubectl", "openssl", "pip", "smg"}
 """Programs that are not ours."""
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

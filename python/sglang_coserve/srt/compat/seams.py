@@ -445,6 +445,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "_batch_tokenize_and_process": "batch_size obj",
             "_create_tokenized_object": "obj input_text input_ids",
             "_handle_batch_output": "recv_obj",
+            "_send_batch_request": "tokenized_objs",
+            "_send_one_request": "tokenized_obj",
             "_should_use_batch_tokenization": "batch_size requests",
             "_tokenize_one_request": "obj",
             "_tokenize_texts": "texts is_cross_encoder",

@@ -35,6 +35,7 @@ from sglang_coserve.srt.safeguards.engine_limits import check_request, check_val
 from sglang_coserve.srt.safeguards.media_sources import MediaSources
 from sglang_coserve.srt.scheduler.scheduler import config_of
 from sglang_coserve.srt.tokenizer.arrival_time import OutputDelay, install_arrival_times
+from sglang_coserve.srt.tokenizer.client_departures import ClientDepartures
 from sglang_coserve.srt.tokenizer.updating_manager import UpdatingTokenizerManager
 
 __all__ = ["CoserveTokenizerManager"]
@@ -60,6 +61,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         super().__init__(*args, **kwargs)
         self.coserve_output_delay: OutputDelay = install_arrival_times()
         self._media = MediaSources.named(config_of(self.server_args).media_sources)
+        self._departures = ClientDepartures(self.abort_request)
         self._fingerprint: asyncio.Task[str] | None = None
         self._grammar_trials: GrammarTrials | None = None
         settings = compat.settings_of(self.server_args)
@@ -96,7 +98,11 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         has_answered = False
         try:
             check_request(obj, is_health_check=path in _HEALTH_PATHS)
-            async with aclosing(super().generate_request(obj, request)) as outputs:
+            client = None if getattr(obj, "background", False) else request
+            async with (
+                self._departures.watched(client),
+                aclosing(super().generate_request(obj, request)) as outputs,
+            ):
                 async for output in outputs:
                     has_answered = True
                     yield output
@@ -109,6 +115,15 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             logger.warning(message)
             logger.debug("where it was malformed", exc_info=True)
             raise ValueError(message) from error
+
+    def _send_one_request(self, tokenized_obj: Any) -> Any:
+        self._departures.sending(tokenized_obj.rid)
+        return super()._send_one_request(tokenized_obj)
+
+    def _send_batch_request(self, tokenized_objs: Any) -> Any:
+        for tokenized in tokenized_objs:
+            self._departures.sending(tokenized.rid)
+        return super()._send_batch_request(tokenized_objs)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         times = self.coserve_output_delay.without_token(recv_obj.rids, self.rid_to_state)
