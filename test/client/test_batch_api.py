@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Mount
 
 from batch.live_app import LiveApp
 from batch.scenarios import line, lines
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch import LineRequest, LineResult
-from sglang_coserve.client import BatchOptions, CoserveClient, JobState, read_results
+from sglang_coserve.batch.routes import set_not_ready
+from sglang_coserve.client import (
+    BatchApi,
+    BatchOptions,
+    CoserveClient,
+    JobState,
+    RetryPolicy,
+    read_results,
+)
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
 
 GIVE_UP_S = 60
@@ -266,10 +277,90 @@ def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output
     assert "404" in stderr
 
 
-def test_without_a_batch_api_an_output_is_needed(source: Path) -> None:
-    code, _, stderr = coserve("submit", str(source), "--base-url", "http://127.0.0.1:9")
-    assert code == 2
-    assert "add -o" in stderr
+def test_what_is_for_a_batch_needs_a_batch_api(source: Path, output: Path) -> None:
+    with LiveApp(None) as app:
+        server = ["--base-url", app.base_url]
+        code, _, stderr = coserve("submit", str(source), *server)
+        assert (code, "add -o" in stderr) == (2, True)
+        for flags in (["--window", "2h"], ["--priority", "0"], ["--best-effort"]):
+            code, _, stderr = submit(source, output, app.base_url, *flags)
+            assert (code, "has no Batch API" in stderr) == (3, True)
+            code, _, stderr = submit(source, output, app.base_url, "--no-batch", *flags)
+            assert (code, "sent one by one" in stderr) == (2, True)
+        assert not output.exists()
+        assert submit(source, output, app.base_url)[0] == 1  # Each line gets a 404.
+        code, _, stderr = submit(source, output, app.base_url, "--window", "2h")
+        assert (code, "sent one by one" in stderr) == (2, True)
+
+
+@pytest.mark.parametrize("is_down", [False, True], ids=["not ready", "unreachable"])
+def test_a_server_that_starts_is_waited_for(
+    source: Path, output: Path, tmp_path: Path, is_down: bool
+) -> None:
+    """That it does not answer yet does not say that it has no Batch API."""
+    with LiveApp(None) as app:
+        set_not_ready(app.app, "it is starting")
+        port = app.port
+        if not is_down:
+            process = start_submit(source, output, app.base_url, "--window", "2h")
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3)
+    if is_down:
+        process = start_submit(source, output, app.base_url, "--window", "2h")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+    assert not output.exists()
+    with LiveApp(tmp_path / "data", port=port):
+        code, stdout, _ = end(process)
+    assert (code, "20 ok" in stdout) == (0, True)
+    assert 'batch_id": "batch_' in output.with_name("out.batch.json").read_text()
+
+
+class Interrupted:
+    """Sends a file in so many parts of 1,000 bytes, and breaks the connection after each."""
+
+    def __init__(self, content: bytes, *, knows_ranges: bool) -> None:
+        self._content = content
+        self._knows_ranges = knows_ranges
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        (range_header,) = (value for name, value in scope["headers"] if name == b"range")
+        start = int(range_header.removeprefix(b"bytes=").removesuffix(b"-"))
+        begins_at = start if self._knows_ranges else 0
+        length = len(self._content) - begins_at
+        headers = [(b"content-length", str(length).encode())]
+        status = 206 if self._knows_ranges else 200
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        part = self._content[begins_at : start + 1000]
+        is_last = begins_at + len(part) == len(self._content)
+        await send({"type": "http.response.body", "body": part, "more_body": not is_last})
+        if not is_last:
+            raise ConnectionError("as a proxy that restarts")
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_a_download_goes_on_for_as_long_as_something_comes(
+    output: Path, knows_ranges: bool
+) -> None:
+    """Eight interruptions with pauses of 0.1 s take longer than the 0.5 s without a byte."""
+    content = bytes(range(250)) * 34
+    sender = Interrupted(content, knows_ranges=knows_ranges)
+    policy = RetryPolicy(retry_for_s=0.5, first_delay_s=0.1)
+
+    async def fetch(base_url: str) -> None:
+        api = BatchApi(base_url, None, policy)
+        try:
+            await api.fetch("file", output)
+        finally:
+            await api.close()
+
+    with LiveApp(None) as app:
+        app.app.router.routes.insert(0, Mount("/v1/files/file", sender))
+        asyncio.run(fetch(app.base_url))
+    assert output.read_bytes() == content
+    assert sender.calls == 9
 
 
 def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: Path) -> None:

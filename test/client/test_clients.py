@@ -93,7 +93,7 @@ def test_a_torn_record_is_not_a_result(server: FaultServer, source: Path, output
 def test_a_failed_job_does_not_look_like_a_finished_one(
     server: FaultServer, source: Path, output: Path
 ) -> None:
-    server.die()
+    server.on_request = lambda _count: server.die_here()
     with CoserveClient(server.base_url, options=IMPATIENT) as client:
         job = client.submit_jsonl(source, output)
         with pytest.raises(ServerGoneError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from sglang_coserve.client import AsyncJob, BatchApi, BatchOptions
 
 __all__ = ["submit"]
+
+_T = TypeVar("_T")
 
 
 def submit(
@@ -38,9 +41,15 @@ def submit(
         ),
     ] = None,
     window: Annotated[
-        str, typer.Option(help="Time in which the server is to complete the batch: 2h, 90m, 7d.")
-    ] = "24h",
-    priority: Annotated[int, typer.Option(help="Batches of a higher one go first.")] = 0,
+        str | None,
+        typer.Option(
+            help="Time in which the server is to complete the batch: 2h, 90m, 7d.",
+            show_default="24h",
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Batches of a higher one go first.", show_default="0")
+    ] = None,
     best_effort: Annotated[
         bool,
         typer.Option(
@@ -96,6 +105,7 @@ def submit(
         JobState,
         RetryPolicy,
     )
+    from sglang_coserve.client.progress import showing_trouble
 
     options = ClientOptions(
         concurrency=concurrency,
@@ -105,22 +115,31 @@ def submit(
         seed=seed,
     )
 
-    batch_options = BatchOptions(window, priority, best_effort)
+    has_options = window is not None or priority is not None or best_effort
+    batch_options = BatchOptions(window or "24h", priority or 0, best_effort)
 
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
+
+            async def begun(work: Awaitable[_T]) -> _T:
+                return await (
+                    work if quiet else showing_trouble(work, lambda: client.batches.last_failure)
+                )
+
             if output is None:
-                if no_batch or retry_failed or not await client.batches.is_on():
+                if no_batch or retry_failed or not await begun(client.batches.is_on()):
                     raise ConfigError(
                         "without a Batch API of the server, results need a place: add -o FILE"
                     )
                 return await _leave(client.batches, source, batch_options, wait, quiet, as_json)
-            job = await client.submit_jsonl(
-                source,
-                output,
-                retry_failed=retry_failed,
-                batch_options=batch_options,
-                use_batch=False if no_batch else None,
+            job = await begun(
+                client.submit_jsonl(
+                    source,
+                    output,
+                    retry_failed=retry_failed,
+                    batch_options=batch_options if has_options else None,
+                    use_batch=False if no_batch else None,
+                )
             )
             signals = _cancel_on_signal(job)
             error: CoserveError | None = None

@@ -20,7 +20,7 @@ from sglang_coserve.client.result_stream import ResultStream
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
 from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.submission import SubmissionFile, submission_path
-from sglang_coserve.errors import InputFileError, ServerError
+from sglang_coserve.errors import ConfigError, InputFileError, ServerError
 from sglang_coserve.lines.clock import SystemClock
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.engine_lines import EngineLines
@@ -147,7 +147,8 @@ class AsyncCoserveClient:
 
         The server runs it when it has a Batch API, as ``batch_options`` says; otherwise its lines
         are sent one by one from here. ``use_batch`` overrides this choice. An output is continued
-        in the way in which it was begun.
+        in the way in which it was begun. A server that cannot be asked yet is waited for;
+        ``batches.last_failure`` says why.
 
         Lines that have a record in ``output`` or its error file are not sent
         again. With ``retry_failed`` the lines in the error file are, one by one.
@@ -155,10 +156,15 @@ class AsyncCoserveClient:
         Raises:
             InputFileError: a file cannot be used, another client is writing
                 ``output``, or ``output`` was made from something else.
-            ServerError: ``use_batch`` is true and the server has no Batch API.
+            ConfigError: there are ``batch_options``, and lines are sent one by one: ``use_batch``
+                is false, ``retry_failed`` true, or ``output`` was begun so.
+            ServerError: the server has no Batch API, and ``use_batch`` is true or there are
+                ``batch_options``; or it refuses the API key.
+            ServerGoneError: it could not be asked for ``retry_for_s``.
         """
         source, output = Path(source), Path(output)
-        if await self._is_for_server(output, retry_failed, use_batch):
+        has_options = batch_options is not None
+        if await self._is_for_server(source, output, retry_failed, use_batch, has_options):
             job = self._follow(source, output, batch_options or BatchOptions())
         else:
             job = await self._send_lines(source, output, retry_failed=retry_failed)
@@ -168,7 +174,12 @@ class AsyncCoserveClient:
         return job
 
     async def _is_for_server(
-        self, output: Path, retry_failed: bool, use_batch: bool | None
+        self,
+        source: Path,
+        output: Path,
+        retry_failed: bool,
+        use_batch: bool | None,
+        has_options: bool,
     ) -> bool:
         if submission_path(output).exists():
             if retry_failed or use_batch is False:
@@ -177,14 +188,22 @@ class AsyncCoserveClient:
                     "again: choose another output"
                 )
             return True
-        if retry_failed or use_batch is False:
+        is_begun = output.exists() or errors_path(output).exists()
+        if retry_failed or use_batch is False or is_begun:
+            if has_options:
+                reason = f", as those of {output} before" if is_begun else ""
+                raise ConfigError(
+                    "a window, a priority and best effort are for a batch that the server runs, and"
+                    f" these lines are sent one by one{reason}: leave them out"
+                )
             return False
-        if output.exists() or errors_path(output).exists():
-            return False
+        open_input(source).close()  # Before a server is waited for.
         is_on = await self.batches.is_on()
-        if use_batch and not is_on:
+        if not is_on and (use_batch or has_options):
+            wanted = "a batch" if use_batch else "a window, a priority and best effort"
             raise ServerError(
-                "the server has no Batch API, or cannot be reached: it needs --coserve-data-dir"
+                f"the server has no Batch API, which {wanted} would need: start it with"
+                " --coserve-data-dir, or leave the lines to be sent one by one without these"
             )
         return is_on
 

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
@@ -47,15 +47,15 @@ _LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
 """Codes of errors that retrying does not help, in spite of their status."""
 
 _PIECE_BYTES: Final = 1 << 20
-"""So much of a file is synced at once, and fetched again after a lost connection."""
+"""So much of a file is written and synced at once."""
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT: Final = httpx.Timeout(60.0, connect=_CONNECT_TIMEOUT_S)
 
 
 class BatchApi:
-    """Calls one server. Calls that fail for a reason that may pass are retried for as long as
-    allowed.
+    """Calls one server. A call that fails for a reason that may pass, as while the server starts,
+    is retried until it has failed for ``retry_for_s`` without any progress.
 
     Methods raise ``ServerGoneError`` when the server cannot be reached, ``RequestError``
     when it says that the call is wrong, and ``ServerError`` when it refuses the key or
@@ -83,12 +83,16 @@ class BatchApi:
         """Why a call is being retried; None while the server answers."""
 
     async def is_on(self) -> bool:
-        """Ask once whether the server has a Batch API now."""
-        try:
-            answer = await self._http.get("/v1/batches", params={"limit": 1})
-            return answer.is_success and answer.json().get("object") == "list"
-        except (httpx.HTTPError, ValueError, AttributeError):
+        """Return whether the server has a Batch API. Only what it says itself counts as a no."""
+        answer = await self._answer("GET", "/v1/batches", params={"limit": 1})
+        if answer.status_code == HTTPStatus.NOT_FOUND or _code(answer) == "batch_api_off":
             return False
+        _raise_if_refused(answer)
+        try:
+            content = answer.json()
+        except ValueError:
+            return False
+        return isinstance(content, dict) and content.get("object") == "list"
 
     async def upload(self, source: Path) -> str:
         """Upload a file; return its id.
@@ -161,8 +165,7 @@ class BatchApi:
 
     async def _fetch(self, file_id: str, fd: int, size_bytes: int) -> int:
         """Return the size that the file then has; it had ``size_bytes``."""
-        began_s = time.monotonic()
-        attempt = 0
+        outage = _Outage(self._policy, self._rng)
         while True:
             wanted = {"range": f"bytes={size_bytes}-"}
             try:
@@ -171,29 +174,42 @@ class BatchApi:
                 ) as answer:
                     if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                         return size_bytes  # There is nothing more.
-                    if answer.status_code == HTTPStatus.PARTIAL_CONTENT:
-                        async for piece in answer.aiter_bytes(_PIECE_BYTES):
+                    if answer.is_success:
+                        # Some proxies know no ranges, and send the file from its beginning.
+                        is_part = answer.status_code == HTTPStatus.PARTIAL_CONTENT
+                        async for piece in _pieces(answer, 0 if is_part else size_bytes):
                             await to_its_end(asyncio.to_thread(append, fd, piece, size_bytes))
                             size_bytes += len(piece)
+                            self.last_failure = None
+                            outage.ends()
                         return size_bytes
                     await answer.aread()
                     _raise_if_refused(answer)
                     self.last_failure = f"HTTP {answer.status_code}: {_message(answer)}"
             except httpx.TransportError as error:
                 self.last_failure = str(error) or type(error).__name__
-            await self._pause(began_s, attempt)
-            attempt += 1
+            await outage.pause(self.last_failure)
 
-    async def _call(
+    async def _call(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+        """Return the object that a call answers; ``options`` are those of ``_answer``."""
+        answer = await self._answer(method, url, **options)
+        _raise_if_refused(answer)
+        try:
+            content: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise ServerError(f"the answer to {method} {url} is not JSON") from error
+        return content
+
+    async def _answer(
         self,
         method: str,
         url: str,
         *,
         open_upload: Callable[[], BinaryIO] | None = None,
         **options: Any,
-    ) -> dict[str, Any]:
-        began_s = time.monotonic()
-        attempt = 0
+    ) -> httpx.Response:
+        """Return the first answer that trying again would not change."""
+        outage = _Outage(self._policy, self._rng)
         while True:
             try:
                 # A file is read anew by every attempt.
@@ -205,28 +221,68 @@ class BatchApi:
                             "timeout": httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
                         }
                     answer = await self._http.request(method, url, **options)
-                _raise_if_refused(answer)
-                if answer.is_success:
+                if not _may_pass(answer):
                     self.last_failure = None
-                    content: dict[str, Any] = answer.json()
-                    return content
+                    return answer
                 self.last_failure = f"HTTP {answer.status_code}: {_message(answer)}"
             except httpx.TransportError as error:
                 self.last_failure = str(error) or type(error).__name__
-            except ValueError as error:
-                raise ServerError(f"the answer to {method} {url} is not JSON") from error
-            await self._pause(began_s, attempt)
-            attempt += 1
+            await outage.pause(self.last_failure)
 
-    async def _pause(self, began_s: float, attempt: int) -> None:
-        policy = self._policy
-        if time.monotonic() - began_s > policy.retry_for_s:
+
+class _Outage:
+    """How long a call has failed, from the first failure after the last progress."""
+
+    def __init__(self, policy: RetryPolicy, rng: random.Random) -> None:
+        self._policy = policy
+        self._rng = rng
+        self.ends()
+
+    def ends(self) -> None:
+        """Note progress."""
+        self._began_s: float | None = None
+        self._failures = 0
+
+    async def pause(self, reason: str | None) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            ServerGoneError: the call has failed for as long as allowed.
+        """
+        policy, now_s = self._policy, time.monotonic()
+        if self._began_s is None:
+            self._began_s = now_s
+        left_s = self._began_s + policy.retry_for_s - now_s
+        if left_s <= 0:
             raise ServerGoneError(
                 f"the server has answered nothing for {policy.retry_for_s:g} s"
-                f" ({self.last_failure}); a batch that it has accepted goes on without us"
+                f" ({reason}); a batch that it has accepted goes on without us"
             )
-        pause_s = backoff_s(attempt + 1, policy.first_delay_s, policy.max_delay_s, self._rng)
-        await asyncio.sleep(pause_s)
+        self._failures += 1
+        pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)
+        await asyncio.sleep(min(pause_s, left_s))
+
+
+async def _pieces(answer: httpx.Response, skipped_bytes: int) -> AsyncGenerator[bytes]:
+    """Yield the content behind its first ``skipped_bytes``, in large pieces.
+
+    Raises:
+        httpx.TransportError: the connection broke; what had come has been yielded.
+    """
+    piece = bytearray()
+    try:
+        async for chunk in answer.aiter_bytes():
+            piece += chunk[skipped_bytes:]
+            skipped_bytes = max(0, skipped_bytes - len(chunk))
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    except httpx.TransportError:
+        if piece:
+            yield bytes(piece)
+        raise
+    if piece:
+        yield bytes(piece)
 
 
 def batch_of(answer: Any) -> Batch:
@@ -247,10 +303,15 @@ def batch_of(answer: Any) -> Batch:
     return filled
 
 
+def _may_pass(answer: httpx.Response) -> bool:
+    """Return whether the same call may be answered otherwise later."""
+    return answer.status_code in _PASSING and _code(answer) not in _LASTING_CODES
+
+
 def _raise_if_refused(answer: httpx.Response) -> None:
     """Raise for an answer that retrying would not change."""
     status = answer.status_code
-    if answer.is_success or (status in _PASSING and _code(answer) not in _LASTING_CODES):
+    if answer.is_success or _may_pass(answer):
         return
     reason = f"HTTP {status}: {_message(answer)}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

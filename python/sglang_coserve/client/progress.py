@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -13,9 +15,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from sglang_coserve.client.status import JobStatus
 from sglang_coserve.printable import printable
 
-__all__ = ["ProgressView"]
+__all__ = ["ProgressView", "showing_trouble"]
 
 _PLAIN_INTERVAL_S = 10.0
+_POLL_S = 0.2
+
+_T = TypeVar("_T")
 
 
 class ProgressView:
@@ -47,23 +52,46 @@ class ProgressView:
 
     def show(self, status: JobStatus) -> None:
         """Show ``status`` now; on a plain stream, once in a while."""
+        percent = 100 * status.done_bytes // max(1, status.total_bytes)
+        description = _describe(status)
+        plain = f"{percent}% of the input: {description}"
+        self._show(description, plain, status.done_bytes, status.total_bytes)
+
+    def show_trouble(self, reason: str) -> None:
+        """Show, in the same way, why there is nothing else to show yet."""
+        text = _one_line(f"waiting for the server: {reason}")
+        self._show(text, text, 0, None)
+
+    def _show(self, text: str, plain: str, done: int, total: int | None) -> None:
         if self._bar:
-            self._bar.update(
-                self._task,
-                completed=status.done_bytes,
-                total=status.total_bytes,
-                description=_describe(status),
-            )
+            self._bar.update(self._task, completed=done, total=total, description=text)
         elif time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
             self._shown_s = time.monotonic()
-            percent = 100 * status.done_bytes // max(1, status.total_bytes)
-            sys.stderr.write(f"{percent}% of the input: {_describe(status)}\n")
+            sys.stderr.write(f"{plain}\n")
             sys.stderr.flush()
 
 
+async def showing_trouble(work: Awaitable[_T], trouble: Callable[[], str | None]) -> _T:
+    """Await ``work``, and show why it is being retried when ``trouble`` says so."""
+    task = asyncio.ensure_future(work)
+    try:
+        with ProgressView() as view:
+            while not task.done():
+                if (reason := trouble()) is not None:
+                    view.show_trouble(reason)
+                await asyncio.wait({task}, timeout=_POLL_S)
+        return task.result()
+    finally:
+        task.cancel()
+
+
 def _describe(status: JobStatus) -> str:
-    # In one line: a server's message may have more, and worse.
-    return " ".join(printable(_description(status)).split())
+    return _one_line(_description(status))
+
+
+def _one_line(text: str) -> str:
+    # A server's message may have more lines, and worse.
+    return " ".join(printable(text).split())
 
 
 def _description(status: JobStatus) -> str:

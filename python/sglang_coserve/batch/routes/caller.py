@@ -29,9 +29,9 @@ _OFF: Final = (
 )
 
 
-def set_service(app: FastAPI, service: BatchService | None, why_not: str = _OFF) -> None:
-    """Set the service of ``app``'s routes; without one, the error that they answer with."""
-    setattr(app.state, _STATE, service or BatchApiOffError(why_not))
+def set_service(app: FastAPI, service: BatchService) -> None:
+    """Set the service of ``app``'s routes."""
+    setattr(app.state, _STATE, service)
 
 
 def find_service(app: FastAPI) -> BatchService:
@@ -48,7 +48,7 @@ def find_service(app: FastAPI) -> BatchService:
 
 
 def set_not_ready(app: FastAPI, why: str) -> None:
-    """Say why the routes of ``app`` serve nothing yet; whoever asks again may have an answer."""
+    """Say why the routes of ``app`` serve nothing now; whoever asks again may have an answer."""
     setattr(app.state, _STATE, BatchApiNotReadyError(why))
 
 

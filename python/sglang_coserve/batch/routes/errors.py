@@ -52,11 +52,11 @@ _STATUS: Final = (
 
 
 class BatchApiOffError(CoserveError):
-    """There is no service: the server has no data directory, or is stopping."""
+    """There is no service: the server has no data directory."""
 
 
 class BatchApiNotReadyError(BatchApiOffError):
-    """There is no service yet; it is being started."""
+    """There is no service now: it is being started, or the server drains."""
 
 
 class NoAdminKeyError(CoserveError):

@@ -20,6 +20,7 @@ from sglang_coserve.batch.routes import (
     add_batch_routes,
     operator_endpoints,
     set_admin_key,
+    set_not_ready,
     set_service,
 )
 from sglang_coserve.batch.settings import limits_of, webhook_target_of
@@ -192,5 +193,5 @@ async def _drain_when_stopping(backend: BatchBackend, drain: Drain) -> None:
 
 
 async def _close(app: FastAPI, service: BatchService) -> None:
-    set_service(app, None, "the server is draining: its batches continue when it starts again")
+    set_not_ready(app, "the server is draining: its batches continue when it starts again")
     await service.close()
