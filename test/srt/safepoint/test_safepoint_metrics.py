@@ -46,6 +46,7 @@ def state(count):
         "slo": {"attainment": None, "measured": []},
         "online": {"waiting": 0, "running": 0, "shed": 0},
         "unnoticed_ends": 0,
+        "background": {},
         "offline": {"waiting": 0, "running": 0},
         "safepoints": {
             "enabled": True,

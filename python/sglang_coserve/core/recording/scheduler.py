@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
@@ -89,7 +90,9 @@ class RecordingScheduler:
         """See ``Scheduler.plan``."""
         answers = _NotedAnswers(cache)
         plan = self._scheduler.plan(snapshot, answers)
-        self._sink(Planned(snapshot, answers.noted, plan))
+        # A snapshot may look at those who wait when they are asked for; a record has them all.
+        whole = replace(snapshot, waiting=list(snapshot.waiting))
+        self._sink(Planned(whole, answers.noted, plan))
         return plan
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:

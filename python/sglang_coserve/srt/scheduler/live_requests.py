@@ -110,6 +110,7 @@ class LiveRequests:
 
     def check(self) -> None:
         """Forget the requests that are nowhere any more. O(requests)."""
+        self.settle()
         self._rounds = 0
         here = set(map(id, self._kept()))
         gone = [req for req in self._ledger.reqs() if id(req) not in here]
