@@ -309,8 +309,10 @@ def test_bodies_that_cannot_be_used(
         (b"null", 400),
         (b"[]", 400),
         (b"{", 400),
-        (b'{"a":' * 50_000, 400),
-        (b"[" * 50_000, 400),
+        (b'{"a":' * 99, 400),
+        (b"[" * 999, 400),
+        (b'{"a":' * 50_000, 413),
+        (b"[" * 50_000, 413),
         (b'"\xff"', 400),
         (b'{"input_file_id": "' + b"x" * 2_000_000 + b'"}', 413),
     ],
@@ -322,12 +324,25 @@ def test_bodies_that_are_no_object(http: httpx.Client, content: bytes, status: i
     assert answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_too_long_is_not_carried_out(
-    client: openai.OpenAI, http: httpx.Client
+@pytest.mark.parametrize(
+    ("metadata", "padding"),
+    [
+        (None, b" " * 2_000_000),
+        ({"key": [[]] * 200_000}, b""),
+        ({str(number): "" for number in range(50_000)}, b""),
+    ],
+    ids=["bytes", "values", "keys"],
+)
+def test_a_body_that_is_too_large_is_not_even_parsed(
+    client: openai.OpenAI, http: httpx.Client, metadata: Any, padding: bytes
 ) -> None:
-    file_id = upload(client, lines(1))
-    wanted = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
-    content = json.dumps(wanted).encode() + b" " * 2_000_000
+    wanted = {
+        "input_file_id": upload(client, lines(1)),
+        "endpoint": ENDPOINT,
+        "completion_window": "24h",
+        "metadata": metadata,
+    }
+    content = json.dumps(wanted).encode() + padding
     headers = {"content-type": "application/json"}
     answer = http.post("/v1/batches", content=content, headers=headers)
     assert answer.status_code == 413

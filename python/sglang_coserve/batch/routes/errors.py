@@ -25,6 +25,7 @@ from sglang_coserve.batch.errors import (
 )
 from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 
 __all__ = [
     "ERROR_RESPONSES",
@@ -37,7 +38,7 @@ __all__ = [
     "OpenAIRoute",
 ]
 
-_MAX_JSON_BYTES: Final = 1 << 20
+_JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less."""
 
 _STATUS: Final = (
@@ -142,21 +143,19 @@ class JsonRoute(OpenAIRoute):
 
 
 class _Bounded:
-    """An ASGI ``receive`` that fails on a body which is too long, so that no handler runs."""
+    """An ASGI ``receive`` that fails on a body beyond the limits, so that nothing parses it."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._size_bytes = 0
+        self._meter = BodyMeter(_JSON_LIMITS)
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self._size_bytes += len(message.get("body", b""))
-        if self._size_bytes > _MAX_JSON_BYTES:
+        try:
+            self._meter.take(message.get("body", b""))
+        except BodyTooLargeError as error:
             # FastAPI passes on an ``HTTPException`` of the body as it is; others it makes a 400.
-            raise _BodyTooLarge(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body is larger than {_MAX_JSON_BYTES:,} bytes",
-            )
+            raise _BodyTooLarge(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from None
         return message
 
 
