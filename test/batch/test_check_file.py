@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_coserve.batch.validation import validate
 
+from batch.records import a_batch
 from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT
 from sglang_coserve.batch import BatchLimits, StorageError
+from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.record import LineFault
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl import file_estimate
@@ -28,6 +29,11 @@ LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5)
 
 def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
     return check_file(io.BytesIO(content), ENDPOINT, limits)
+
+
+def validate(path: Path) -> Validated | Failed:
+    batch = a_batch(endpoint=ENDPOINT)
+    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits()))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
@@ -131,10 +137,10 @@ def test_an_estimate_is_positive_and_bounded(body: dict[str, Any]) -> None:
 def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(lines(20))
-    found = asyncio.run(validate(path, ENDPOINT, BatchLimits()))
+    found = validate(path)
     assert found == Validated(20, check(lines(20)).estimated_tokens)
     path.write_bytes(lines(1) + b"{\n")
-    found = asyncio.run(validate(path, ENDPOINT, BatchLimits()))
+    found = validate(path)
     assert isinstance(found, Failed)
     (fault,) = found.faults
     assert isinstance(fault, LineFault)
@@ -143,7 +149,7 @@ def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
 
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
-        asyncio.run(validate(tmp_path / "gone", ENDPOINT, BatchLimits()))
+        validate(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("before", [0, 3])
