@@ -18,6 +18,7 @@ __all__ = [
     "Send",
     "bearer_key",
     "error_content",
+    "is_form",
     "is_same_key",
     "replay",
     "send_error",
@@ -53,6 +54,12 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 def is_same_key(key: str | None, expected: str) -> bool:
     """Return whether a client's key is the expected one, in a time that tells nothing about it."""
     return key is not None and compare_digest(key.encode(), expected.encode())
+
+
+def is_form(scope: Scope) -> bool:
+    """Return whether the body is a form with files, which must not be read as a whole."""
+    types = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
+    return any(value.lower().startswith(b"multipart/") for value in types)
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -24,14 +24,21 @@ LIMITS = BodyLimits(max_bytes=1000, max_values=20, max_objects=5)
 class Call:
     """One request through the gate, to an application that notes what it gets."""
 
-    def __init__(self, chunks: list[bytes], path: str = "/generate", method: str = "POST") -> None:
+    def __init__(
+        self,
+        chunks: list[bytes],
+        path: str = "/generate",
+        method: str = "POST",
+        content_type: bytes = b"application/json",
+    ) -> None:
         self.reads = 0
         self.body: bytes | None = None
         self.size_bytes = -1
         self.sent: list[dict[str, Any]] = []
         app = SimpleNamespace(state=SimpleNamespace())
         set_body_limits(app, LIMITS)
-        scope = {"type": "http", "method": method, "path": path, "headers": [], "app": app}
+        headers = [(b"content-type", content_type)]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
 
         async def receive() -> dict[str, Any]:
             self.reads += 1
@@ -75,9 +82,19 @@ def test_no_more_is_read_than_is_needed_to_refuse(path: str, chunk: bytes, reads
     assert "more than" in error["message"] or "larger than" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/open_session"), ("DELETE", "/generate"), ("POST", "/v1/audio/transcriptions")],
+)
+def test_no_method_and_no_content_type_leads_around_it(method: str, path: str) -> None:
+    call = Call([b"x" * 300] * 10, path, method)
+    assert call.body is None
+    assert call.sent[0]["status"] == 413
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/audio/transcriptions"])
 def test_routes_with_bounds_of_their_own_stream(path: str) -> None:
-    call = Call([b"x" * 300] * 10, path)
+    call = Call([b"x" * 300] * 10, path, content_type=b"multipart/form-data; boundary=b")
     assert call.body == b"x" * 3000
     assert call.size_bytes == 0
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from sglang_coserve.asgi import App, Message, Receive, Scope, Send, replay, send_error
+from sglang_coserve.asgi import App, Message, Receive, Scope, Send, is_form, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.body_marks import (
@@ -88,7 +88,7 @@ class MarksMiddleware:
             marks, tenant = dict(in_headers.marks), in_headers.tenant
             if self._finds_tenants:
                 tenant = tenant or tenant_of_key(scope["headers"])
-            if _is_json(scope["headers"]):
+            if not is_form(scope):
                 body, disconnect = await _read_body(receive)
                 if disconnect is not None:
                     return
@@ -159,12 +159,6 @@ async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks), None
-
-
-def _is_json(headers: Any) -> bool:
-    """Return whether a body may be JSON: not a form, which must not be read as a whole."""
-    types = [value for name, value in headers if name.lower() == b"content-type"]
-    return not any(value.lower().startswith(b"multipart/") for value in types)
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, replay, send_error
+from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay, send_error
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 
@@ -19,11 +19,15 @@ _FREE_PREFIXES: Final = ("/v1/files", "/v1/batches", LINES_PATH)
 
 _FREE_PATHS: Final = frozenset(
     {
-        "/v1/audio/transcriptions",  # A form, which is spooled to a file.
-        "/update_weights_from_tensor",  # For operators only.
+        "/update_weights_from_tensor",
         "/load_lora_adapter_from_tensors",
     }
 )
+"""For operators only."""
+
+_FORM_PATH: Final = "/v1/audio/transcriptions"
+"""Takes a form, which is spooled to a file."""
+
 _STATE: Final = "coserve_body_limits"
 _SIZE: Final = "coserve_body_bytes"
 
@@ -70,7 +74,10 @@ class RequestGateMiddleware:
 
 
 def _is_measured(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+    # Whatever its method: some of SGLang's routes parse the body of a GET, too.
+    if scope["type"] != "http":
         return False
     path = scope["path"]
-    return path not in _FREE_PATHS and not path.startswith(_FREE_PREFIXES)
+    if path in _FREE_PATHS or path.startswith(_FREE_PREFIXES):
+        return False
+    return path != _FORM_PATH or not is_form(scope)
