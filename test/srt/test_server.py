@@ -28,8 +28,11 @@ def server(small_model: Path, log_path: Path) -> Iterator[LocalServer]:
     # Since 0.5.20 SGLang answers requests for a response only if they name its model.
     flags += ["--served-model-name", "m", "--startup-profile-seconds", "0"]
     slos = ["--slo", "ttft p99 <= 300ms", "tpot mean <= 1s"]
-    with LocalServer([*flags, *slos], log_path=log_path) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        # SGLang's own look whether a client is still there comes too late for any test.
+        patch.setenv("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "3600")
+        with LocalServer([*flags, *slos], log_path=log_path) as running:
+            yield running
 
 
 @pytest.fixture
@@ -471,3 +474,45 @@ def test_a_saturating_offline_load_can_be_checked_used_beside_and_dropped(
     # The last step may be under way when nothing is left in it: SGLang waits for it.
     flushed = http.post("/flush_cache", params={"timeout": 30}, timeout=60)
     assert flushed.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: str) -> None:
+    """Also one that does not stream. One that does, of the same length, says how time goes by."""
+    long = {"max_new_tokens": 900, "ignore_eos": True}
+    clock = {"text": TEXT, "sampling_params": long, "stream": True}
+    left: dict[str, Any] = {
+        "/generate": {"text": TEXT, "sampling_params": long},
+        "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 900, "ignore_eos": True},
+    }
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+
+            async def num_running() -> int:
+                (replica,) = (await http.get("/coserve/status")).json()["replicas"]
+                return int(replica["online"]["running"])
+
+            async def tick() -> None:
+                async with http.stream("POST", "/generate", json=clock) as streamed:
+                    async for line in streamed.aiter_lines():
+                        if line.startswith("data: {"):
+                            done = json.loads(line.removeprefix("data: "))["meta_info"]
+                            tokens.append(done["completion_tokens"])
+
+            tokens: list[int] = []
+            leaving = asyncio.create_task(http.post(path, json=left[path] | {"model": "m"}))
+            ticking = asyncio.create_task(tick())
+            try:
+                while await num_running() < 2:
+                    assert not leaving.done() and not ticking.done()
+                leaving.cancel()
+                left_at = len(tokens)
+                while await num_running() == 2:
+                    assert len(tokens) < left_at + 300, "it goes on without its client"
+            finally:
+                leaving.cancel()
+                ticking.cancel()
+                await asyncio.wait({leaving, ticking})
+
+    asyncio.run(run())
