@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -45,7 +45,9 @@ class Engine:
         return PlainTextResponse("done")
 
 
-async def on_server(engine: Engine, client: Any) -> None:
+async def on_server(client: Callable[[Engine, str], Awaitable[None]]) -> None:
+    """Await ``client`` with an engine and the URL at which it is served."""
+    engine = Engine()
     app = Starlette(routes=[Route("/", engine.serve, methods=["POST"])])
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
@@ -54,14 +56,14 @@ async def on_server(engine: Engine, client: Any) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        await client(f"http://127.0.0.1:{port}/")
+        await client(engine, f"http://127.0.0.1:{port}/")
     server.should_exit = True
     async with asyncio.timeout(60):
         await serving
 
 
 def test_all_that_a_client_has_is_aborted_when_it_leaves() -> None:
-    async def leave(url: str) -> None:
+    async def leave(engine: Engine, url: str) -> None:
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.ReadTimeout):
                 timeout = httpx.Timeout(30, read=0.5)
@@ -70,26 +72,14 @@ def test_all_that_a_client_has_is_aborted_when_it_leaves() -> None:
             await asyncio.sleep(0.01)
         assert "late" in engine.refused[0]
 
-    async def run() -> None:
-        nonlocal engine
-        engine = Engine()
-        await on_server(engine, leave)
-
-    engine: Engine
-    asyncio.run(run())
+    asyncio.run(on_server(leave))
 
 
 def test_a_client_that_waits_for_its_answer_gets_it() -> None:
-    async def stay(url: str) -> None:
+    async def stay(engine: Engine, url: str) -> None:
         async with httpx.AsyncClient(timeout=30) as client:
             assert (await client.post(url, json={"rids": ["answer"]})).text == "done"
         assert engine.running == {"answer"}
         assert not engine.refused
 
-    async def run() -> None:
-        nonlocal engine
-        engine = Engine()
-        await on_server(engine, stay)
-
-    engine: Engine
-    asyncio.run(run())
+    asyncio.run(on_server(stay))

@@ -141,14 +141,8 @@ def at(of: Any, path: tuple[Any, ...]) -> Any:
 
 
 def test_what_others_wrote_stays_text() -> None:
-    batch = {
-        "id": "batch_1\x1b[2J",
-        "status": "in_progress",
-        "completed_at": None,
-        "expires_at": 1_700_000_000,
-        "request_counts": {"total": 2, "completed": 1, "failed": 0},
-        "coserve": {"paused": False, "eta": None, "eta_p95": None},
-    }
+    coserve = {"paused": False, "eta": None, "eta_p95": None}
+    batch = {**BATCH, "id": "batch_1\x1b[2J", "coserve": coserve}
     hostile = view(model="\x1b]0;title\x07[red]m", batches={"path": "/v1/batches", "data": [batch]})
     text = shown(hostile, width=200)
     assert "\x1b]0;" not in text

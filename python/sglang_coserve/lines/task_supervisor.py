@@ -62,12 +62,12 @@ class TaskSupervisor:
         self,
         clock: Clock | None = None,
         rng: random.Random | None = None,
-        count: Callable[[str, int], None] = lambda _name, _failures: None,
+        count: Callable[[str, int], None] | None = None,
     ) -> None:
         """``count`` adds failures to a counter of each name: 0 when the first task is started."""
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
-        self._count = count
+        self._count = count or (lambda _name, _failures: None)
         self._lock = threading.Lock()
         self._states: dict[str, _TaskState] = {}
         self._logged: dict[tuple[str, str], tuple[str, float]] = {}

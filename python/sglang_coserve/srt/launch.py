@@ -194,10 +194,9 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
 
     app = http_server.app
     config: CoserveConfig = server_args._coserve
-    background = TaskSupervisor()
     settings = compat.settings_of(server_args)
-    if settings.enable_metrics:
-        background = TaskSupervisor(count=BackgroundFailures(settings.served_model_name))
+    counted = BackgroundFailures(settings.served_model_name) if settings.enable_metrics else None
+    background = TaskSupervisor(count=counted)
     app.add_middleware(
         MarksMiddleware,
         offline_objectives=frozenset(config.offline_objectives),

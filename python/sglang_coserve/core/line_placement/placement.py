@@ -197,9 +197,8 @@ class LinePlacement:
         reserved = [engine for engine in engines if engine.is_for_suspects]
         if not self._suspects and not reserved:
             return
-        kept = [e for e in reserved if self._has_suspect(e) or (e.is_open and self._suspects)]
-        chosen = list(kept)
-        if self._suspects and not kept:
+        chosen = [e for e in reserved if self._has_suspect(e) or (e.is_open and self._suspects)]
+        if self._suspects and not chosen:
             candidates = [engine for engine in engines if engine.is_open]
             chosen = sorted(candidates, key=lambda e: (len(e.in_flight), e.name))[:1]
         if chosen != reserved:
