@@ -18,14 +18,14 @@ from pydantic import BaseModel, ValidationError
 from batch.scenarios import play
 from batch.scripted_backend import ScriptedBackend, answer
 from fleet.test_backend import Lines, finish_all, fleet_of, request, until
-from http_lines.live_engine import LiveEngine, engine_load
+from http_lines.live_engine import LiveEngine
 from sglang_coserve.cli.batches import _details, batch_row
 from sglang_coserve.client import JobState
 from sglang_coserve.client.batch_api import batch_of
 from sglang_coserve.client.batch_result import decode_record
 from sglang_coserve.client.server_batch import batch_status, check_outcome
 from sglang_coserve.client.submission import Submission
-from sglang_coserve.core.engine_load import EngineLoad, WantedLines
+from sglang_coserve.core.engine_load import LinesLoad, WantedLines
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet import EngineState
 from sglang_coserve.fleet.engine_views import Bill, OnlineUsers
@@ -70,8 +70,8 @@ CASES = {
     ),
     "delays": Case(EngineDelays("run", {"batch_1": 0.5}), message(EngineDelays)),
     "a load": Case(
-        engine_load("m", pool="strict", wants=WantedLines(tokens=1, max_tokens=2, lines=3)),
-        EngineLoad.model_validate_json,
+        LinesLoad(model="m", pool="strict", wants=WantedLines(tokens=1, max_tokens=2, lines=3)),
+        LinesLoad.model_validate_json,
     ),
     "online users": Case(
         OnlineUsers("ok", "Fine.", 5, Bill(5, 34.0, 31.0, 3.0)), message(OnlineUsers)
@@ -189,15 +189,20 @@ def test_a_batch_of_a_server_of_another_version_is_shown() -> None:
 
 
 def test_a_gateway_serves_with_engines_of_other_versions() -> None:
-    """One that says more than it knows freezes none of them."""
+    """One that says more, or less, than it knows freezes none of them."""
 
     @dataclass(frozen=True)
     class NewerLimits(BodyLimits):
         max_images: int = 8
 
+    class OlderEngine(LiveEngine):
+        async def _load(self) -> Any:
+            """The least that says what it serves."""
+            return {"model": self.backend.model}
+
     async def scenario() -> None:
         newer = LiveEngine(ScriptedBackend(holds=True, limits=NewerLimits(max_bytes=1000)))
-        older = LiveEngine()
+        older = OlderEngine()
         async with fleet_of(newer, older) as fleet:
             async with asyncio.timeout(60):
                 await fleet.ready()

@@ -24,6 +24,7 @@ __all__ = [
     "ClassLoad",
     "EngineLoad",
     "KvFormat",
+    "LinesLoad",
     "OnlineShare",
     "Pool",
     "ReplicaLoad",
@@ -45,12 +46,12 @@ running lines over that suit it (OOCO §3.2)."""
 class ClassLoad(JsonDocument):
     """The requests of one class in an engine."""
 
-    running: _Count
+    running: _Count = 0
     """Those that hold KV: prefilling, decoding, paused or in a suspended step."""
 
-    waiting: _Count
+    waiting: _Count = 0
 
-    outstanding_tokens: _Count
+    outstanding_tokens: _Count = 0
     """Tokens of them that are yet to be computed: prompts, and outputs as long as they are
     expected to become, else as they may become."""
 
@@ -149,6 +150,19 @@ class EngineLoad(ReplicaLoad):
 
     kv_format: KvFormat
     versions: Versions
+
+
+class LinesLoad(JsonDocument):
+    """What a gateway reads of an ``EngineLoad``: engines of other versions may lack all else, and
+    what has a default here."""
+
+    online: ClassLoad = ClassLoad()
+    offline: ClassLoad = ClassLoad()
+    is_draining: bool = False
+    model_name: str = ""
+    model: str
+    pool: Pool | None = None
+    wants: WantedLines | None = None
 
 
 def total(loads: Sequence[ReplicaLoad]) -> ReplicaLoad:

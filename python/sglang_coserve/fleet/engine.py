@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from sglang_coserve.batch.token_rate import TokenRate
-from sglang_coserve.core.engine_load import EngineLoad, Pool
+from sglang_coserve.core.engine_load import LinesLoad, Pool
 from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.http_lines import (
@@ -62,7 +62,7 @@ class RemoteEngine:
         self.description: EngineDescription | None = None
         """What it serves, as far as it was ever known."""
 
-        self.load: EngineLoad | None = None
+        self.load: LinesLoad | None = None
         self.window = LINES_AHEAD
         """Lines that it is to have at a time, while it takes any."""
 
@@ -125,8 +125,8 @@ class RemoteEngine:
             self.rate = TokenRate(self._monotonic_s, _RATE_WINDOW_S, expected_per_s)
 
 
-def _load(content: bytes, url: str) -> EngineLoad:
+def _load(content: bytes, url: str) -> LinesLoad:
     try:
-        return EngineLoad.model_validate_json(content)
+        return LinesLoad.model_validate_json(content)
     except ValidationError as error:
         raise EngineRefusesError(f"{url}{LOAD_PATH}: {explain(error)}") from None
