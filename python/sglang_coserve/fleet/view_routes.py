@@ -40,7 +40,7 @@ def view_routes(keys: Keys) -> APIRouter:
     @router.get(VIEW_PATH)
     async def view_fleet(request: Request) -> Response:
         """Say how engines, their online users and batches stand."""
-        caller = keys.caller(request)
+        caller = keys.caller(request.headers.raw)
         if caller is None:
             return view_answer(401, {"error": {"message": _ASK_FOR_KEY}})
         answer = await _view(request.app.state.fleet, views)

@@ -49,7 +49,8 @@ def own(key: str | None) -> Caller:
 def test_a_key_shows_the_batches_that_it_opens(
     keys: Keys, key: str | None, caller: Caller | None
 ) -> None:
-    assert keys.caller(key) == caller
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    assert keys.caller(headers) == caller
 
 
 def get(deployment: Deployment, path: str, key: str | None = None) -> httpx.Response:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
-from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang_coserve.asgi import bearer_key, is_same_key
@@ -50,10 +50,10 @@ class Keys:
     is_open: bool = False
     """Who brings no key sees the figures, and no batches."""
 
-    def caller(self, request: Request) -> Caller | None:
-        """Return who calls; None: nobody whom the view is for."""
+    def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+        """Return who sends ``headers`` (of an ASGI scope); None: nobody whom the view is for."""
         try:
-            key = bearer_key(request.scope["headers"])
+            key = bearer_key(headers)
         except RequestError:
             return None
         if self.admin_api_key and is_same_key(key, self.admin_api_key):

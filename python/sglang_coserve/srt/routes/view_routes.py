@@ -83,7 +83,7 @@ class View:
         return RedirectResponse("../coserve")
 
     async def _serve_view(self, request: Request) -> Response:
-        caller = self._keys.caller(request)
+        caller = self._keys.caller(request.headers.raw)
         if caller is None:
             return _error(401, "send the server's --api-key or --admin-api-key as a bearer token")
         try:
