@@ -29,6 +29,8 @@ class Engine:
         self.running_batch: Any = SimpleNamespace(reqs=[], batch_is_full=True)
         self.last_batch: Any = None
         self.chunked_req: Any = None
+        self.grammar_manager: Any = None
+        self.result_queue: list[Any] = []
         self._pending_chunked_abort_req: Any = None
         self.chunked_prefill_size = 512
         self.is_mixed_chunk = True
@@ -178,6 +180,23 @@ def test_requests_of_the_other_micro_batches_are_seen_once() -> None:
     engine.view.paused_requests.park(parked)
     assert engine.view.elsewhere() == [decode, prefilled]
     assert engine.view.running_requests() == [here, decode]
+
+
+def test_what_any_micro_batch_keeps_is_kept() -> None:
+    """A request that only one of these places has must not be taken for a lost one."""
+    engine = Pipelined()
+    places = ("queue", "grammar", "here", "running", "running batch", "step", "last step")
+    kept = {place: request(place) for place in (*places, "last", "result", "chunk", "parked")}
+    engine.waiting_queue = [kept["queue"]]
+    engine.grammar_manager = SimpleNamespace(grammar_queue=[kept["grammar"]])
+    engine.running_mbs = [batch(kept["here"]), batch(kept["running"])]
+    engine.running_batch = batch(kept["running batch"])
+    engine.mbs[1], engine.last_mbs[0] = batch(kept["step"]), batch(kept["last step"])
+    engine.last_batch = batch(kept["last"])
+    engine.result_queue = [(batch(kept["result"]), None)]
+    engine.chunked_req = kept["chunk"]
+    engine.view.paused_requests.park(kept["parked"])
+    assert {req.rid for req in engine.view.kept()} == kept.keys()
 
 
 def test_without_a_pipeline_nothing_is_elsewhere() -> None:
