@@ -69,7 +69,11 @@ class Plans(RuleBasedStateMachine):
         lane = Lane.SHARED
         if executor.suspended is None:
             lane = data.draw(st.sampled_from(Lane), "lane")
+        executor.advance_loads(self.now_s)
         plan = self.draw_plan(data, executor.snapshot(self.now_s), lane)
+        if data.draw(st.booleans(), "hold back"):
+            while executor.hold_back(plan, self.now_s):
+                plan = self.draw_plan(data, executor.snapshot(self.now_s), lane)
         batch = executor.begin(plan)
         assert {request.info.rid for request in batch.retracted} == {rid for rid, _ in plan.retract}
         assert batch.stats == plan.batch
@@ -150,6 +154,8 @@ class Plans(RuleBasedStateMachine):
                 if request.info.is_online
                 else self.executor.cached_tokens(rid)
             )
+            if cached is None:
+                continue  # It is held back.
             one = request.view._replace(cached_tokens=cached)
             if chunk := self.draw_chunk(data, one, room - slots_of(cached)):
                 room -= slots_of(cached + chunk)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_coserve.core.request import RequestClass
 
@@ -26,9 +26,21 @@ __all__ = [
     "RequestPages",
     "RequestToSave",
     "is_stuck",
+    "most_loaded_tokens",
     "plan_copies",
     "reclaim_tokens",
 ]
+
+
+_LOADED_TOKENS: Final = 4096
+_LOADED_SHARE: Final = 0.25
+"""Most tokens loaded at a time, absolute and as a share of the device's KV: that much is lost if
+loads get stuck."""
+
+
+def most_loaded_tokens(device_tokens: int) -> int:
+    """Return how many tokens may be on their way from host memory, of a device with so many."""
+    return min(_LOADED_TOKENS, int(_LOADED_SHARE * device_tokens))
 
 
 class CheckpointMode(Enum):

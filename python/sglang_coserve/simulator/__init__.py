@@ -3,7 +3,8 @@
 - ``run``: one workload under one policy; ``options``: the settings of a user.
 - ``engine``: the event loop; ``pools``: two engines.
 - ``executor``: carries out plans on counters; ``request``, ``decoding_requests``,
-  ``running_step``: its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``: the location of KV.
+  ``running_step``: its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``, ``host_loads``: the
+  location of KV.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
 - ``recorded_traffic``, ``what_if``: a recording of the engine, replayed with changes.
 - ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.

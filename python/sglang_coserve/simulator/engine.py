@@ -63,12 +63,13 @@ class SimEngine:
         return bool(self._executor.waiting or self._executor.num_online)
 
     @property
-    def next_arrival_s(self) -> float:
-        """When the next timed request arrives; infinite when none does."""
-        return self._source.next_arrival_s
+    def next_event_s(self) -> float:
+        """When an idle engine gets something to do: a timed request, or KV from host memory;
+        infinite for never."""
+        return min(self._source.next_arrival_s, self._executor.next_load_s)
 
     def step(self, end_s: float = math.inf) -> bool:
-        """Run one step, or advance the time to the next arrival before ``end_s``.
+        """Run one step, or advance the time to the next event before ``end_s``.
 
         Returns False, and does nothing, if there is nothing to do before ``end_s``.
         """
@@ -77,7 +78,10 @@ class SimEngine:
         num_running = len(executor.admitted) - executor.num_online
         for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
             self._arrive(request, self.now_s)
+        executor.advance_loads(self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
+        while executor.hold_back(plan, self.now_s):
+            plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
         if plan.drops:
             self._drop()
             return True
@@ -128,7 +132,7 @@ class SimEngine:
         if self._executor.settle():
             return True
         # With overlap an idle engine plans at once.
-        next_s = max(self.now_s, self._source.next_arrival_s)
+        next_s = max(self.now_s, self.next_event_s)
         if not next_s < end_s:
             return False
         self.now_s = self._seen_until_s = next_s
@@ -278,7 +282,6 @@ class SimEngine:
             tuple((request.info.rid, tokens) for request, tokens in batch.chunks),
             batch.online_decodes,
             len(batch.decodes) - batch.online_decodes,
-            0 if plan.resumes else batch.reloaded_tokens,
             is_suspended,
         )
         for observer in self._observers:

@@ -7,6 +7,7 @@ scheduler, and raises ``AssertionError``.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from typing import Final
 
@@ -18,6 +19,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.decoding_requests import DecodingRequests
 from sglang_coserve.simulator.executor_config import ExecutorConfig
+from sglang_coserve.simulator.host_loads import HostLoads
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 from sglang_coserve.simulator.running_step import RunningStep
@@ -45,7 +47,7 @@ class SimulatedExecutor:
             if config.checkpoint
             else None
         )
-        self._duration = StepDuration(config, model, self._checkpoint)
+        self._duration = StepDuration(config, model)
         self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
 
@@ -55,6 +57,11 @@ class SimulatedExecutor:
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
+        self._loads = (
+            HostLoads(self._kv, self._checkpoint.load_s, self.offline_waiting.get)
+            if self._checkpoint
+            else None
+        )
         self._decoding = DecodingRequests((), config.page_tokens)
         self._no_decodes = DecodingRequests((), config.page_tokens)
         self.suspended: RunningStep | None = None
@@ -80,9 +87,33 @@ class SimulatedExecutor:
         length_tokens = request.info.prompt_tokens + request.info.max_new_tokens
         return self.pool.pages_of(length_tokens) <= self.pool.capacity_pages
 
-    def cached_tokens(self, rid: str) -> int:
-        """Return how many leading tokens of a waiting offline request need not be computed."""
+    def cached_tokens(self, rid: str) -> int | None:
+        """Return how many leading tokens of a waiting offline request need not be computed; None
+        while more of them are being loaded."""
+        if self._loads is not None and self._loads.is_held(rid):
+            return None
         return self._kv.cached_tokens(self.offline_waiting[rid])
+
+    @property
+    def next_load_s(self) -> float:
+        """When KV comes from host memory; infinite if none is on its way."""
+        return math.inf if self._loads is None else self._loads.next_s
+
+    def advance_loads(self, now_s: float) -> None:
+        """Let KV come from host memory until now."""
+        if self._loads is not None:
+            self._loads.advance(now_s)
+
+    def hold_back(self, plan: StepPlan, now_s: float) -> bool:
+        """Return whether a planned request must first get its KV from host memory.
+
+        That is begun, and it is not to be admitted until then: the plan is to be made anew.
+        """
+        if self._loads is None:
+            return False
+        waiting = self.offline_waiting
+        planned = [waiting[chunk.rid] for chunk in plan.prefills if chunk.rid in waiting]
+        return self._loads.hold_back(planned, now_s)
 
     def cached_prompt_tokens(self, request: SimRequest) -> int:
         """Return how many leading tokens of a waiting request need not be computed."""
@@ -139,12 +170,10 @@ class SimulatedExecutor:
             retracted=retracted,
             shed=shed,
         )
-        opened = decoding.opened_pages
+        batch.opened_pages = decoding.opened_pages
         for rid, tokens in plan.prefills:
-            opened += self._begin_chunk(batch, rid, tokens)
-        self.pool.allocate(opened)
-        # Reloaded pages belong to the requests at once.
-        batch.opened_pages = opened - batch.reloaded_tokens // self.pool.page_tokens
+            batch.opened_pages += self._begin_chunk(batch, rid, tokens)
+        self.pool.allocate(batch.opened_pages)
         batch.stats = decoding.add_to(
             StepStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
         )
@@ -226,7 +255,7 @@ class SimulatedExecutor:
         given = list(self.offline_waiting.values())
         self.offline_waiting.clear()
         for request in given:
-            request.saved_tokens = 0
+            request.saved_tokens = request.loaded_to_tokens = request.loaded_tokens = 0
         return given
 
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
@@ -278,6 +307,7 @@ class SimulatedExecutor:
             pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
         )
         private += self.suspended.opened_pages if self.suspended else 0
+        private += self._loads.pages if self._loads else 0
         assert pool.private_pages == private, f"{pool.private_pages} private pages, {private} used"
         for request in (*holders, *self.waiting, *self.offline_waiting.values()):
             kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
@@ -294,34 +324,32 @@ class SimulatedExecutor:
         pages_of = self.pool.pages_of
         request = self.admitted.get(rid)
         if request is None:
-            request, opened = self._admit(batch, rid)
+            request = self._admit(batch, rid)
         else:
-            opened = 0
             request.move(RequestState.PREFILLING)
         assert request.state is RequestState.PREFILLING, f"{rid} is {request.state}"
         computed = request.computed_tokens
         assert 0 < tokens <= request.length_tokens - computed, f"{rid}: chunk of {tokens} tokens"
         batch.chunks.append((request, tokens))
-        return opened + pages_of(computed + tokens) - pages_of(computed)
+        return pages_of(computed + tokens) - pages_of(computed)
 
-    def _admit(self, batch: RunningStep, rid: str) -> tuple[SimRequest, int]:
-        """Admit a waiting request; return it and the pages needed for reloaded KV."""
+    def _admit(self, batch: RunningStep, rid: str) -> SimRequest:
+        """Admit a waiting request."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
             request = self.waiting.pop(index)
-        reloaded = self._kv.admit(request)
+        self._kv.admit(request)
         if request.num_admissions == 0:
             request.cached_prompt_tokens = request.locked_tokens
         request.num_admissions += 1
-        batch.reloaded_tokens += reloaded
         batch.admitted.add(request)
         request.move(RequestState.PREFILLING)
         self._add_admitted(request)
         assert len(self.admitted) + len(self._ended) <= self.config.max_running_requests, (
             "no slot free"
         )
-        return request, reloaded // self.pool.page_tokens
+        return request
 
     def _end_chunk(
         self, request: SimRequest, tokens: int, end_s: float, decoding: RequestState

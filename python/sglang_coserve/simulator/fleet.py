@@ -189,7 +189,7 @@ class Fleet:
     def _time_s(self, number: int) -> float:
         """Return when an engine has something to do next; infinite for never."""
         engine = self.engines[number].engine
-        return engine.next_arrival_s if number in self._idle else engine.now_s
+        return engine.next_event_s if number in self._idle else engine.now_s
 
     def _expect(self, number: int) -> None:
         time_s = self._time_s(number)

@@ -20,6 +20,11 @@ class KvPool:
         self.private_pages = 0
 
     @property
+    def capacity_tokens(self) -> int:
+        """KV slots of all pages."""
+        return self.capacity_pages * self.page_tokens
+
+    @property
     def free_pages(self) -> int:
         """Unused pages."""
         return self.capacity_pages - self.private_pages - self.cached_pages
@@ -38,6 +43,10 @@ class KvPool:
     def pages_of(self, tokens: int) -> int:
         """Return the number of pages for this many tokens, rounded up."""
         return -(-tokens // self.page_tokens)
+
+    def pages_in(self, tokens: int) -> int:
+        """Return the number of whole pages among this many tokens."""
+        return tokens // self.page_tokens
 
     def allocate(self, pages: int) -> None:
         """Allocate private pages, evicting from the prefix cache if too few are free."""

@@ -59,9 +59,6 @@ class StepRecord(NamedTuple):
 
     online_decodes: int
     offline_decodes: int
-    reloaded_tokens: int
-    """Tokens copied back from host memory during the step."""
-
     is_suspended: bool
     """It was suspended; its tokens are in the record of the part in which it ends."""
 

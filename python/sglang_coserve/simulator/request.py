@@ -34,6 +34,8 @@ class SimRequest:
         "generated_tokens",
         "given_tokens",
         "info",
+        "loaded_to_tokens",
+        "loaded_tokens",
         "lock",
         "lost_tokens",
         "match_version",
@@ -89,6 +91,12 @@ class SimRequest:
 
         self.saved_tokens = 0
         """Leading tokens with a copy in host memory, in whole pages."""
+
+        self.loaded_to_tokens = 0
+        """Where the last load ended of those since it waits; 0 without one."""
+
+        self.loaded_tokens = 0
+        """Tokens that these loads have brought to the device."""
 
         self.place = -1
         """Its position by order of admission."""

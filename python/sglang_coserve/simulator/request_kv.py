@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.kv_pool import KvPool
-from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
+from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["RequestKv"]
@@ -22,25 +22,43 @@ class RequestKv:
         self._sharing_version = 0
 
     def cached_tokens(self, request: SimRequest) -> int:
-        """Return how many leading tokens of a waiting request need not be computed."""
-        # The last token is always computed, because its logits are needed.
-        limit = request.length_tokens - 1
-        page_tokens = self.pool.page_tokens
-        saved = min(request.saved_tokens, limit // page_tokens * page_tokens)
-        if not self._keeps_prefixes:
-            return saved
-        return max(saved, self.cache.match(request.tokens, limit))
+        """Return how many leading tokens of a waiting request the device holds."""
+        return self.cache.match(request.tokens, self._usable_tokens(request))
 
-    def admit(self, request: SimRequest) -> int:
-        """Lock what is cached of a request; return how many more tokens are to be reloaded."""
-        limit = request.length_tokens - 1 if self._keeps_prefixes else 0
-        request.lock = self.cache.lock(request.tokens, limit) if limit else self.cache.root
-        given = request.locked_tokens
-        reloaded = max(0, self.cached_tokens(request) - given)
-        request.computed_tokens = given + reloaded
-        request.given_tokens += given
+    def tokens_on_host(self, request: SimRequest) -> int:
+        """Return how many tokens after those are only in host memory, and of use; whole pages."""
+        page_tokens = self.pool.page_tokens
+        most = (request.length_tokens - 1) // page_tokens * page_tokens
+        return max(0, min(request.saved_tokens, most) - self.cached_tokens(request))
+
+    def lock_cached(self, request: SimRequest) -> Node:
+        """Lock what the device holds of a waiting request; return its end."""
+        limit = self._usable_tokens(request)
+        return self.cache.lock(request.tokens, limit) if limit else self.cache.root
+
+    def put(self, node: Node, tokens: bytes, count: int) -> None:
+        """Move private pages with ``count`` of these tokens behind the locked ``node`` to the
+        prefix cache, where nobody holds them."""
+        end, _ = self.cache.extend(node, tokens, node.depth_tokens + count)
+        self.pool.release(count // self.pool.page_tokens)
+        self.cache.unlock(end)
+
+    def admit(self, request: SimRequest) -> None:
+        """Lock what the device holds of a request, which need not be computed."""
+        request.lock = self.lock_cached(request)
+        request.computed_tokens = locked = request.locked_tokens
+        # What was loaded may have been evicted since, from its end.
+        evicted = max(0, request.loaded_to_tokens - locked)
+        reloaded = max(0, request.loaded_tokens - evicted)
+        request.given_tokens += locked - reloaded
         request.reloaded_tokens += reloaded
-        return reloaded
+        request.loaded_to_tokens = request.loaded_tokens = 0
+
+    def _usable_tokens(self, request: SimRequest) -> int:
+        """Return the most leading tokens of a waiting request that it may find on the device."""
+        # The last token is always computed, because its logits are needed.
+        most = request.length_tokens - 1
+        return most if self._keeps_prefixes else min(most, request.loaded_to_tokens)
 
     def share(self, request: SimRequest, tokens: int) -> None:
         """Move the whole pages of a request's first ``tokens`` tokens to the prefix cache."""

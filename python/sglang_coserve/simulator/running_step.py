@@ -45,9 +45,6 @@ class RunningStep:
     admitted: set[SimRequest] = field(default_factory=set)
     """Requests of ``chunks`` that held no KV before."""
 
-    reloaded_tokens: int = 0
-    """Tokens copied back from host memory while it runs."""
-
     opened_pages: int = 0
     """Pages allocated for the KV that it computes."""
 

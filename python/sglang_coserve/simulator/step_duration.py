@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterable
 
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.simulator.checkpoint import HostCheckpoint
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
@@ -18,12 +17,9 @@ __all__ = ["StepDuration"]
 class StepDuration:
     """The latency model's prediction, with noise and the costs around the forward pass."""
 
-    def __init__(
-        self, config: ExecutorConfig, model: LatencyModel, checkpoint: HostCheckpoint | None
-    ) -> None:
+    def __init__(self, config: ExecutorConfig, model: LatencyModel) -> None:
         self._config = config
         self._model = model
-        self._checkpoint = checkpoint
         self._random = random.Random(config.seed)
         # Parameter of a lognormal distribution with mean 1.
         self._noise_sigma = math.sqrt(math.log1p(config.noise_cv**2))
@@ -37,8 +33,6 @@ class StepDuration:
         if self._noise_sigma:
             sigma = self._noise_sigma
             seconds *= self._random.lognormvariate(-(sigma**2) / 2, sigma)
-        if self._checkpoint and batch.reloaded_tokens:
-            seconds = max(seconds, self._checkpoint.load_s(batch.reloaded_tokens))
         config = self._config
         if not config.overlap:
             seconds += config.scheduling_s

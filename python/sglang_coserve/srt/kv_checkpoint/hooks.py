@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from sglang_coserve.core.kv_checkpoint import most_loaded_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
@@ -28,11 +29,6 @@ __all__ = ["KvCheckpointing"]
 
 Req = Any
 ScheduleBatch = Any
-
-_PREFETCH_TOKENS: Final = 4096
-_PREFETCH_SHARE: Final = 0.25
-"""Most tokens loaded at a time, absolute and as a share of the device's KV: that much is lost if
-loads get stuck."""
 
 _WAIT_S: Final = 10.0
 """Longest time that a request is held back."""
@@ -70,7 +66,7 @@ class KvCheckpointing:
             return
         self._now_s = now_s
         self._cache.begin_pass(now_s)
-        most = min(_PREFETCH_TOKENS, int(_PREFETCH_SHARE * self._cache.device_tokens))
+        most = most_loaded_tokens(self._cache.device_tokens)
         budget = most - self._cache.prefetches.in_flight_tokens
         self._no_room.clear()
         for rid, req in self._wanted.items():
