@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_coserve.core.latency_model import RooflineModel, find_hardware
+from sglang_coserve.core.latency_model.known_models import find_model
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
@@ -36,7 +37,6 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.event_log import EventLog
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.models import find_model
 from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace, scale_rate

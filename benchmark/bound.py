@@ -29,6 +29,7 @@ from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, requi
 from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile
@@ -43,7 +44,6 @@ from sglang_coserve.simulator import (
 )
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.workload import (
     TraceRequest,
     fit_to_context,

@@ -20,6 +20,7 @@ from typing import Final
 
 from paper.experiment import Cell, Claim, Conditions, Experiment, Findings
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
+from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
@@ -30,7 +31,6 @@ from sglang_coserve.simulator import SimulationSetup
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.models import kv_bytes_per_token
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import TrafficSource

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
@@ -31,7 +32,6 @@ from sglang_coserve.simulator import (
 )
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import (
     TraceRequest,

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_coserve.core.latency_model.known_models import (
+    kv_bytes_per_token,
+    kv_capacity_tokens,
+    weight_bytes,
+)
 from sglang_coserve.core.offline_queue import PackedTokens, unpack_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
@@ -21,7 +26,6 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.simulator.models import kv_bytes_per_token, kv_capacity_tokens, weight_bytes
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
 

@@ -8,7 +8,7 @@ import typer
 
 __all__ = ["Hardware", "Model", "Quiet", "Rate", "SloTpotMs", "SloTtftMs", "TimeLimit"]
 
-Hardware = Annotated[str, typer.Option(help="a100, h100, h200 or ascend-910c.")]
+Hardware = Annotated[str, typer.Option(help="a100, h100, h200, b200 or ascend-910c.")]
 Model = Annotated[str, typer.Option(help="A known name such as llama-3.1-70b, or a config.json.")]
 SloTtftMs = Annotated[
     float | None,

@@ -16,10 +16,10 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
     find_hardware,
 )
+from sglang_coserve.core.latency_model.known_models import MODELS, find_model, kv_bytes_per_token
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
-from sglang_coserve.simulator.models import MODELS, find_model, kv_bytes_per_token
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace
 

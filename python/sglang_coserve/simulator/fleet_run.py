@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
+from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError
@@ -15,7 +16,6 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
 from sglang_coserve.simulator.mailbox import Mailbox
-from sglang_coserve.simulator.models import kv_bytes_per_token
 from sglang_coserve.simulator.online_router import OnlineRouter
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.outage import Outage

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
@@ -24,7 +25,6 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.simulator.models import kv_capacity_tokens
 from sglang_coserve.simulator.run import SimulationSetup, Workload
 from sglang_coserve.workload import (
     TraceRequest,

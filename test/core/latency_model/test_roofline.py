@@ -15,6 +15,7 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
     find_hardware,
 )
+from sglang_coserve.core.latency_model.known_models import find_model, weight_bytes
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 
@@ -32,6 +33,26 @@ def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> Non
     read_s = LLAMA_WEIGHT_BYTES / (0.8 * hardware.memory_byte_per_s)
     one_decode_s = model.predict(StepStats.of([], [100])) - model.decode_step_s
     assert one_decode_s == pytest.approx(read_s, rel=0.01)
+
+
+def test_a_mixture_of_experts_reads_all_of_them_and_computes_those_of_a_token() -> None:
+    mixture = find_model("mixtral-8x7b")
+    h100 = HARDWARE["h100"]
+    model = RooflineModel.from_datasheet(mixture, h100, tp_size=2)
+    read_s = weight_bytes(mixture) / 2 / (0.8 * h100.memory_byte_per_s)
+    assert model.predict(StepStats.of([], [10])) - model.decode_step_s == pytest.approx(
+        read_s, rel=0.02
+    )
+    # As its authors publish, it has 46.7e9 parameters, and a token uses 12.9e9.
+    assert weight_bytes(mixture) / 2 == pytest.approx(46.7e9, rel=0.001)
+    used = replace(mixture, num_experts=mixture.experts_per_token, experts_per_token=1)
+    assert weight_bytes(used) / 2 == pytest.approx(12.9e9, rel=0.005)
+    whole = StepStats.of([(8192, 0)])
+    one_each = RooflineModel.from_datasheet(replace(mixture, experts_per_token=1), h100, tp_size=2)
+    flops = 8192 * 32 * 2 * 3 * 4096 * 14336 / 2  # tokens, layers, multiply-add, matrices, ranks
+    assert model.predict(whole) - one_each.predict(whole) == pytest.approx(
+        flops * model.gemm_flop_s, rel=0.01
+    )
 
 
 def test_prefill_times_that_conserve_publishes() -> None:
@@ -154,7 +175,7 @@ def test_optional_dimensions_of_a_config_have_the_usual_defaults() -> None:
 
 def test_unknown_hardware_names_the_known_ones() -> None:
     assert find_hardware("H100") is HARDWARE["h100"]
-    with pytest.raises(ConfigError, match="'b300': use one of a100, h100, h200, ascend-910c"):
+    with pytest.raises(ConfigError, match="'b300': use one of a100, h100, h200, b200, ascend-910c"):
         find_hardware("b300")
 
 

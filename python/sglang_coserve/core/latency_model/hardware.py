@@ -61,6 +61,17 @@ HARDWARE: Final = MappingProxyType(
                 memory_bytes=141e9,
                 source="NVIDIA H200 SXM datasheet",
             ),
+            Hardware(
+                name="b200",
+                # Of one GPU of eight; 18 PFLOPS, 64 TB/s and 1.44 TB are of all. Dense is half of
+                # the figure with sparsity.
+                bf16_flop_per_s=2.25e15,
+                memory_byte_per_s=8e12,
+                # NVLink 5: 1.8 TB/s counts both directions.
+                link_byte_per_s=900e9,
+                memory_bytes=180e9,
+                source="NVIDIA DGX B200 datasheet, divided by its eight GPUs",
+            ),
             # One of the two dies of a package, because OOCO §5.1.1 runs an
             # instance on one. The package has 752 TFLOPS, 3.2 TB/s, 128 GB and
             # 392 GB/s.

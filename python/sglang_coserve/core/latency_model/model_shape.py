@@ -1,4 +1,4 @@
-"""The dimensions of a dense transformer, read from its config.json."""
+"""The dimensions of a transformer, read from its config.json if it is dense."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ADVICE: Final = "measure a profile of another kind on this model instead"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of identical layers: grouped-query attention and a gated dense MLP.
+    """A decoder of identical layers: grouped-query attention, and a gated MLP or experts.
 
-    Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3 (dense) have this shape. Values take
+    Llama 2 and 3, Qwen2, Qwen2.5 and Qwen3 (dense) have this shape, and Mixtral. Values take
     16 bits.
     """
 
@@ -32,6 +32,10 @@ class ModelShape:
     head_dim: PositiveInt
     intermediate_size: PositiveInt
     vocab_size: PositiveInt
+    num_experts: PositiveInt = 1
+    """MLPs of a layer, each of ``intermediate_size``; their router is not counted."""
+
+    experts_per_token: PositiveInt = 1
 
     @classmethod
     def from_config(

@@ -28,12 +28,16 @@ class Gemm:
     """d·D_in·D_out, whatever the rows."""
 
     @classmethod
-    def of(cls, d_in: int, d_out: int, layers: int) -> Gemm:
-        """Return ``layers`` products of (rows, d_in) with (d_in, d_out)."""
+    def of(cls, d_in: int, d_out: int, layers: int, experts: int = 1, of_row: int = 1) -> Gemm:
+        """Return ``layers`` products of (rows, d_in) with (d_in, d_out).
+
+        Each row goes through ``of_row`` of ``experts`` such products. The weights of all are
+        read: the rows of a few requests already reach them all.
+        """
         return cls(
-            row_flops=2 * d_in * d_out * layers,
-            row_bytes=_VALUE_BYTES * (d_in + d_out) * layers,
-            weight_bytes=_VALUE_BYTES * d_in * d_out * layers,
+            row_flops=2 * d_in * d_out * layers * of_row,
+            row_bytes=_VALUE_BYTES * (d_in + d_out) * layers * of_row,
+            weight_bytes=_VALUE_BYTES * d_in * d_out * layers * experts,
         )
 
 
@@ -86,13 +90,14 @@ class Operators:
         # With more ranks than KV heads each rank keeps a copy of one.
         kv_width = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
         mlp_width = shape.intermediate_size // tp_size
+        experts = shape.num_experts, shape.experts_per_token
         ring_share = 2 * (tp_size - 1) / tp_size
         return cls(
             layer_gemms=(
                 Gemm.of(shape.hidden_size, query_width + 2 * kv_width, layers),
                 Gemm.of(query_width, shape.hidden_size, layers),
-                Gemm.of(shape.hidden_size, 2 * mlp_width, layers),
-                Gemm.of(mlp_width, shape.hidden_size, layers),
+                Gemm.of(shape.hidden_size, 2 * mlp_width, layers, *experts),
+                Gemm.of(mlp_width, shape.hidden_size, layers, *experts),
             ),
             lm_head=Gemm.of(shape.hidden_size, shape.vocab_size // tp_size, 1),
             attention=Attention(

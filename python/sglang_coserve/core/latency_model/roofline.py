@@ -264,8 +264,12 @@ class RooflineModel:
 
     def form(self) -> dict[str, object]:
         """See ``LatencyModel.form``."""
+        shape = asdict(self.shape)
+        if self.shape.num_experts == 1:
+            # As profiles had it before there were experts.
+            del shape["num_experts"], shape["experts_per_token"]
         return {
-            "shape": asdict(self.shape),
+            "shape": shape,
             "hardware": asdict(self.hardware),
             "tp_size": self.tp_size,
         }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.core.latency_model import Hardware, ModelShape
+from sglang_coserve.core.latency_model.hardware import Hardware
+from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["MODELS", "find_model", "kv_bytes_per_token", "kv_capacity_tokens", "weight_bytes"]
@@ -15,13 +16,15 @@ _VALUE_BYTES: Final = 2
 _USABLE_SHARE: Final = 0.9
 """Share of the device memory for weights and KV; about SGLang's default."""
 
-# hidden_size, num_layers, num_query_heads, num_kv_heads, head_dim, intermediate_size and
-# vocab_size, as the config.json published with each model states them.
+# hidden_size, num_layers, num_query_heads, num_kv_heads, head_dim, intermediate_size,
+# vocab_size, and the numbers of experts and of those of a token, as the config.json published with
+# each model states them.
 MODELS: Final = MappingProxyType(
     {
         "llama-2-7b": ModelShape(4096, 32, 32, 32, 128, 11008, 32000),
         "llama-3.1-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256),
         "llama-3.1-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256),
+        "mixtral-8x7b": ModelShape(4096, 32, 32, 8, 128, 14336, 32000, 8, 2),
         "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152064),
         "qwen2.5-14b": ModelShape(5120, 48, 40, 8, 128, 13824, 152064),
         "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27648, 152064),
@@ -52,7 +55,7 @@ def weight_bytes(shape: ModelShape) -> int:
     query_width = shape.num_query_heads * shape.head_dim
     kv_width = shape.num_kv_heads * shape.head_dim
     attention = hidden * (2 * query_width + 2 * kv_width)
-    mlp = 3 * hidden * shape.intermediate_size
+    mlp = 3 * hidden * shape.intermediate_size * shape.num_experts
     embeddings = 2 * shape.vocab_size * hidden
     return _VALUE_BYTES * (embeddings + shape.num_layers * (attention + mlp))
 
