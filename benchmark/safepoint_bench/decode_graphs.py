@@ -17,7 +17,7 @@ import torch
 from safepoint_bench.stream import decoder_layers, stop_delays_ms
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 
 __all__ = ["lone_decode_backend", "measure_decode_graphs"]
 
@@ -49,7 +49,7 @@ class Variants:
 
         self.layers = decoder_layers(model_path)
         self.flag = PreemptionFlag(pinned=True)
-        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, cuda_events(1))
+        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, device_events("cuda", 1))
         self.x = torch.randn(_ROWS, self.layers[0].hidden, device="cuda", dtype=torch.bfloat16)
         cuts = GraphCuts(self.layers, _INTERVAL, self.gate, Resumption(self.layers))
         self.backend = lone_decode_backend(torch.cuda, cuts, self.gate)

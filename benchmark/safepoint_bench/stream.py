@@ -16,7 +16,7 @@ from torch import nn
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 
 __all__ = [
     "DecoderLayer",
@@ -75,7 +75,7 @@ class Stack:
         self.flag = PreemptionFlag(pinned=True)
         self.gate = None
         if depth is not None:
-            self.gate = RunAheadGate(LocalGate(self.flag), self.flag, cuda_events(depth))
+            self.gate = RunAheadGate(LocalGate(self.flag), self.flag, device_events("cuda", depth))
             add_safepoints(layers, interval, self.gate)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ def _raise_after(flag: PreemptionFlag, delay_s: float, batch: int) -> Callable[[
 def safepoint_us(calls: int = 5000) -> float:
     """Return how long the host is kept at a safepoint of an armed batch that need not wait."""
     flag = PreemptionFlag(pinned=True)
-    gate = RunAheadGate(LocalGate(flag), flag, cuda_events(1))
+    gate = RunAheadGate(LocalGate(flag), flag, device_events("cuda", 1))
     gate.arm(1)
     times = []
     for number in range(calls):

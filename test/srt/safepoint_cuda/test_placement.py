@@ -17,7 +17,11 @@ from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.gates import LocalGate
-from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cpu, place_on_cuda
+from sglang_coserve.srt.safepoint.placement import (
+    SafepointPlacement,
+    place_between_layers,
+    place_on_cuda,
+)
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from srt.safepoint_cuda.call_graphs import Layer
@@ -102,7 +106,7 @@ def batch_of(mode: ForwardMode) -> Any:
 
 def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
     gate = LocalGate(PreemptionFlag())
-    on_cpu = safepoints_with(place_on_cpu(some_layers(LAYERS), INTERVAL, gate))
+    on_cpu = safepoints_with(place_between_layers(some_layers(LAYERS), INTERVAL, gate, 1))
     on_cuda = safepoints_with(place(scheduler_of()))
     assert on_cpu.stop_share == INTERVAL / LAYERS
     assert on_cuda.stop_share == 2 * INTERVAL / LAYERS

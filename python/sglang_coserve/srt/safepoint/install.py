@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.device import runs_beside_host
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
@@ -17,9 +18,9 @@ from sglang_coserve.srt.safepoint.inbox import Inbox
 from sglang_coserve.srt.safepoint.ingress import Ingress
 from sglang_coserve.srt.safepoint.instrument import Gate, fitting_interval
 from sglang_coserve.srt.safepoint.layers import decoder_layers
-from sglang_coserve.srt.safepoint.placement import RUN_AHEAD, place_on_cpu, place_on_cuda
+from sglang_coserve.srt.safepoint.placement import RUN_AHEAD, place_between_layers, place_on_cuda
 from sglang_coserve.srt.safepoint.prefill_graphs import why_prefills_cannot_stop
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, cuda_events
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
 __all__ = ["Installed", "install_safepoints"]
@@ -58,6 +59,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
     reason = why_no_safepoints(scheduler, layers)
     is_cuda = scheduler.device == "cuda"
+    run_ahead = RUN_AHEAD if runs_beside_host(scheduler.device) else 0
     if reason is None and is_cuda:
         if config.safepoint_interval is None:
             reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
@@ -72,16 +74,16 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     gate = _make_gate(scheduler, flag)
     deadline_gate = None
     if ps.tp_rank == 0:
-        gate = deadline_gate = DeadlineGate(gate, flag, 1 + RUN_AHEAD if is_cuda else 1)
-        if is_cuda:
+        gate = deadline_gate = DeadlineGate(gate, flag, 1 + run_ahead)
+        if run_ahead:
             # Only on this rank: the others wait for it, and so for its GPU.
-            gate = RunAheadGate(gate, flag, cuda_events(RUN_AHEAD))
+            gate = RunAheadGate(gate, flag, device_events(scheduler.device, run_ahead))
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if is_cuda:
         groups_decodes = config.safepoint_decode_graphs
         placement = place_on_cuda(scheduler, layers, interval, gate, groups_decodes=groups_decodes)
     else:
-        placement = place_on_cpu(layers, interval, gate)
+        placement = place_between_layers(layers, interval, gate, 1 + run_ahead)
     watch = ingress = None
     if scheduler.recv_from_tokenizer is not None:
         inbox = Inbox()

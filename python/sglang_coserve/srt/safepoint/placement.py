@@ -19,7 +19,7 @@ from sglang_coserve.srt.safepoint.instrument import Gate, add_safepoints
 from sglang_coserve.srt.safepoint.prefill_graphs import cut_prefill_graphs
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
-__all__ = ["RUN_AHEAD", "SafepointPlacement", "place_on_cpu", "place_on_cuda"]
+__all__ = ["RUN_AHEAD", "SafepointPlacement", "place_between_layers", "place_on_cuda"]
 
 RUN_AHEAD: Final = 1
 """Groups of layers that the host may launch ahead of the one that the GPU computes."""
@@ -42,10 +42,15 @@ class SafepointPlacement:
     """The kinds of batches without safepoints, each with the reason."""
 
 
-def place_on_cpu(layers: Sequence[nn.Module], interval: int, gate: Gate) -> SafepointPlacement:
-    """Place safepoints between the layers of a model on a CPU, which computes synchronously."""
+def place_between_layers(
+    layers: Sequence[nn.Module], interval: int, gate: Gate, outstanding_groups: int
+) -> SafepointPlacement:
+    """Place safepoints between the layers of a model that runs without graphs.
+
+    ``outstanding_groups`` still run after a stop was requested.
+    """
     add_safepoints(layers, interval, gate)
-    return SafepointPlacement(gate, Resumption(layers))
+    return SafepointPlacement(gate, Resumption(layers), outstanding_groups)
 
 
 def place_on_cuda(

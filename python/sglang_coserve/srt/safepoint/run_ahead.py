@@ -19,10 +19,11 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from sglang_coserve.srt.device import runs_beside_host
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import Gate
 
-__all__ = ["RunAheadGate", "StreamEvent", "cuda_events", "order_behind_pass"]
+__all__ = ["RunAheadGate", "StreamEvent", "device_events", "order_behind_pass"]
 
 _POLL_S: Final = 50e-6
 """Sleep between two checks of an event. Spinning would keep the interpreter lock from the thread
@@ -92,9 +93,10 @@ class RunAheadGate:
             time.sleep(_POLL_S)
 
 
-def cuda_events(depth: int) -> list[StreamEvent]:
-    """Return the events of a ``RunAheadGate`` on the current CUDA device."""
-    return [torch.cuda.Event() for _ in range(depth + 1)]
+def device_events(device: str, depth: int) -> list[StreamEvent]:
+    """Return the events of a ``RunAheadGate`` on the current device of this kind."""
+    module = torch.get_device_module(device)
+    return [module.Event() for _ in range(depth + 1)]
 
 
 def order_behind_pass(scheduler: Any) -> None:
@@ -106,5 +108,5 @@ def order_behind_pass(scheduler: Any) -> None:
     orders the two streams only after ``run_batch``, and, if the pass ran on graphs, after only a
     part of it. The GPU waits here, the host does not.
     """
-    if scheduler.device == "cuda" and scheduler.enable_overlap:
+    if runs_beside_host(scheduler.device) and scheduler.enable_overlap:
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_coserve.srt.device import runs_beside_host
+
 __all__ = ["DeviceEvent", "PartTimer", "device_timer"]
 
 
@@ -71,7 +73,7 @@ def device_timer(scheduler: Any) -> PartTimer | None:
 
     That is so without overlap scheduling, and on a CPU.
     """
-    if not scheduler.enable_overlap or scheduler.device == "cpu":
+    if not scheduler.enable_overlap or not runs_beside_host(scheduler.device):
         return None
     module = torch.get_device_module(scheduler.device)
     return PartTimer(lambda: module.Event(enable_timing=True), scheduler.forward_stream)

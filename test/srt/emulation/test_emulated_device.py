@@ -1,0 +1,193 @@
+"""The emulated device by itself: its streams, and those of our parts that only a GPU reaches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_coserve.srt.device import is_emulated, runs_beside_host
+from sglang_coserve.srt.emulation.device_clock import RealTime, VirtualTime
+from sglang_coserve.srt.emulation.device_module import EmulatedDevice, install
+from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events, order_behind_pass
+from sglang_coserve.srt.steps.part_timer import device_timer
+
+LAYERS = 16
+LAYER_S = 1.0
+DEPTH = 1
+BATCH = 7
+
+
+@pytest.fixture
+def clock() -> Iterator[VirtualTime]:
+    """The time of this process, in which only waiting takes some; with a device beside it."""
+    virtual = VirtualTime(0.0)
+    undo = install(EmulatedDevice(virtual))
+    with virtual.installed():
+        yield virtual
+    undo()
+
+
+def test_streams_run_beside_each_other_and_wait_where_told(clock: VirtualTime) -> None:
+    forward, copies = torch.cpu.Stream(priority=0), torch.cpu.Stream()
+    with torch.cpu.stream(forward):
+        torch.cpu.current_stream().launch(2.0)
+        after_two = torch.cpu.Event(enable_timing=True)
+        after_two.record()
+        forward.launch(1.0)
+    copies.launch(0.5)
+    copies.wait_event(after_two)
+    copies.launch(2.0)
+    ended = copies.record_event()
+    assert not after_two.query()
+    assert after_two.elapsed_time(ended) == pytest.approx(2000.0)
+    forward.synchronize()
+    assert clock() == pytest.approx(3.0)
+    forward.wait_stream(copies)
+    forward.launch(1.0)
+    torch.cpu.synchronize()
+    assert clock() == pytest.approx(5.0)
+    assert after_two.query()
+
+
+def test_a_stream_made_before_the_device_takes_part() -> None:
+    early = torch.cpu.Stream()
+    virtual = VirtualTime(0.0)
+    undo = install(EmulatedDevice(virtual))
+    context = torch.cpu.stream(early)
+    for _ in range(2):
+        with context:
+            torch.cpu.current_stream().launch(1.0)
+    other = torch.cpu.Stream()
+    other.wait_stream(early)
+    other.synchronize()
+    assert virtual() == 2.0
+    undo()
+
+
+def test_the_rest_of_the_device_is_torchs_and_undone() -> None:
+    real = dict(vars(torch.cpu))
+    undo = install(EmulatedDevice(RealTime()))
+    assert is_emulated()
+    assert runs_beside_host("cpu")
+    assert torch.get_device_module("cpu").device_count() == 1
+    undo()
+    assert {name: getattr(torch.cpu, name) for name in real} == real
+    assert not runs_beside_host("cpu")
+
+
+def test_real_time_waits() -> None:
+    now_s = RealTime()
+    until_s = now_s() + 0.02
+    assert not now_s.has_come(until_s)
+    now_s.wait_until(until_s)
+    assert now_s.has_come(until_s)
+
+
+def test_what_is_due_comes_while_the_thread_waits(clock: VirtualTime) -> None:
+    came_s: list[float] = []
+    for at_s in (3.0, 1.0):
+        clock.call_at(at_s, lambda: came_s.append(time.perf_counter()))
+    time.sleep(2.0)
+    assert came_s == [1.0]
+    clock.wait_until(4.0)
+    assert came_s == [1.0, 3.0]
+    assert time.monotonic() == 4.0
+
+
+def test_other_threads_sleep_in_real_time(clock: VirtualTime) -> None:
+    thread = threading.Thread(target=time.sleep, args=(0.01,))
+    thread.start()
+    thread.join()
+    assert clock() == 0.0
+
+
+# --- What only a GPU reaches -----------------------------------------------------------------
+
+
+def run_layers(gate: Any) -> int:
+    """Launch layers, with a safepoint before each, as fast as the gate lets; return how many."""
+    gate.arm(BATCH)
+    try:
+        for number in range(LAYERS):
+            if gate.attention[0]:
+                gate.reached(number)
+            torch.cpu.current_stream().launch(LAYER_S)
+    except ForwardPreempted as stop:
+        return stop.layer
+    finally:
+        gate.disarm()
+    return LAYERS
+
+
+def test_the_host_stays_close_ahead_of_the_device(clock: VirtualTime) -> None:
+    flag = PreemptionFlag(pinned=False)
+    gate = RunAheadGate(LocalGate(flag), flag, device_events("cpu", DEPTH))
+    assert run_layers(gate) == LAYERS
+    left_s = torch.cpu.current_stream().free_s - clock()
+    assert LAYER_S < left_s <= (DEPTH + 1) * LAYER_S
+
+
+@pytest.mark.parametrize("arrival_s", [0.5, 3.0, 7.25])
+def test_an_arrival_stops_a_pass_within_the_layers_in_flight(
+    clock: VirtualTime, arrival_s: float
+) -> None:
+    flag = PreemptionFlag(pinned=False)
+    gate = RunAheadGate(LocalGate(flag), flag, device_events("cpu", DEPTH))
+    clock.call_at(arrival_s, lambda: flag.raise_for(BATCH))
+    layers = run_layers(gate)
+    assert layers < LAYERS
+    assert clock() - arrival_s < LAYER_S
+    assert torch.cpu.current_stream().free_s - arrival_s <= (DEPTH + 1) * LAYER_S
+
+
+def test_a_deadline_stops_a_pass_so_that_the_device_is_free_by_then(clock: VirtualTime) -> None:
+    flag = PreemptionFlag(pinned=False)
+    until = DeadlineGate(LocalGate(flag), flag, 1 + DEPTH)
+    until.until_s = 9.0
+    layers = run_layers(RunAheadGate(until, flag, device_events("cpu", DEPTH)))
+    free_s = torch.cpu.current_stream().free_s
+    assert layers < LAYERS
+    assert 9.0 - (DEPTH + 2) * LAYER_S <= free_s <= 9.0
+
+
+def test_what_follows_a_dropped_pass_is_ordered_behind_it(clock: VirtualTime) -> None:
+    scheduler = SimpleNamespace(
+        device="cpu",
+        enable_overlap=True,
+        schedule_stream=torch.cpu.Stream(),
+        forward_stream=torch.cpu.Stream(),
+    )
+    scheduler.forward_stream.launch(3.0)
+    order_behind_pass(scheduler)
+    scheduler.schedule_stream.synchronize()
+    assert clock() == 3.0
+
+
+def test_parts_last_what_the_device_took_though_the_host_ran_ahead(clock: VirtualTime) -> None:
+    forward = torch.cpu.Stream()
+    scheduler = SimpleNamespace(device="cpu", enable_overlap=True, forward_stream=forward)
+    timer = device_timer(scheduler)
+    assert timer is not None
+    for seconds in (2.0, 3.0):
+        timer.begin_pass()
+        forward.launch(seconds)
+        timer.launched()
+    assert timer.take() == ()
+    clock.wait_until(2.0)
+    assert timer.take() == (2.0,)
+    clock.wait_until(6.0)
+    assert timer.take() == (3.0,)
+
+
+def test_a_cpu_that_computes_itself_has_no_such_timer() -> None:
+    scheduler = SimpleNamespace(device="cpu", enable_overlap=True, forward_stream=None)
+    assert device_timer(scheduler) is None
