@@ -89,6 +89,7 @@ def test_a_part_that_is_not_there(client: openai.OpenAI, http: httpx.Client, wan
     file_id = upload(client, b"0123456789")
     answer = http.get(f"/v1/files/{file_id}/content", headers={"range": wanted})
     assert (answer.status_code, answer.json()["error"]["code"]) == (416, "invalid_range")
+    assert answer.headers["content-range"] == "bytes */10"
 
 
 def test_a_name_is_never_a_path(client: openai.OpenAI, http: httpx.Client, data: Path) -> None:

@@ -6,6 +6,7 @@
     ├── RequestError
     │   └── BatchRequestError    one call cannot be served as asked (HTTP 400)
     │       ├── NotFoundError      no such object, or another owner's (404)
+    │       ├── RangeError         a part begins behind the end of its file (416)
     │       ├── ConflictError      the object's state forbids it (409)
     │       ├── TooLargeError      an upload is over the limit (413)
     │       ├── TooManyError       too many unfinished batches, or transfers (429)
@@ -22,6 +23,7 @@ __all__ = [
     "ConflictError",
     "NotFoundError",
     "QuotaError",
+    "RangeError",
     "TooLargeError",
     "TooManyError",
 ]
@@ -41,6 +43,15 @@ class BatchRequestError(RequestError):
 
 class NotFoundError(BatchRequestError):
     """There is no such object, or it belongs to another owner: the two look the same."""
+
+
+class RangeError(BatchRequestError):
+    """A part of a file is asked for that begins behind its end."""
+
+    def __init__(self, start: int, size_bytes: int) -> None:
+        message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
+        super().__init__(message, code="invalid_range", param="Range")
+        self.size_bytes = size_bytes
 
 
 class ConflictError(BatchRequestError):

@@ -13,7 +13,7 @@ from typing import Final, Self
 from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.errors import RangeError
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
@@ -230,13 +230,12 @@ class BatchService:
         """Return the bytes [``start``, ``end``) of a file, as far as they are there.
 
         Raises:
-            BatchRequestError: ``start`` is beyond the end of the file.
+            RangeError: ``start`` is beyond the end of the file.
         """
         file = await self._find_file(owner, file_id)
         end = file.size_bytes if end is None else min(end, file.size_bytes)
         if not 0 <= start <= end:
-            message = f"the file has {file.size_bytes} bytes: there is no range from {start}"
-            raise BatchRequestError(message, code="invalid_range", param="Range")
+            raise RangeError(start, file.size_bytes)
         chunks = self._files.read(file, start, end)
         return FileContent(file_object(file), start, end, file.size_bytes, chunks)
 

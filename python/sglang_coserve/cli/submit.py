@@ -105,7 +105,6 @@ def submit(
         JobState,
         RetryPolicy,
     )
-    from sglang_coserve.client.progress import showing_trouble
 
     options = ClientOptions(
         concurrency=concurrency,
@@ -120,27 +119,21 @@ def submit(
 
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
-
-            async def begun(work: Awaitable[_T]) -> _T:
-                return await (
-                    work if quiet else showing_trouble(work, lambda: client.batches.last_failure)
-                )
-
             if output is None:
-                if no_batch or retry_failed or not await begun(client.batches.is_on()):
+                api = client.batches
+                if no_batch or retry_failed or not await _shown(api, api.is_on(), quiet):
                     raise ConfigError(
                         "without a Batch API of the server, results need a place: add -o FILE"
                     )
-                return await _leave(client.batches, source, batch_options, wait, quiet, as_json)
-            job = await begun(
-                client.submit_jsonl(
-                    source,
-                    output,
-                    retry_failed=retry_failed,
-                    batch_options=batch_options if has_options else None,
-                    use_batch=False if no_batch else None,
-                )
+                return await _leave(api, source, batch_options, wait, quiet, as_json)
+            submitted = client.submit_jsonl(
+                source,
+                output,
+                retry_failed=retry_failed,
+                batch_options=batch_options if has_options else None,
+                use_batch=False if no_batch else None,
             )
+            job = await _shown(client.batches, submitted, quiet)
             signals = _cancel_on_signal(job)
             error: CoserveError | None = None
             try:
@@ -167,7 +160,8 @@ async def _leave(
     from sglang_coserve.client.server_batch import begin_batch, check_outcome, follow_batch
     from sglang_coserve.client.submission import Submission
 
-    batch = await begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
+    begun = begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
+    batch = await _shown(api, begun, quiet)
     if wait:
         batch = await follow_batch(api, batch, source, show=not quiet)
     if as_json:
@@ -178,6 +172,13 @@ async def _leave(
         return exit_codes.OK
     check_outcome(batch, source)
     return exit_codes.SOME_FAILED if batch["request_counts"]["failed"] else exit_codes.OK
+
+
+async def _shown(api: BatchApi, work: Awaitable[_T], quiet: bool) -> _T:
+    """Await ``work``, and show why its calls are being retried when they are."""
+    from sglang_coserve.client.progress import showing
+
+    return await (work if quiet else showing(work, lambda: api.last_failure))
 
 
 def _cancel_on_signal(job: AsyncJob) -> list[int]:

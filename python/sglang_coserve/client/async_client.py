@@ -14,7 +14,7 @@ from sglang_coserve.client.connections import Connections
 from sglang_coserve.client.http_backend import HttpBackend
 from sglang_coserve.client.local_batch import LocalBatch
 from sglang_coserve.client.options import ClientOptions
-from sglang_coserve.client.progress import ProgressView
+from sglang_coserve.client.progress import showing
 from sglang_coserve.client.result_files import ResultFiles, errors_path, open_input
 from sglang_coserve.client.result_stream import ResultStream
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
@@ -81,10 +81,7 @@ class AsyncJob:
             InputFileError: a result could not be written.
         """
         if progress:
-            with ProgressView() as view:
-                while self.is_running:
-                    view.show(self.status)
-                    await self.ended(_POLL_S)
+            await showing(self.ended(), lambda: self.status)
         await self.ended()
         if not self._task.cancelled():
             self._task.result()

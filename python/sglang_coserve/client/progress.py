@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from sglang_coserve.client.status import JobStatus
 from sglang_coserve.printable import printable
 
-__all__ = ["ProgressView", "showing_trouble"]
+__all__ = ["showing"]
 
 _PLAIN_INTERVAL_S = 10.0
 _POLL_S = 0.2
@@ -50,17 +50,16 @@ class ProgressView:
         if self._bar:
             self._bar.stop()
 
-    def show(self, status: JobStatus) -> None:
-        """Show ``status`` now; on a plain stream, once in a while."""
+    def show(self, status: JobStatus | str) -> None:
+        """Show ``status`` now, or why there is none yet; on a plain stream, once in a while."""
+        if isinstance(status, str):
+            text = _one_line(f"waiting for the server: {status}")
+            self._show(text, text, 0, None)
+            return
         percent = 100 * status.done_bytes // max(1, status.total_bytes)
         description = _describe(status)
         plain = f"{percent}% of the input: {description}"
         self._show(description, plain, status.done_bytes, status.total_bytes)
-
-    def show_trouble(self, reason: str) -> None:
-        """Show, in the same way, why there is nothing else to show yet."""
-        text = _one_line(f"waiting for the server: {reason}")
-        self._show(text, text, 0, None)
 
     def _show(self, text: str, plain: str, done: int, total: int | None) -> None:
         if self._bar:
@@ -71,14 +70,14 @@ class ProgressView:
             sys.stderr.flush()
 
 
-async def showing_trouble(work: Awaitable[_T], trouble: Callable[[], str | None]) -> _T:
-    """Await ``work``, and show why it is being retried when ``trouble`` says so."""
+async def showing(work: Awaitable[_T], status: Callable[[], JobStatus | str | None]) -> _T:
+    """Await ``work``, and show meanwhile what ``status`` returns, unless that is None."""
     task = asyncio.ensure_future(work)
     try:
         with ProgressView() as view:
             while not task.done():
-                if (reason := trouble()) is not None:
-                    view.show_trouble(reason)
+                if (shown := status()) is not None:
+                    view.show(shown)
                 await asyncio.wait({task}, timeout=_POLL_S)
         return task.result()
     finally:

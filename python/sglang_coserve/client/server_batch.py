@@ -6,13 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
-from sglang_coserve.client.progress import ProgressView
+from sglang_coserve.client.progress import showing
 from sglang_coserve.client.result_files import errors_path, file_errors
 from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
@@ -196,13 +195,18 @@ async def follow_batch(api: BatchApi, batch: Batch, source: Path, *, show: bool)
     """
     total_bytes = source.stat().st_size
     began_s = time.monotonic()
-    with ProgressView() if show else nullcontext() as view:
+
+    async def end() -> None:
+        nonlocal batch
         while batch["status"] not in FINAL_STATUSES:
-            if view is not None:
-                elapsed_s = time.monotonic() - began_s
-                view.show(batch_status(batch, JobState.RUNNING, total_bytes, elapsed_s, None))
             await asyncio.sleep(_SHOW_POLL_S)
             batch = await api.retrieve(batch["id"])
+
+    def status() -> JobStatus:
+        elapsed_s = time.monotonic() - began_s
+        return batch_status(batch, JobState.RUNNING, total_bytes, elapsed_s, api.last_failure)
+
+    await (showing(end(), status) if show else end())
     return batch
 
 

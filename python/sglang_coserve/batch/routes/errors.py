@@ -20,6 +20,7 @@ from sglang_coserve.batch.errors import (
     ConflictError,
     NotFoundError,
     QuotaError,
+    RangeError,
     TooLargeError,
     TooManyError,
 )
@@ -43,6 +44,7 @@ _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_
 
 _STATUS: Final = (
     (NotFoundError, HTTPStatus.NOT_FOUND),
+    (RangeError, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE),
     (ConflictError, HTTPStatus.CONFLICT),
     (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
@@ -196,9 +198,10 @@ def _failed(error: CoserveError) -> Response:
         HTTPStatus.INTERNAL_SERVER_ERROR,
     )
     if isinstance(error, BatchRequestError):
-        if error.code == "invalid_range":
-            status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        return _error(status, str(error), code=error.code, param=error.param)
+        answer = _error(status, str(error), code=error.code, param=error.param)
+        if isinstance(error, RangeError):
+            answer.headers["content-range"] = f"bytes */{error.size_bytes}"
+        return answer
     if isinstance(error, RequestError):
         return _error(status, str(error), code="invalid_request")
     code = "storage_failed" if isinstance(error, StorageError) else "internal_error"

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
-from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.errors import RangeError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
@@ -116,8 +116,7 @@ async def file_content(
     wanted = _byte_range(range_header, size_bytes) if range_header else None
     start, end = wanted or (0, None)
     if wanted and start >= size_bytes:
-        message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
-        raise BatchRequestError(message, code="invalid_range", param="Range")
+        raise RangeError(start, size_bytes)
     content = await service.file_content(owner, file_id, start, end)
     with ExitStack() as place:
         place.enter_context(service.downloads.one(owner))
