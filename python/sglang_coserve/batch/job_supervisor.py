@@ -10,7 +10,6 @@ from typing import Final
 
 from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext, new_id
-from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
@@ -19,7 +18,7 @@ from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import batch_rows, file_rows
+from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.lines.worker_threads import to_its_end
@@ -114,40 +113,35 @@ class JobSupervisor:
 
     async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
         limits, directory = self._context.limits, self._context.directory
-        wanted = replace(wanted, estimated_tokens=await self._estimate_tokens(wanted))
-        forecast = self.job_forecasts([wanted])[wanted.id]
-        wanted = replace(wanted, forecast_s=forecast.forecast_s)
 
         def check(used_bytes: int, files: int) -> None:
             # Results are files, too: two of each batch at the most.
             raise_if_too_many(files + 2, limits.max_files_per_owner)
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
-            if not best_effort:
-                raise_if_window_too_short(wanted, forecast)
 
-        record, is_new = await self._context.store.run(
-            batch_rows.create,
-            wanted,
+        permitted = (
             wanted.created_at_s,
             limits.max_active_batches,
             limits.max_active_batches_per_owner,
             check,
         )
+        # Before the input is looked at, so that a call that is refused costs next to nothing.
+        earlier = await self._context.store.run(batch_rows.find_earlier, wanted, *permitted)
+        if earlier is not None:
+            return earlier
+        tokens = await self._context.threads.run(
+            estimate_file, directory.file(wanted.input_file_id), wanted.endpoint
+        )
+        wanted = replace(wanted, estimated_tokens=tokens)
+        forecast = self.job_forecasts([wanted])[wanted.id]
+        if not best_effort:
+            raise_if_window_too_short(wanted, forecast)
+        wanted = replace(wanted, forecast_s=forecast.forecast_s)
+        # Once more: others may have begun meanwhile.
+        record, is_new = await self._context.store.run(batch_rows.create, wanted, *permitted)
         if is_new:
             self._lead(record)
         return record
-
-    async def _estimate_tokens(self, wanted: JobRecord) -> int:
-        """Return what the input is expected to take; 0 if there is none to look at."""
-        context = self._context
-        try:
-            file = await context.store.run(
-                file_rows.find, wanted.owner, wanted.input_file_id, wanted.created_at_s
-            )
-        except NotFoundError:
-            return 0  # The same call again may not need the file.
-        path = context.directory.file(file.id)
-        return await context.threads.run(estimate_file, path, wanted.endpoint)
 
     async def _change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         record = await self._apply(batch_id, event, None, owner)

@@ -21,7 +21,7 @@ from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, tra
 from sglang_coserve.batch.store import event_rows, file_rows
 from sglang_coserve.lines.progress import Progress, Usage
 
-__all__ = ["add_online_delays", "apply", "create", "find", "page", "unfinished"]
+__all__ = ["add_online_delays", "apply", "create", "find", "find_earlier", "page", "unfinished"]
 
 _NESTED: Final = ("progress", "faults", "metadata")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
@@ -46,10 +46,32 @@ def create(
     max_active_of_owner: int | None = None,
     check: Callable[[int, int], None] | None = None,
 ) -> tuple[JobRecord, bool]:
-    """Add a batch; return it and True, or an earlier one with the same key and False.
+    """Add a batch, if ``find_earlier`` permits it; return it and True, or an earlier one and False.
+
+    See ``find_earlier`` for the arguments, and for what is raised.
+    """
+    earlier = find_earlier(connection, record, now_s, max_active, max_active_of_owner, check)
+    if earlier is not None:
+        return earlier, False
+    names = ", ".join(_COLUMNS)
+    values = ", ".join(f":{name}" for name in _COLUMNS)
+    connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
+    return record, True
+
+
+def find_earlier(
+    connection: sqlite3.Connection,
+    record: JobRecord,
+    now_s: float,
+    max_active: int,
+    max_active_of_owner: int | None = None,
+    check: Callable[[int, int], None] | None = None,
+) -> JobRecord | None:
+    """Return an earlier batch with the key of ``record``; None if there is none, and it may begin.
 
     Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many as are
-    still free. ``check`` is called with the bytes of the owner's files, and may raise.
+    still free. ``check`` is called with the bytes and the number of the owner's files, and may
+    raise.
 
     Raises:
         NotFoundError: the owner has no such input file.
@@ -63,7 +85,7 @@ def create(
             (record.owner, record.idempotency_key),
         ).fetchone()
         if row is not None:
-            return _same_request(_record(row), record), False
+            return _same_request(_record(row), record)
     file = file_rows.find(connection, record.owner, record.input_file_id, now_s)
     if file.purpose != "batch":
         raise BatchRequestError(
@@ -82,10 +104,7 @@ def create(
         )
     if check is not None:
         check(*file_rows.stored(connection, record.owner))
-    names = ", ".join(_COLUMNS)
-    values = ", ".join(f":{name}" for name in _COLUMNS)
-    connection.execute(f"INSERT INTO batches ({names}) VALUES ({values})", _row(record))
-    return record, True
+    return None
 
 
 def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> JobRecord:

@@ -1,0 +1,160 @@
+"""Every place where a server process may parse JSON is known, with what bounds it.
+
+Parsing holds the interpreter lock, and with it the event loop: what a client sends must be
+measured first. So a new place belongs in the list below, with its bound.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).parents[1] / "python" / "sglang_coserve"
+
+ELSEWHERE: Final = {
+    "client",
+    "demo",
+    "simulator",
+    "slo_search",
+    "small_model.py",
+    "streamed_load.py",
+    "workload",
+}
+"""What no server process runs."""
+
+PARSERS: Final = {
+    "ast.literal_eval",
+    "json.load",
+    "json.loads",
+    "msgspec.json.Decoder",
+    "msgspec.json.decode",
+    "orjson.loads",
+}
+FUNCTIONS: Final = {"Decoder", "decode", "from_json", "load", "loads"}
+METHODS: Final = {"model_validate_json", "parse_raw", "validate_json"}
+MODULES: Final = {"json", "msgspec.json", "orjson", "pydantic_core", "simplejson", "ujson"}
+BODY_METHODS: Final = {"delete", "patch", "post", "put"}
+
+CALLERS: Final = "what calls it is a place, too"
+
+NO_BODY: Final = "a route without a body"
+OPERATOR: Final = "a file or an address of the operator's"
+OURS: Final = "what another process of ours says"
+SHORT_BODY: Final = "JsonRoute: 1 MiB, 1,000 values, 100 objects"
+OWN_PROCESS: Final = "runs in a process of its own"
+
+PLACES: Final[dict[str, str]] = {
+    # Bodies of calls.
+    "batch/routes/batches.py::create_batch": SHORT_BODY,
+    "batch/routes/batches.py::cancel_batch": NO_BODY,
+    "batch/routes/batches.py::pause_batch": NO_BODY,
+    "batch/routes/batches.py::resume_batch": NO_BODY,
+    "batch/routes/files.py::create_file": "a form, read by UploadForm as it comes",
+    "batch/routes/files.py::delete_file": NO_BODY,
+    "batch/routes/operator.py::cancel_any_batch": NO_BODY,
+    "batch/routes/operator.py::pause_any_batch": NO_BODY,
+    "batch/routes/operator.py::resume_any_batch": NO_BODY,
+    "http_lines/routes.py::serve_lines": "lines, read by CallReader as they come",
+    "http_lines/call_reader.py::_call": "CallReader's limits: twice those of the gate",
+    "srt/routes/drain.py::drain_engine": NO_BODY,
+    "srt/routes/drain.py::end_drain": NO_BODY,
+    "srt/marks/marks_middleware.py::_fields": "the request gate",
+    # Lines of uploaded files.
+    "jsonl/request_line.py::parse_json": CALLERS,
+    "jsonl/request_line.py::parse_request_line": CALLERS,
+    "batch/line_parser.py::_parse": "check_body with the backend's limits",
+    "lines/line_run.py::fresh_body": "the same line again, which LineParser has measured",
+    "jsonl/file_estimate.py::_tokens": "64 KiB of a file, when its batch is permitted",
+    "jsonl/check_file.py::_check_line": OWN_PROCESS,
+    "jsonl/prefix_order.py::_keyed": OWN_PROCESS,
+    "jsonl/line_id.py::main": OWN_PROCESS,
+    "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
+    "ray/fleet_lines.py::fresh_body": "the same line again",
+    # Grammars in requests that have passed the request gate.
+    "srt/grammar_trial/compilation.py::_structural_tag": OWN_PROCESS,
+    # What the engine has answered.
+    "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
+    "srt/batch_backend/answer.py::line_result": "an error of SGLang's",
+    "srt/marks/overload_answer.py::_refusal": "an event of SGLang's that says 503",
+    # What our own processes say: the gateway, engines, schedulers, the database.
+    "http_lines/messages.py::decode_message": CALLERS,
+    "http_lines/engine_connection.py::_get": OURS,
+    "http_lines/engine_stream.py::_converse": OURS,
+    "fleet/engine.py::_load": OURS,
+    "fleet/engine_views.py::_ask": OURS,
+    "lines/helper_process.py::run_module": OURS,
+    "srt/grammar_trial/process.py::_end": OURS,
+    "srt/monitoring/scheduler_query.py::answer": OURS,
+    "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",
+    # What operators choose.
+    "core/recording/decoder.py::_object": OPERATOR,
+    "core/recording/decoder.py::_read": OPERATOR,
+    "core/recording/decoder.py::_read_setup": OPERATOR,
+    "core/recording/encoder.py::encode_setup": OPERATOR,
+    "core/validation.py::read_json": OPERATOR,
+    "fleet/discovery.py::urls": OPERATOR,
+    "profiler/sample_file.py::__init__": OPERATOR,
+    "srt/batch_backend/model_fingerprint.py::_safetensors_header": OPERATOR,
+    "srt/kv_checkpoint/kv_directory.py::_kv": OPERATOR,
+    "srt/profiling/machine.py::machine_of": OPERATOR,
+}
+"""By ``module.py::function``."""
+
+
+def places(of_callers: frozenset[str]) -> Iterator[str]:
+    """Yield ``module.py::function`` for each place; ``of_callers`` are functions that parse."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE).as_posix()
+        if module.split("/")[0] in ELSEWHERE:
+            continue
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.asname or name.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES
+            for name in node.names
+            if name.name in FUNCTIONS
+        }
+        for function, node in walk(tree, "<module>"):
+            if is_parser(node, imported | of_callers) or is_route_with_body(node):
+                yield f"{module}::{function}"
+
+
+def walk(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child.name, child
+            yield from walk(child, child.name)
+        else:
+            yield function, child
+            yield from walk(child, function)
+
+
+def is_parser(node: ast.AST, names: set[str] | frozenset[str]) -> bool:
+    """Return whether a parser is named, called or passed on."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr == "json" and not node.args  # ``await request.json()``
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) in PARSERS or node.attr in METHODS or node.attr in names
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def is_route_with_body(node: ast.AST) -> bool:
+    """Return whether this is a route whose body FastAPI would parse."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in BODY_METHODS
+        for call in node.decorator_list
+    )
+
+
+def test_every_place_is_listed_with_its_bound() -> None:
+    parsing = frozenset(
+        place.partition("::")[2] for place, bound in PLACES.items() if bound == CALLERS
+    )
+    found = set(places(parsing))
+    assert sorted(found - PLACES.keys()) == [], "add what bounds it, or measure the bytes first"
+    assert sorted(PLACES.keys() - found) == [], "it is gone"
