@@ -24,6 +24,7 @@ def limits_of(config: BatchApiConfig) -> BatchLimits:
         max_active_batches=config.batch_max_active,
         max_active_batches_per_owner=config.batch_max_active_per_key,
         max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
+        max_files_per_owner=config.batch_max_files_per_key,
     )
 
 

@@ -21,6 +21,7 @@ _NEEDS: Mapping[str, str] = MappingProxyType(
         "batch_max_active": "coserve_data_dir",
         "batch_max_active_per_key": "coserve_data_dir",
         "batch_max_stored_gib_per_key": "coserve_data_dir",
+        "batch_max_files_per_key": "coserve_data_dir",
         "batch_webhook_url": "coserve_data_dir",
         "batch_webhook_allow_private": "batch_webhook_url",
     }
@@ -73,6 +74,13 @@ class BatchApiConfig(FlagSettings):
         "as is still free on the disk.",
         type=float,
         metavar="GIB",
+    )
+    batch_max_files_per_key: Annotated[int, POSITIVE] = setting(
+        100_000,
+        "Most files of one API key, uploads and results together: an empty one takes a place on "
+        "the disk, too. They are summed up at each upload, which takes some 10 ms for so many.",
+        type=int,
+        metavar="N",
     )
     batch_webhook_url: str | None = setting(
         None,
