@@ -11,6 +11,7 @@ import orjson
 from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID
 
 __all__ = [
+    "CHAT",
     "COMPLETIONS",
     "batch_line",
     "completion_body",
@@ -18,6 +19,7 @@ __all__ = [
     "write_lines",
 ]
 
+CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 _MAX_PROMPT_CHARS: Final = 2000
 """Of ``long_lines``: more might not fit the model's context."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.vision_model import make_vision_model
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.workload import RESERVED_TOKENS
 
@@ -21,13 +22,17 @@ class ServedModel:
     """Longest prompt plus output."""
 
 
-def prepare_model(path: str | None, work: Path) -> ServedModel:
-    """Return the model at ``path``, a folder or a hub name; None makes a small one in ``work``."""
+def prepare_model(path: str | None, work: Path, *, takes_pictures: bool = False) -> ServedModel:
+    """Return the model at ``path``, a folder or a hub name; None makes a small one in ``work``,
+    which ``takes_pictures`` or does not.
+    """
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    if path is None:
+    if path is None and takes_pictures:
+        path = str(make_vision_model(work / "model"))
+    elif path is None:
         path = str(make_small_model(work / "model", SmallModelSpec()))
     config = AutoConfig.from_pretrained(path).get_text_config()
     return ServedModel(

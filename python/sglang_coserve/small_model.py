@@ -25,7 +25,13 @@ from sglang_coserve.extras import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["ARCHITECTURES", "SmallModelSpec", "make_small_model", "train_tokenizer"]
+__all__ = [
+    "ARCHITECTURES",
+    "SmallModelSpec",
+    "draw_weights",
+    "make_small_model",
+    "train_tokenizer",
+]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -104,7 +110,7 @@ def make_small_model(directory: Path, spec: SmallModelSpec) -> Path:
     tokenizer = train_tokenizer(spec.vocab, spec.context)
     tokenizer.save_pretrained(directory)
     model = _build_model(spec, vocab=len(tokenizer), end_id=int(tokenizer.eos_token_id))
-    _mute(model, _tokens_without_text(tokenizer))
+    draw_weights(model, tokenizer, spec.seed)
     with _silent():
         model.save_pretrained(directory)
     fields = {name: getattr(spec, name) for name in spec.__slots__}
@@ -172,6 +178,24 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
+def draw_weights(model: Any, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Draw weights with which the whole context decides each token, and each token is text.
+
+    ``model`` must not tie its embeddings. The same arguments give the same weights.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                is_embedding = "embed_tokens" in name
+                std = 1.0 if is_embedding else _PROJECTION_GAIN / parameter.shape[1] ** 0.5
+                parameter.normal_(0.0, std, generator=generator)
+        # A logit of 0, where the largest of all others is far above it.
+        model.get_output_embeddings().weight[_tokens_without_text(tokenizer)] = 0.0
+
+
 def _tokens_without_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of parts of characters and of roles; the end of a text is not among them."""
     silent = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -181,14 +205,6 @@ def _tokens_without_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
         for token in range(len(tokenizer))
         if token in silent or "\ufffd" in tokenizer.decode([token])
     ]
-
-
-def _mute(model: Any, tokens: list[int]) -> None:
-    """Give ``tokens`` the logit 0, where the largest of all others is far above it."""
-    import torch
-
-    with torch.no_grad():
-        model.get_output_embeddings().weight[tokens] = 0.0
 
 
 def _build_model(spec: SmallModelSpec, vocab: int, end_id: int) -> Any:
@@ -212,12 +228,4 @@ def _build_model(spec: SmallModelSpec, vocab: int, end_id: int) -> Any:
         pad_token_id=end_id,
         dtype="float32",
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(spec.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                is_embedding = "embed_tokens" in name
-                std = 1.0 if is_embedding else _PROJECTION_GAIN / parameter.shape[1] ** 0.5
-                parameter.normal_(0.0, std, generator=generator)
-    return model
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

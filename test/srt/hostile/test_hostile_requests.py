@@ -15,8 +15,8 @@ import orjson
 import psutil
 import pytest
 
+from common.vision_model import make_vision_model
 from sglang_coserve.local_server import LocalServer
-from srt.families import make_vision_model
 from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
 
 ANSWER_TIMEOUT_S = 120
