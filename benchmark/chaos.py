@@ -2,22 +2,20 @@
 
     python benchmark/chaos.py --minutes 60 --out chaos-report
 
-Batches of several keys and online streams run all the time; their greedy answers are known from
-the undisturbed server. Meanwhile malformed requests arrive, and the server is killed, stopped,
-frozen, starved of disk, aborted or given its weights again, or loses what it had not synced, one
-after the other, and is started again. Writes ``results.json`` and
-``table.md``; exits with 1 when a target is missed. Ctrl-C ends the run, and the figures are those
-until then.
+Batches of several keys and online streams run all the time, with ``--pictures`` also of images;
+their greedy answers are known from the undisturbed server. Meanwhile malformed requests arrive,
+requests are refused by a full queue, and the server is killed, stopped, frozen, starved of disk,
+aborted or given its weights again, or loses what it had not synced, one after the other, and is
+started again. Writes ``results.json`` and ``table.md``; exits with 1 when a target is missed.
+Ctrl-C ends the injuries, and the figures are those until then.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,14 +26,15 @@ import orjson
 
 from chaos_bench.answers import known_answers
 from chaos_bench.batch_load import BatchLoad
-from chaos_bench.flags import add_batch_flags, chaos_parser
+from chaos_bench.flags import add_batch_flags, add_round_flags, chaos_parser
 from chaos_bench.prober import Prober
+from chaos_bench.rounds import hurt_in_rounds
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
 from chaos_bench.verdict import Verdict, verdict
 from common.failures import exit_status
 from common.figures import report
-from common.input_file import COMPLETIONS
+from common.input_file import CHAT, COMPLETIONS
 from common.model import prepare_model
 from common.null_server import NullServer
 
@@ -46,7 +45,7 @@ CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "reques
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(lambda: run(options).is_met, interrupted=" before anything was seen")
+    return exit_status(lambda: run(options).is_met, interrupted=" before all batches had ended")
 
 
 def run(options: argparse.Namespace) -> Verdict:
@@ -54,16 +53,19 @@ def run(options: argparse.Namespace) -> Verdict:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     corpus = read_corpus(options.corpus)
-    rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        model = prepare_model(options.model_path, work)
-        flags = ["--model-path", model.path, "--log-level", "warning", *options.server_flag]
+        model = prepare_model(options.model_path, work, takes_pictures=options.pictures > 0)
+        flags = [
+            *("--model-path", model.path, "--log-level", "warning"),
+            *("--max-queued-requests", str(options.max_queued_requests)),
+            *options.server_flag,
+        ]
         server = SupervisedServer(
             flags, work / "data", out / "server.log", options.ready_timeout, options.seed
         )
         with server, NullServer() as control:
-            known = known_answers(server.base_url, options.known, options.seed)
+            known = known_answers(server.base_url, options.known, options.seed, options.pictures)
             prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
             batches = BatchLoad(server.base_url, known, options, _bodies(corpus))
             storms = [
@@ -74,7 +76,9 @@ def run(options: argparse.Namespace) -> Verdict:
             batches.start()
             for storm in storms:
                 storm.start()
-            _hurt(server, options, rng)
+            hurt_in_rounds(
+                server.injure, options.injuries, options, meanwhile=server.restart_if_ended
+            )
             for storm in storms:
                 storm.stop()
             batches.stop()
@@ -102,27 +106,6 @@ def run(options: argparse.Namespace) -> Verdict:
     return found
 
 
-def _hurt(server: SupervisedServer, options: argparse.Namespace, rng: random.Random) -> None:
-    """Injure the server again and again until the time is over, or Ctrl-C."""
-    end_s = time.monotonic() + options.minutes * 60
-    names = options.injuries or list(INJURIES)
-    number = 0
-    try:
-        while time.monotonic() < end_s or (options.in_turn and number < len(names)):
-            wake_s = time.monotonic() + rng.uniform(*options.pause)
-            while time.monotonic() < wake_s:
-                time.sleep(0.2)
-                server.restart_if_ended()
-            if time.monotonic() < end_s or options.in_turn:
-                name = names[number % len(names)] if options.in_turn else rng.choice(names)
-                number += 1
-                left_s = max(0.0, end_s - time.monotonic())
-                print(f"chaos: {left_s:.0f} s left: {name}", file=sys.stderr, flush=True)
-                server.injure(name)
-    except KeyboardInterrupt:
-        print("chaos: interrupted; waiting for the batches to end", file=sys.stderr)
-
-
 def read_corpus(path: Path) -> list[HostileRequest]:
     """Return the requests of a module like ``CORPUS``; none where there is no file."""
     if not path.exists():
@@ -135,14 +118,14 @@ def read_corpus(path: Path) -> list[HostileRequest]:
     return list(module.corpus())
 
 
-def _bodies(corpus: Sequence[HostileRequest]) -> list[dict[str, Any]]:
-    """Return what the lines of a batch may have for a body: JSON objects."""
-    bodies = []
+def _bodies(corpus: Sequence[HostileRequest]) -> dict[str, list[dict[str, Any]]]:
+    """Return what the lines of a batch may have for a body, JSON objects, by endpoint."""
+    bodies: dict[str, list[dict[str, Any]]] = {COMPLETIONS: [], CHAT: []}
     for request in corpus:
         with suppress(orjson.JSONDecodeError):
             body = orjson.loads(request.content)
-            if request.path == COMPLETIONS and isinstance(body, dict):
-                bodies.append(body)
+            if request.path in bodies and isinstance(body, dict):
+                bodies[request.path].append(body)
     return bodies
 
 
@@ -154,17 +137,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = chaos_parser(__doc__ or "", "chaos-report", (5.0, 25.0))
     add_batch_flags(parser)
+    add_round_flags(parser, INJURIES)
     add = parser.add_argument
-    add("--minutes", type=float, default=60.0)
+    add("--pictures", type=float, default=0.0, metavar="SHARE", help="of the requests, of 1")
+    add("--max-queued-requests", type=int, default=8, help="SGLang refuses what waits beyond it")
     add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.py")
     add("--streams", type=int, default=2, help="online streams at a time")
     add("--storms", type=int, default=2, help="senders of hostile requests")
-    add(
-        "--in-turn",
-        action="store_true",
-        help="injuries one after the other, each at least once, not at random",
-    )
-    add("--injuries", nargs="*", choices=list(INJURIES), default=[], help="only these")
     return parser.parse_args(argv)
 
 

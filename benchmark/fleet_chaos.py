@@ -1,19 +1,18 @@
 """Kills, drains and hangs of engines and of the gateway: what is lost, doubled or different?
 
-    python benchmark/fleet_chaos.py --injuries 30 --out fleet-chaos-report
+    python benchmark/fleet_chaos.py --minutes 60 --out fleet-chaos-report
 
 Three engines and a gateway as processes, batches of several keys all the time, and with
 ``--router`` online requests through it. Greedy answers are known from an undisturbed engine; a
 prompt whose answer rounding might change is left out. Engines and the gateway are killed, drained
 and frozen, one after the other, and started again while the rest goes on. Writes
-``results.json`` and ``table.md``; exits with 1 when a target is missed. Ctrl-C ends the run, and
-the figures are those until then.
+``results.json`` and ``table.md``; exits with 1 when a target is missed. Ctrl-C ends the injuries,
+and the figures are those until then.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 import time
@@ -24,7 +23,8 @@ from typing import Final
 
 from chaos_bench.answers import KnownAnswer, known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
-from chaos_bench.flags import add_batch_flags, chaos_parser
+from chaos_bench.flags import add_batch_flags, add_round_flags, chaos_parser
+from chaos_bench.rounds import hurt_in_rounds
 from common.failures import exit_status
 from common.figures import Figure, all_met, report
 from common.model import prepare_model
@@ -35,21 +35,17 @@ from router_bench.router import Router
 _ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-breaker")
 """As docs/fleet.md has them, but for the interval, with which every injury is noticed."""
 
-_CALM_S: Final = 1.0
-"""How long to wait for an engine that can be hurt."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(lambda: all_met(run(options)), interrupted=" before anything was seen")
+    return exit_status(lambda: all_met(run(options)), interrupted=" before all batches had ended")
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
-    """Hurt a fleet as often as asked, and judge it."""
+    """Hurt a fleet for as long as asked, and judge it."""
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         model = prepare_model(options.model_path, work)
@@ -71,7 +67,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
                 online = _online_load(stack, fleet, known, options)
                 batches.start()
                 start_s = time.monotonic()
-                _hurt(fleet, options, rng)
+                hurt_in_rounds(fleet.injure, options.injuries, options)
                 batches.stop()
                 counts = batches.results(options.drain_timeout)
                 span_s = time.monotonic() - start_s
@@ -101,22 +97,6 @@ def _online_load(
     return online
 
 
-def _hurt(fleet: FleetProcesses, options: argparse.Namespace, rng: random.Random) -> None:
-    names = options.kinds or list(INJURIES)
-    number = 0
-    try:
-        while number < options.injuries:
-            time.sleep(rng.uniform(*options.pause))
-            name = names[number % len(names)]
-            if not fleet.injure(name):
-                time.sleep(_CALM_S)
-                continue
-            number += 1
-            print(f"fleet_chaos: {number} of {options.injuries}: {name}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("fleet_chaos: interrupted; waiting for the batches to end", file=sys.stderr)
-
-
 def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
     drains = fleet.drains_s
     return [
@@ -144,9 +124,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = chaos_parser(__doc__ or "", "fleet-chaos-report", (2.0, 15.0))
     add_batch_flags(parser)
+    add_round_flags(parser, INJURIES)
     add = parser.add_argument
-    add("--injuries", type=int, default=30, help="how many, of the kinds in turn")
-    add("--kinds", nargs="*", choices=list(INJURIES), default=[], help="only these")
     add("--engines", type=int, default=3)
     add(
         "--other-versions",

@@ -1,19 +1,20 @@
-"""Greedy completions whose answers are known from an undisturbed server."""
+"""Greedy requests whose answers are known from an undisturbed server."""
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import httpx
 import orjson
 
 from chaos_bench.observation import ChaosError
-from common.input_file import COMPLETIONS, completion_body
+from common.input_file import CHAT, COMPLETIONS, completion_body
+from common.vision_model import random_picture
 
-__all__ = ["KnownAnswer", "known_answers"]
+__all__ = ["KnownAnswer", "answered_text", "known_answers"]
 
 _WORDS: Final = ("mill", "river", "lamp", "boat", "rain", "harbour", "letter", "winter", "road")
 _PROMPT_WORDS: Final = (4, 200)
@@ -30,10 +31,36 @@ class KnownAnswer:
     prompt: str
     max_tokens: int
     text: str
+    picture: str | None = None
+    """A ``data:`` URL; the request is a chat then, and a completion otherwise."""
+
+    @property
+    def path(self) -> str:
+        """Where it is asked."""
+        return COMPLETIONS if self.picture is None else CHAT
+
+    def body(self, **extra: Any) -> dict[str, Any]:
+        """Return what asks for it."""
+        body = completion_body(self.prompt, self.max_tokens, **extra)
+        if self.picture is not None:
+            text = {"type": "text", "text": body.pop("prompt")}
+            picture = {"type": "image_url", "image_url": {"url": self.picture}}
+            body["messages"] = [{"role": "user", "content": [picture, text]}]
+        return body
 
 
-def known_answers(base_url: str, count: int, seed: int) -> list[KnownAnswer]:
+def answered_text(choice: dict[str, Any]) -> str:
+    """Return the text of a choice, or of a part of it in a stream."""
+    message = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or message.get("content") or ""
+
+
+def known_answers(
+    base_url: str, count: int, seed: int, picture_share: float = 0.0
+) -> list[KnownAnswer]:
     """Ask a server that nothing else is asked of; answers that rounding may change are left out.
+
+    ``picture_share`` of the requests have a picture, which the model must take.
 
     Raises:
         ChaosError: it does not answer.
@@ -44,23 +71,30 @@ def known_answers(base_url: str, count: int, seed: int) -> list[KnownAnswer]:
         while len(known) < count:
             # The first words differ, so that not every prompt shares a prefix with the next.
             words = rng.choices(_WORDS, k=rng.randint(*_PROMPT_WORDS))
-            prompt, max_tokens = " ".join(words), rng.randint(*_OUTPUT_TOKENS)
-            body = completion_body(prompt, max_tokens, logprobs=2)
+            asked = KnownAnswer(" ".join(words), rng.randint(*_OUTPUT_TOKENS), "")
+            if rng.random() < picture_share:
+                asked = replace(asked, picture=random_picture(rng))
+            is_chat = asked.path == CHAT
+            logprobs = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
             try:
-                response = client.post(COMPLETIONS, json=body)
+                response = client.post(asked.path, json=asked.body(**logprobs))
                 choice = orjson.loads(response.raise_for_status().content)["choices"][0]
             except httpx.HTTPError as error:
                 raise ChaosError(f"the undisturbed server does not answer: {error}") from error
-            if _margin(choice["logprobs"]["top_logprobs"]) >= _LEAST_MARGIN:
-                known.append(KnownAnswer(prompt, max_tokens, choice["text"]))
+            if _margin(choice["logprobs"]) >= _LEAST_MARGIN:
+                known.append(replace(asked, text=answered_text(choice)))
     if len({answer.text for answer in known}) < count // 2:
         raise ChaosError("the model's answers do not vary: they would hide mistakes")
     time.sleep(0.5)  # What the engine still does for the last of them.
     return known
 
 
-def _margin(top_logprobs: list[dict[str, float]]) -> float:
+def _margin(logprobs: dict[str, Any]) -> float:
     """Return the least distance between the best two candidates for a token."""
-    pairs = [sorted(candidates.values()) for candidates in top_logprobs]
-    # Two candidates that are written alike have one entry.
+    if "content" in logprobs:
+        tokens = [[each["logprob"] for each in t["top_logprobs"]] for t in logprobs["content"]]
+    else:
+        tokens = [list(candidates.values()) for candidates in logprobs["top_logprobs"]]
+    pairs = [sorted(candidates) for candidates in tokens]
+    # Two candidates of a completion that are written alike have one entry.
     return min(pair[-1] - pair[-2] if len(pair) > 1 else 0.0 for pair in pairs)

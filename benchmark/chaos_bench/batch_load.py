@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
 import orjson
 
-from chaos_bench.answers import KnownAnswer
+from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.observation import ChaosError, Observation
 from common.figures import Figure
-from common.input_file import COMPLETIONS, completion_body
 
 __all__ = ["BatchLoad", "LineCounts"]
 
@@ -26,6 +27,7 @@ _RETRY_S: Final = 0.3
 _CALL_TIMEOUT_S: Final = 30.0
 _GIVE_UP_CODE: Final = "engine_failed"
 _HOSTILE_SHARE: Final = 0.05
+_TELL_EVERY_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -76,10 +78,14 @@ class BatchLoad:
         base_url: str,
         known: Sequence[KnownAnswer],
         options: argparse.Namespace,
-        hostile: Sequence[dict[str, Any]] = (),
+        hostile: Mapping[str, Sequence[dict[str, Any]]] = MappingProxyType({}),
     ) -> None:
-        """``options`` are those of ``add_batch_flags``; ``hostile`` bodies go among the lines."""
-        self._known = known
+        """``options`` are those of ``add_batch_flags``; ``hostile`` bodies go among the lines, by
+        endpoint.
+        """
+        self._known: dict[str, list[KnownAnswer]] = {}
+        for answer in known:
+            self._known.setdefault(answer.path, []).append(answer)
         self._hostile = hostile
         self._lines: int = options.lines
         self._unfinished: int = options.unfinished
@@ -117,12 +123,18 @@ class BatchLoad:
         """
         give_up_s = time.monotonic() + timeout_s
         counts = LineCounts(batches=len(self._submitted))
-        for batch in self._submitted:
+        told_s = 0.0
+        for number, batch in enumerate(self._submitted):
             while (found := self._found(batch))["status"] not in _FINAL:
                 if found["coserve"]["paused"]:
                     self._call(batch.key, "POST", f"/v1/batches/{batch.batch_id}/resume")
-                if time.monotonic() > give_up_s:
+                if (now_s := time.monotonic()) > give_up_s:
                     raise ChaosError(f"batch {batch.batch_id} has not ended: {found}")
+                if now_s - told_s > _TELL_EVERY_S:
+                    told_s = now_s
+                    done, total = (found["request_counts"][k] for k in ("completed", "total"))
+                    text = f"batch {number + 1} of {counts.batches}: {done} of {total} lines"
+                    print(f"{text}; {give_up_s - now_s:.0f} s left", file=sys.stderr)
                 time.sleep(_RETRY_S)
             self._compare(batch, found, counts)
         return counts
@@ -142,17 +154,18 @@ class BatchLoad:
     def _submit(self) -> None:
         number = len(self._submitted)
         key = self._rng.choice(self._keys)
+        endpoint = self._rng.choice(list(self._known))
+        known, hostile = self._known[endpoint], self._hostile.get(endpoint)
         wanted: dict[str, str | None] = {}
         content = bytearray()
         for line in range(self._lines):
             custom_id = f"{number}-{line}"
-            if self._hostile and self._rng.random() < _HOSTILE_SHARE:
-                body, wanted[custom_id] = self._rng.choice(self._hostile), None
+            if hostile and self._rng.random() < _HOSTILE_SHARE:
+                body, wanted[custom_id] = self._rng.choice(hostile), None
             else:
-                answer = self._rng.choice(self._known)
-                body = completion_body(answer.prompt, answer.max_tokens)
-                wanted[custom_id] = answer.text
-            fields = {"custom_id": custom_id, "method": "POST", "url": COMPLETIONS, "body": body}
+                answer = self._rng.choice(known)
+                body, wanted[custom_id] = answer.body(), answer.text
+            fields = {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body}
             content += json.dumps(fields).encode() + b"\n"
         upload = {"file": (f"{number}.jsonl", bytes(content))}
         file = self._call(key, "POST", "/v1/files", data={"purpose": "batch"}, files=upload)
@@ -162,7 +175,7 @@ class BatchLoad:
             "/v1/batches",
             json={
                 "input_file_id": file["id"],
-                "endpoint": COMPLETIONS,
+                "endpoint": endpoint,
                 "completion_window": "30d",
                 "coserve": {"priority": self._rng.randint(-2, 2)},
             },
@@ -248,5 +261,4 @@ def _is_as_wanted(record: dict[str, Any], wanted: str | None) -> bool:
         return bool(response["status_code"] < 500)
     if response["status_code"] != 200:
         return False
-    text: str = response["body"]["choices"][0]["text"]
-    return text == wanted
+    return answered_text(response["body"]["choices"][0]) == wanted

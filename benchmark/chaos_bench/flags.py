@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["add_batch_flags", "chaos_parser"]
+__all__ = ["add_batch_flags", "add_round_flags", "chaos_parser"]
 
 
 def chaos_parser(
@@ -31,3 +32,11 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     add("--unfinished", type=int, default=4, help="batches at a time")
     add("--keys", type=int, default=3)
     add("--drain-timeout", type=float, default=900.0, metavar="S", help="for the last batches")
+
+
+def add_round_flags(parser: argparse.ArgumentParser, injuries: Iterable[str]) -> None:
+    """Add the flags of ``hurt_in_rounds``; ``injuries`` are the names that there are."""
+    names = list(injuries)
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0, help="each injury is done once, however few")
+    add("--injuries", nargs="*", choices=names, default=names, help="only these")

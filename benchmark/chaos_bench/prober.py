@@ -19,9 +19,8 @@ from typing import Any, Final
 import httpx
 import orjson
 
-from chaos_bench.answers import KnownAnswer
+from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.observation import ChaosError, Observation
-from common.input_file import COMPLETIONS, completion_body
 
 __all__ = ["Prober"]
 
@@ -132,28 +131,32 @@ async def _stream(
 ) -> None:
     while True:
         answer = rng.choice(known)
-        body = completion_body(answer.prompt, answer.max_tokens, stream=True)
         start_s = last_s = time.monotonic()
-        text, status, is_whole, is_aborted = "", 0, False, False
+        text, status, detail, is_whole, is_aborted = "", 0, "", False, False
         try:
-            async with client.stream("POST", COMPLETIONS, json=body) as response:
+            async with client.stream(
+                "POST", answer.path, json=answer.body(stream=True)
+            ) as response:
                 status = response.status_code
+                if status != 200:
+                    detail = (await response.aread()).decode(errors="replace")[:300]
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
                         is_whole = True
-                    elif line.startswith("data: {") and status == 200:
+                    elif line.startswith("data: {"):
                         now_s = time.monotonic()
                         if text:
                             seen.append(Observation("gap", last_s, now_s, status))
                         last_s = now_s
                         choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
-                        text += choices[0].get("text") or ""
+                        text += answered_text(choices[0])
                         is_aborted |= choices[0].get("finish_reason") == "abort"
         except httpx.HTTPError:
             pass
         if status == 200 and (is_aborted or not is_whole):
             status = 0
         is_different = status == 200 and text != answer.text
-        seen.append(Observation("stream", start_s, time.monotonic(), status, is_different))
+        end_s = time.monotonic()
+        seen.append(Observation("stream", start_s, end_s, status, is_different, detail))
         if status != 200:
             await asyncio.sleep(_RETRY_S)

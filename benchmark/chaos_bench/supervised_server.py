@@ -74,8 +74,10 @@ class SupervisedServer:
         self._server.stop()
         self._keep_log()
 
-    def injure(self, name: str) -> None:
+    def injure(self, name: str) -> bool:
         """Do what ``INJURIES`` has under ``name``; afterwards the server is up again.
+
+        True, since that can be done at any time.
 
         Raises:
             ChaosError: it did not end, or did not start again, in time.
@@ -83,6 +85,7 @@ class SupervisedServer:
         self.restart_if_ended()
         self.injuries[name] += 1
         INJURIES[name](self)
+        return True
 
     def restart_if_ended(self) -> None:
         """Start the server again where it has ended by itself."""

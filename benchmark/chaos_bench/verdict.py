@@ -17,6 +17,9 @@ _MOST_STALL_MS: Final = 100.0
 _SETTLE_S: Final = 1.0
 """After an outage, before answers are judged: connections that broke are opened again."""
 
+_QUEUE_FULL: Final = "The request queue is full"
+"""What SGLang answers beyond ``--max-queued-requests``, which is an ordinary outcome."""
+
 _MOST_EXAMPLES: Final = 20
 _MOST_STALLS: Final = 20
 _MOST_NAMES: Final = 6
@@ -55,7 +58,11 @@ def verdict(
             for outage in outages
         )
     ]
-    errors = [each for each in judged if each.status >= 500 and not _is_full(each, full_disk)]
+    errors = [
+        each
+        for each in judged
+        if each.status >= 500 and not _is_refused(each) and not _is_full(each, full_disk)
+    ]
     broken = [each for each in judged if each.status == 0 and each.kind in _PROBES]
     different = [each for each in seen if each.is_different]
     figures = [
@@ -66,6 +73,7 @@ def verdict(
         Figure("online streams", "", (sum(each.kind == "stream" for each in judged),)),
         Figure("online answers different", "", (len(different),), at_most=0),
         Figure("hostile requests", "", (sum(each.kind not in _OURS for each in seen),)),
+        Figure("requests refused by a full queue", "", (sum(map(_is_refused, seen)),)),
         Figure("answers of 5xx", "", (len(errors),), at_most=0),
         Figure("probes without an answer", "", (len(broken),), at_most=0),
     ]
@@ -111,6 +119,10 @@ def _stalls(
         names = ", ".join(f"{count} × {kind}" for kind, count in beside.most_common(_MOST_NAMES))
         stalls.append(f"{(ping.end_s - ping.start_s) * 1e3:.0f} ms, {since}: {names}")
     return stalls
+
+
+def _is_refused(each: Observation) -> bool:
+    return each.status == 503 and _QUEUE_FULL in each.detail
 
 
 def _is_full(each: Observation, full_disk: Sequence[Interval]) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -72,9 +74,16 @@ def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def write_results(path: Path | None, options: Any, **figures: Any) -> None:
-    """Write figures with the machine and the settings; nothing where no path was asked for."""
+    """Write figures with the command, the machine and the settings; nothing where no path was
+    asked for.
+    """
     if path is not None:
-        record = {"machine": describe_machine(), "settings": settings_of(options)}
+        command = shlex.join(["python", *sys.argv])
+        record = {
+            "command": command,
+            "machine": describe_machine(),
+            "settings": settings_of(options),
+        }
         write_json(path, {**record, **figures})
 
 

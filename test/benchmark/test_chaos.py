@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,15 @@ from pathlib import Path
 import pytest
 
 import chaos
+from chaos_bench.answers import KnownAnswer, answered_text
+from chaos_bench.batch_load import LineCounts
+from chaos_bench.observation import Observation
+from chaos_bench.rounds import hurt_in_rounds
 from chaos_bench.torn_tails import DiskFaults
+from chaos_bench.verdict import verdict
 from common.figures import Figure
+from common.input_file import CHAT
+from common.vision_model import random_picture
 
 WRITER = """
 import os, sys
@@ -54,7 +63,65 @@ def test_a_sync_fails_and_what_was_not_synced_is_torn(tmp_path: Path) -> None:
     assert any(each.endswith(b"\0") for each in torn)
 
 
-@pytest.mark.timeout(1200)  # Six starts of a server, on a machine with other work.
+def options(**values: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"seed": 1, "minutes": 0.0, "pause": (0.0, 0.0), **values})
+
+
+def test_a_round_has_each_injury_once_though_the_time_is_over() -> None:
+    names, done = ["a", "b", "c"], list[str]()
+
+    def injure(name: str) -> bool:
+        done.append(name)
+        return True
+
+    hurt_in_rounds(injure, names, options())
+    assert sorted(done) == names
+
+
+def test_what_cannot_be_done_now_is_tried_again() -> None:
+    answers = [False, False, True]
+    hurt_in_rounds(lambda _: answers.pop(0), ["a"], options())
+    assert answers == []
+
+
+def test_an_interrupt_ends_the_injuries_after_the_one_under_way() -> None:
+    done: list[str] = []
+
+    def injure(name: str) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        done.append(name)
+        return True
+
+    hurt_in_rounds(injure, ["a", "b"], options(minutes=60.0))
+    assert len(done) == 1
+
+
+def test_a_request_with_a_picture_is_a_chat_and_one_without_a_completion() -> None:
+    picture = random_picture(random.Random(1))
+    chat = KnownAnswer("a mill", 5, "text", picture)
+    (message,) = chat.body(stream=True)["messages"]
+    assert chat.path == CHAT and "prompt" not in chat.body()
+    assert message["content"][0]["image_url"] == {"url": picture}
+    assert KnownAnswer("a mill", 5, "text").body()["prompt"] == "a mill"
+    answers = [{"text": "a"}, {"message": {"content": "a"}}, {"delta": {"content": "a"}}]
+    assert list(map(answered_text, answers)) == ["a"] * 3
+    assert answered_text({"delta": {"role": "assistant", "content": None}}) == ""
+
+
+def test_a_full_queue_is_an_ordinary_outcome_and_other_errors_are_none() -> None:
+    refused = Observation(
+        "stream", 1.0, 2.0, 503, detail='{"message": "The request queue is full."}'
+    )
+    failed = Observation("stream", 1.0, 2.0, 503, detail="the engine has ended")
+    found = verdict(
+        [refused, failed], LineCounts(), outages=[], full_disk=[], injuries=0, unexpected_ends=0
+    )
+    figures = {figure.name: figure.values[0] for figure in found.figures}
+    assert figures["requests refused by a full queue"] == 1
+    assert figures["answers of 5xx"] == 1
+
+
+@pytest.mark.timeout(1200)  # Three starts of a server, on a machine with other work.
 @pytest.mark.parametrize(
     "injuries",
     [
@@ -68,9 +135,9 @@ def test_nothing_is_lost_doubled_or_different(
     injuries: tuple[str, ...], small_model: Path, tmp_path: Path
 ) -> None:
     flags = (
-        *("--minutes", "0.3", "--pause", "2", "6", "--model-path", str(small_model)),
+        *("--minutes", "0", "--pause", "1", "4", "--model-path", str(small_model)),
         *("--known", "12", "--lines", "20", "--unfinished", "2", "--streams", "1"),
-        *("--storms", "1", "--out", str(tmp_path), "--in-turn", "--injuries", *injuries),
+        *("--storms", "1", "--out", str(tmp_path), "--injuries", *injuries),
         *("--server-flag=--dtype", "--server-flag=float32"),
         *("--server-flag=--startup-profile-seconds", "--server-flag=0"),
         # Loose targets: what is asked here is whether lines are lost, not what they may cost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fleet_chaos
@@ -23,8 +24,8 @@ def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path)
     """
     router = ("--router", str(SMG), "--online-rate", "2") if SMG else ()
     flags = (
-        *("--engines", "2", "--other-versions", "--injuries", "2"),
-        *("--pause", "1", "2", "--kinds", *KINDS),
+        *("--engines", "2", "--other-versions"),
+        *("--minutes", "0", "--pause", "1", "2", "--injuries", *KINDS),
         *("--known", "8", "--lines", "30", "--unfinished", "2", "--out", str(tmp_path)),
         *("--model-path", str(small_model), "--server-flag=--dtype", "--server-flag=float32"),
         *("--server-flag=--startup-profile-seconds", "--server-flag=0", *router),
@@ -36,3 +37,5 @@ def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path)
     assert [figures[kind].values[0] for kind in KINDS] == [1, 1]
     assert figures["lines"].values[0] >= 30
     assert (tmp_path / "table.md").exists()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["command"] and "commit" in results["machine"]
