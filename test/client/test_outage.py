@@ -200,13 +200,13 @@ class TestUploads:
             play(handle, upload(source, policy, stall_s=0.3))
 
     def test_a_slow_one_that_moves_is_left_alone(self, source: Path) -> None:
-        """With the system's own buffers, chunks would be taken 3 s apart."""
+        """With the system's own buffers, none of its chunks would be taken for 5 s."""
 
         async def handle(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _count: int
         ) -> None:
-            await take(reader, 2048 * KIB, 0.03)
-            await take(reader, 6144 * KIB)
+            await take(reader, 512 * KIB, 0.1)
+            await take(reader, 7680 * KIB)
             await answer(writer, b'{"id": "file-1"}')
 
         assert play(handle, upload(source, RetryPolicy(), stall_s=2.0)) == 1
