@@ -97,6 +97,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/discovery.py::urls": OPERATOR,
     "profiler/sample_file.py::__init__": OPERATOR,
     "srt/batch_backend/model_fingerprint.py::_safetensors_header": OPERATOR,
+    "srt/emulation/settings.py::of": OPERATOR,
     "srt/kv_checkpoint/kv_directory.py::_kv": OPERATOR,
     "srt/profiling/machine.py::machine_of": OPERATOR,
 }
