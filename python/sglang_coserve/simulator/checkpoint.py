@@ -12,7 +12,7 @@ __all__ = ["HostCheckpoint"]
 class HostCheckpoint:
     """Saves full pages of running offline requests in the background, first in, first out.
 
-    All copies share one link of ``tokens_per_s`` in each direction; ``HostLoads`` has the other one.
+    All copies share one link of ``tokens_per_s`` in each direction (the other: ``HostLoads``).
     """
 
     def __init__(self, tokens_per_s: float, page_tokens: int) -> None:
