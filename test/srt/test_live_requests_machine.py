@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from http import HTTPStatus
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
 PLACES = ("waiting", "chunk", "running", "parked", "suspended", "leaving")
 """Where a request may be; which of them are SGLang's makes no difference here."""
@@ -47,6 +49,7 @@ class Requests(RuleBasedStateMachine):
 
     def tell(self, rid: str, ending: Ending) -> None:
         req = self.ledger.request(rid)
+        assert ending is Ending.REFUSED or id(req) not in self.lost
         self.num_lost += id(req) in self.lost
         self.lost.discard(id(req))
         self.told.append((rid, ending))
@@ -156,6 +159,20 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def who_waits_for_a_name_waits_for_somebody(self) -> None:
         assert all(self.ledger.namesake(req) is not None for req in self.deferred)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ending"),
+    [
+        (FINISH_LENGTH(4), Ending.COMPLETE),
+        (FINISH_ABORT(), Ending.ABORTED),
+        (FINISH_ABORT("no such grammar", HTTPStatus.BAD_REQUEST), Ending.ABORTED),
+        (FINISH_ABORT("no memory", HTTPStatus.INTERNAL_SERVER_ERROR), Ending.REFUSED),
+    ],
+)
+def test_whom_an_end_is_held_against(reason: Any, ending: Ending) -> None:
+    assert ending_of(reason.to_json()) is ending
+    assert ending_of(None) is Ending.ABORTED
 
 
 TestRequests = Requests.TestCase

@@ -85,10 +85,11 @@ class Ending(Enum):
     """It got all its tokens."""
 
     REFUSED = "refused"
-    """The server refused or aborted it."""
+    """The server refused, aborted or lost it: it counts as a miss."""
 
     ABORTED = "aborted"
-    """Its client aborted it, which does not count against the server."""
+    """Its client took it back, or asked for what cannot be served: neither counts against the
+    server."""
 
 
 LEGAL_TRANSITIONS: Final = MappingProxyType(

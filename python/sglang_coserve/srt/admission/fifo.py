@@ -143,7 +143,7 @@ class FifoAdmission:
             if has:
                 self._tell("judgement", self.interference.produced, req.rid, now_s)
             if req.finished():
-                self._forget(req, ending_of(req))
+                self._forget(req, ending_of(req.finished_reason.to_json()))
 
     # --- What others ask about -----------------------------------------------------------
 

@@ -158,15 +158,19 @@ class PlannedAdmission:
             self._waiting.put_back(req)
             return
         self._waiting.reqs[req.rid] = req
-        if self._unplanned.are_all:
-            return
-        self.core.add_offline(queued_request(req, self._ledger[req.rid].arrival_s))
-        if self.core.queue.opens_branch(req.rid):
-            self._report_cached(req.rid)
+        if not self._unplanned.are_all:
+            self._told(self._add, queued_request(req, self._ledger[req.rid].arrival_s))
+
+    def _add(self, request: QueuedRequest) -> None:
+        """Tell the core of a new offline request, and what is cached of one unlike all others."""
+        self.core.add_offline(request)
+        if self.core.queue.opens_branch(request.rid):
+            self._report_cached(request.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
         """See ``Admission``. One that failed validation is not computed."""
-        self.core.arrived(info, self._ledger.match_prefix(req) if req.to_finish is None else 0)
+        cached_tokens = self._ledger.match_prefix(req) if req.to_finish is None else 0
+        self._tell("judgement", self.core.arrived, info, cached_tokens)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """See ``Admission``. Paused requests that match stay, and end when they run next."""
@@ -274,6 +278,7 @@ class PlannedAdmission:
         return result
 
     def _new_plan(self, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
+        assert not self._unplanned.are_all, "the core has lost track of what runs"
         self._planned_from, self._answers = self._snapshot(running_batch, now_s), {}
         return self.core.plan(self._planned_from, self)
 
@@ -283,7 +288,10 @@ class PlannedAdmission:
             self._write_failed(waiting, self._planned_from, self._answers)
 
     def _told(self, call: Callable[..., None], *args: Any) -> None:
-        """Tell the core what has become of requests; where it does not follow, it plans no more."""
+        """Tell the core what has become of requests and steps; if it fails, it plans no more.
+
+        Whatever is asked of it within a pass is guarded by ``admit``.
+        """
         if self._unplanned.are_all:
             return
         try:
@@ -293,7 +301,7 @@ class PlannedAdmission:
 
     def _drop(self) -> None:
         assert self._lane is not None
-        self.core.update(self._steps.dropped(self._lane.drop()))
+        self._told(self.core.update, self._steps.dropped(self._lane.drop()))
         self._events["dropped"] += 1
 
     def settle(self, last_batch: Any) -> Any:
@@ -352,7 +360,7 @@ class PlannedAdmission:
             check = self._drift_warning.check
             self._tell("drift warning", check, self.core.prediction_error, now_s)
         for req in self._ended:
-            self._forget(req, ending_of(req))
+            self._forget(req, ending_of(req.finished_reason.to_json()))
         self._ended = []
         for req in self._waiting.start_pass():
             self._told(self.core.restore, req.rid, len(req.output_ids))

@@ -4,8 +4,8 @@
 2. SGLang ends it outside of its batches: it is refused as the queue is full, or displaced by one of
    a higher priority; it waited for too long; it is aborted while it waits or between two chunks; it
    is the last one and does not fit. Its client then gets an ``AbortReq``, by which it is noticed.
-3. It is nowhere any more, and neither has happened. That is a fault, so it is counted; all
-   requests are looked for at a bounded interval.
+3. It is nowhere any more, and neither has happened. That is a fault, so it is counted, and held
+   against the server; all requests are looked for at a bounded interval.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.request import Ending
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
 __all__ = ["LiveRequests"]
 
@@ -75,9 +75,7 @@ class LiveRequests:
     def _note(self, req: Any, answer: AbortReq) -> None:
         # A message of which no request was made has the rid, but is none.
         if self._ledger.has(req):
-            # The server gives a reason for what it ends, and none for what a client takes back.
-            ending = Ending.REFUSED if answer.finished_reason else Ending.ABORTED
-            self._answered.append((req, ending))
+            self._answered.append((req, ending_of(answer.finished_reason)))
 
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
         """Have all parts forget a request that has ended; does nothing if they have already.
@@ -116,5 +114,5 @@ class LiveRequests:
         gone = [req for req in self._ledger.reqs() if id(req) not in here]
         for req in gone:
             logger.warning("request %s has left the engine, and nobody has said so", req.rid)
-            self.forget(req)
+            self.forget(req, Ending.REFUSED)
         self.num_unnoticed += len(gone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -241,7 +241,13 @@ def _output_tokens(req: Req, info: RequestInfo) -> int:
     return info.max_new_tokens if expected is None else min(expected, info.max_new_tokens)
 
 
-def ending_of(req: Req) -> Ending:
-    """Return how a finished request ended."""
-    is_aborted = req.finished_reason.to_json()["type"] == "abort"
-    return Ending.ABORTED if is_aborted else Ending.COMPLETE
+def ending_of(reason: Mapping[str, Any] | None) -> Ending:
+    """Return how a request ended for which SGLang gives this reason, as JSON.
+
+    What a client takes back has no reason, or one without a status; what the server could not serve
+    has a status from 500 on.
+    """
+    if reason is not None and reason["type"] != "abort":
+        return Ending.COMPLETE
+    status = reason.get("status_code") if reason is not None else None
+    return Ending.ABORTED if status is None or status < 500 else Ending.REFUSED
