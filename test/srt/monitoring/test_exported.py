@@ -12,6 +12,7 @@ from srt.monitoring.watched import LINES, ONLINE_REQUESTS, ONLINE_TOKENS, Watche
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ELSEWHERE = {
+    "coserve_advisory_off",
     "coserve_slo_measured_seconds",
     "coserve_slo_alone_seconds",
     "coserve_slo_attainment",
@@ -19,7 +20,7 @@ ELSEWHERE = {
     "coserve_safepoint_suspended_total",
     "coserve_safepoint_resumed_total",
 }
-"""Not there before something was measured that this load need not bring."""
+"""Not there before something happened that this load need not bring."""
 
 
 def documented() -> list[str]:
