@@ -6,7 +6,7 @@ Every system is a real scheduler, model and event loop in one thread of a proces
 Its clock is the CPU time of that thread, so that other work on the machine counts only by
 what it does to caches. Online requests arrive as a Poisson process, also in the middle of a
 step; offline requests wait at any time. HTTP, tokenizing and the threads of a server are not
-in it: ``bench_coserve`` has those.
+in it: ``sglang_coserve.bench_serving`` has those.
 
 The rate of online requests is chosen so that online requests alone keep the engine busy for
 the given share of the time. All systems of a repeat get the same requests, one after the
@@ -24,11 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from common import stock
 from common.results import write_results
 from interference_bench.report import print_table, row
 from interference_bench.session import RATES, add_load_flags, engine_flags, measured
 from interference_bench.systems import ALONE, SYSTEMS
+from sglang_coserve.bench_serving import stock
 from sglang_coserve.errors import ConfigError
 
 

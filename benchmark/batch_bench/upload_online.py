@@ -13,14 +13,13 @@ from typing import Final
 import httpx
 import openai
 
+from batch_bench.online_load import OnlineLoad, online_requests
 from batch_bench.setting import Setting
 from common.batch_server import BatchServer, openai_client, upload
 from common.failures import RunFailedError
 from common.figures import Figure
 from common.input_file import long_lines
 from common.null_server import NullServer, lowest_priority
-from coserve_bench.online_load import OnlineLoad
-from coserve_bench.online_requests import OnlineSpec, online_requests
 from sglang_coserve.metrics import latency_report
 
 __all__ = ["measure"]
@@ -133,7 +132,6 @@ class _Runs:
     async def _p99_ttft_ms(self, load: OnlineLoad) -> float:
         options, setting = self._setting.options, self._setting
         requests = online_requests(
-            OnlineSpec(),
             options.online_rate_per_s,
             options.online_window_s,
             options.seed,
@@ -142,15 +140,9 @@ class _Runs:
         url = self._server.base_url
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             await client.post("/flush_cache", params={"timeout": 30}, timeout=_CALL_TIMEOUT_S)
-        await load.load(
-            url,
-            requests,
-            vocab_size=setting.model.vocab_size,
-            seed=options.seed,
-            body={},
-        )
-        result = await load.go(options.online_window_s + _DRAIN_S)
-        p99_s = latency_report(result.timelines).ttft.p99_s
+        await load.load(url, requests, vocab_size=setting.model.vocab_size, seed=options.seed)
+        timelines = await load.go(options.online_window_s + _DRAIN_S)
+        p99_s = latency_report(timelines).ttft.p99_s
         if p99_s is None:
             raise RunFailedError("every online request failed; see the server's log")
         return p99_s * 1e3

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-from gpu.trace_slices import SLICES, write_slice
 
 __all__ = ["DRY_RUN_NOTE", "STEPS", "GpuSetting", "Step", "select"]
 
@@ -17,9 +16,10 @@ DRY_RUN_NOTE: Final = (
     "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
 )
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
+_MIXED: Final = "stock-priority --enable-mixed-chunk --chunked-prefill-size"
 _ALL_SYSTEMS: Final = (
-    *("online-only", "coserve", "non-preemptive", "defaults", "stock-tuned-1024"),
-    *("stock-priority", "stock-fcfs", "stock-tuned-512", "stock-tuned-2048"),
+    *("alone", "coserve-slo", "coserve", f"{_MIXED} 1024", "stock-priority", "stock"),
+    *(f"{_MIXED} 512", f"{_MIXED} 2048"),
 )
 _GPU_TESTS: Final = _BENCHMARKS.parent / "test" / "srt" / "safepoint_cuda"
 
@@ -86,55 +86,44 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CoLoad:
-    """Online requests of one co-serving step."""
+    """Online requests of one co-serving step: Poisson arrivals, ConServe §6.2's lengths."""
 
-    rates_per_s: tuple[float, ...]
-    slo_scales: tuple[float, ...] = (1.2,)
-    trace: str | None = None
-    """One of ``SLICES``; None: ConServe §6.2's Gamma arrivals, CV 0.5."""
-
-    systems: tuple[str, ...] = ("online-only", "coserve", "non-preemptive", "stock-priority")
+    rate_per_s: float
+    systems: tuple[str, ...] = ("alone", "coserve-slo", "coserve", "stock-priority")
     """In this order: what is stopped early has what matters most, and goes on with the rest."""
 
     window_s: int = 50
 
     def commands(self, setting: GpuSetting, folder: Path) -> list[list[str]]:
-        """Return the command line of ``bench_coserve.py``."""
+        """Return the command line of ``sglang_coserve.bench_serving``."""
         dry = setting.dry_run
-        # With a capacity of 1 req/s the load is the rate.
-        flags: dict[str, object] = {
-            "out": folder,
-            "capacity": 1,
-            "repeats": 1,
-            "drain": 120,
-            "model-path": setting.model_path,
-            "window": 5 if dry else self.window_s,
-            "warmup": 1 if dry else 5,
-            "online-warmup": 1 if dry else 5,
-            "ready-timeout": 400,
-            "offline-input-len": 128 if dry else 4096,
-            "offline-output-len": 8 if dry else 128,
-            "offline-lines": 2000 if dry else 2500,
-            "offline-concurrency": 4 if dry else 96,
-        }
-        if self.trace is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            flags["online-trace"] = write_slice(folder / f"{self.trace}.csv", SLICES[self.trace])
-        else:
-            flags |= {"cv": 0.5, "online-range-ratio": 1}
-            flags |= {"online-input-len": 64 if dry else 4096}
-            flags |= {"online-output-len": 8 if dry else 256}
+        window_s = 5 if dry else self.window_s
         # What the first attempt had stays: runs with another profile would not compare.
         profile, own = folder.parent / "profile" / "profile.json", folder / "latency_profile.json"
-        if profile.is_file() and not (folder / "settings.json").exists():
+        if profile.is_file() and not (folder / "runs").exists():
             folder.mkdir(parents=True, exist_ok=True)
             own.write_bytes(profile.read_bytes())
-        if own.is_file():
-            flags["latency-profile"] = own
-        command = _python("bench_coserve.py", flags)
-        command += ["--online-load", *map(str, self.rates_per_s), "--systems", *self.systems]
-        command += ["--slo-scale", *map(str, self.slo_scales)]
-        return [[*command, f"--server-flags={' '.join(setting.server_flags())}"]]
+        planned = shlex.join(["--latency-profile", str(own)]) if own.is_file() else ""
+        systems = [
+            f"{system} {planned}".strip() if system.startswith("coserve") else system
+            for system in self.systems
+        ]
+        command = [sys.executable, "-m", "sglang_coserve.bench_serving", "--out", str(folder)]
+        command += ["--model-path", setting.model_path, "--slo-scale", "1.2"]
+        command += ["--warmup-s", "1" if dry else "5", "--ready-timeout-s", "400"]
+        command += ["--systems", *systems, "--server", *setting.server_flags()]
+        command += ["--online", "--request-rate", str(self.rate_per_s)]
+        command += ["--num-prompts", str(round(self.rate_per_s * window_s))]
+        command += _random_ids(*((64, 8) if dry else (4096, 256)))
+        command += ["--offline", "--max-concurrency", "4" if dry else "96"]
+        command += ["--num-prompts", "2000" if dry else "2500"]
+        return [[*command, *_random_ids(*((128, 8) if dry else (4096, 128)))]]
+
+
+def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
+    flags = ["--dataset-name", "random-ids", "--random-range-ratio", "1", "--tokenize-prompt"]
+    flags += ["--random-input-len", str(prompt_tokens)]
+    return [*flags, "--random-output-len", str(output_tokens)]
 
 
 def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
@@ -207,14 +196,14 @@ STEPS: Final = (
     _coload(
         "smoke",
         "Does the stack serve both classes?",
-        CoLoad((1.0,), systems=("online-only", "coserve"), window_s=8),
+        CoLoad(1.0, systems=("alone", "coserve-slo"), window_s=8),
         least_s=120,
     ),
     Step("profile", "How well are step times predicted?", 120, _profile, "profile.json"),
     _coload(
         "coload",
-        "Both classes on one engine, Gamma arrivals at 2 req/s",
-        CoLoad((2.0,), slo_scales=(1.0, 1.2), systems=_ALL_SYSTEMS),
+        "Both classes on one engine, Poisson arrivals at 2 req/s",
+        CoLoad(2.0, systems=_ALL_SYSTEMS),
     ),
     Step(
         "safepoint",
@@ -239,9 +228,10 @@ STEPS: Final = (
         "overhead.json",
     ),
     Step("tests", "Tests that need a GPU", 60, _tests),
-    _coload("coload-rates", "The same at 1, 3 and 4 req/s", CoLoad((1.0, 3.0, 4.0))),
-    _coload("coload-azure", "With arrivals like Azure's", CoLoad((4.0,), trace="azure")),
-    _coload("coload-burstgpt", "With arrivals like BurstGPT's", CoLoad((2.0,), trace="burstgpt")),
+    *(
+        _coload(f"coload-{rate_per_s}", f"The same at {rate_per_s} req/s", CoLoad(rate_per_s))
+        for rate_per_s in (1, 3, 4)
+    ),
 )
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.stock import best_setting
 from interference_bench.engine import RunOutcome
 from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
+from sglang_coserve.bench_serving.stock import best_setting
 
 __all__ = ["held_to_stock", "print_table", "row", "searched"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from common import stock
+from sglang_coserve.bench_serving import stock
 
 __all__ = ["ALONE", "SEARCHED", "SYSTEMS", "EngineSystem"]
 

@@ -15,10 +15,30 @@ import pytest
 
 import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
-from srt.test_documented_flags import FLAG, flags_in, flags_of_server, flags_of_sglang
+from srt.test_documented_flags import (
+    FLAG,
+    flags_in,
+    flags_of_bench_serving,
+    flags_of_server,
+    flags_of_sglang,
+    options_of,
+)
 
 LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "yaml", ""}
-OTHERS = {".", "cd", "curl", "docker", "export", "git", "jq", "kubectl", "openssl", "pip", "smg"}
+OTHERS = {
+    ".",
+    "cd",
+    "curl",
+    "docker",
+    "export",
+    "git",
+    "jq",
+    "kubectl",
+    "openssl",
+    "pip",
+    "smg",
+    "wait",
+}
 """Programs that are not ours."""
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -28,9 +48,10 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
-    """Of each subcommand of ``coserve``."""
+    """Of each subcommand of ``coserve``, and of modules that are programs."""
     from typer.main import get_command
 
+    from sglang_coserve.bench_serving.options import SECTIONS, make_parser
     from sglang_coserve.cli import app
     from sglang_coserve.fleet.options import _parser
 
@@ -44,7 +65,12 @@ def flags() -> dict[str, set[str]]:
     add("", get_command(app))
     found["serve"] = flags_of_server() | flags_of_sglang()
     found["profile"] |= flags_of_sglang()
-    found["gateway"] = set(_parser()._option_string_actions)
+    found["gateway"] = options_of(_parser())
+    found["sglang_coserve.launch_server"] = found["serve"]
+    found["sglang.bench_serving"] = flags_of_bench_serving()
+    found["sglang_coserve.bench_serving"] = (
+        options_of(make_parser()) | {*SECTIONS} | flags_of_bench_serving() | found["serve"]
+    )
     return found
 
 
@@ -71,9 +97,8 @@ def faults_of(words: Sequence[str], flags: dict[str, set[str]]) -> list[str]:
             [] if name else [f"no command: {words}"]
         )
     if program == "python" and rest[0] == "-m":
-        known = flags["serve"] if rest[1] == "sglang_coserve.launch_server" else set()
         missing = [] if importlib.util.find_spec(rest[1]) else [rest[1]]
-        return missing + [f"{rest[1]} {flag}" for flag in used - known]
+        return missing + [f"{rest[1]} {flag}" for flag in used - flags.get(rest[1], set())]
     script = ROOT / (rest[0] if program == "python" else program)
     if not script.is_file():
         return [f"no such program: {words}"]

@@ -2,14 +2,14 @@
 
 *Tuned*: online requests have the higher priority, decodes ride with prompts, in chunks of N
 tokens. *Interleaved*: online requests have the higher priority, and after each chunk of N tokens
-comes a step of decodes alone, an option of SGLang since 0.5.19. Of each the N counts that has the
-best P99 TTFT with as many offline tokens/s as ours.
+comes a step of decodes alone, an option of SGLang since 0.5.19. *Refinements* are tried on the best
+of these. The setting counts that has the best P99 TTFT with as many offline tokens/s as ours.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from packaging.version import Version
@@ -18,18 +18,25 @@ from sglang_coserve.errors import ConfigError
 
 __all__ = [
     "CHUNK_TOKENS",
+    "REFINEMENTS",
     "Candidate",
     "as_flags",
     "best_setting",
     "has_decode_interval",
     "interleaved",
     "require_decode_interval",
+    "search",
     "tuned",
 ]
 
 CHUNK_TOKENS: Final = (128, 256, 512, 1024, 2048)
+REFINEMENTS: Final[tuple[Mapping[str, Any], ...]] = (
+    # Requests of the lowest priority lose their memory first, not those with the fewest outputs.
+    {"retraction_policy": "priority"},
+    # Of equal priority, the longest output first.
+    {"schedule_policy": "lof"},
+)
 _INTERVAL_SINCE: Final = Version("0.5.19")
-
 Candidate = tuple[float, float]
 """P99 TTFT in ms, offline tokens/s."""
 
@@ -50,6 +57,39 @@ def interleaved(chunk_tokens: int) -> dict[str, Any]:
         "prefill_decode_interval": 1,
         "chunked_prefill_size": chunk_tokens,
     }
+
+
+def search(
+    measure: Callable[[Mapping[str, Any]], Candidate | None],
+    chunk_tokens: Sequence[int],
+    offline_tokens_per_s: float,
+) -> Mapping[str, Any] | None:
+    """Return the setting that counts: the best of all kinds and sizes, then of it refined.
+
+    Args:
+        measure: Given fields of ``ServerArgs``; None where the server gave no result.
+        chunk_tokens: The sizes to try.
+        offline_tokens_per_s: Ours: see ``best_setting``.
+    """
+    found: dict[str, tuple[Mapping[str, Any], Candidate]] = {}
+
+    def attempt(settings: Mapping[str, Any]) -> None:
+        if (candidate := measure(settings)) is not None:
+            found[" ".join(as_flags(settings))] = (settings, candidate)
+
+    def best() -> Mapping[str, Any]:
+        candidates = {name: candidate for name, (_, candidate) in found.items()}
+        return found[best_setting(candidates, offline_tokens_per_s)][0]
+
+    for tokens in chunk_tokens:
+        attempt(tuned(tokens))
+        if has_decode_interval():
+            attempt(interleaved(tokens))
+    if not found:
+        return None
+    for refinement in REFINEMENTS:
+        attempt({**best(), **refinement})
+    return best()
 
 
 def as_flags(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,82 +1,71 @@
-"""Sends the online requests of a run, from a process of its own.
+"""Online requests, sent by a process of their own.
 
-There nothing else delays what it sends and times: neither the offline load nor its answers.
+There nothing else delays what it sends and times: neither another load nor its answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from common.failures import RunFailedError
 from common.own_process import OwnProcess
 from sglang_coserve.metrics import RequestTimeline
 from sglang_coserve.streamed_load import StreamedLoad, StreamedRequest, replayed
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload import TraceRequest, fit_to_context, poisson_arrivals, synthesize
 
-__all__ = ["OnlineLoad", "OnlineResult"]
+__all__ = ["OnlineLoad", "online_requests"]
 
 _PREPARE_TIMEOUT_S: Final = 120.0
 _WARM_UP_PROMPT_TOKENS: Final = 32
 _WARM_UP_OUTPUT_TOKENS: Final = 8
+_PROMPT_TOKENS: Final = (128, 256)
+_OUTPUT_TOKENS: Final = (32, 64)
 
 
-@dataclass(frozen=True, slots=True)
-class OnlineResult:
-    """What became of the online requests of one run, times in seconds since the window's start."""
-
-    timelines: tuple[RequestTimeline, ...]
-    began_s: float
-    """The window's start, at first the first arrival, on the clock of ``time.perf_counter``."""
-
-    def since(self, start_s: float) -> OnlineResult:
-        """Return the requests that arrive from then on, with times counted from there."""
-        later = (timeline for timeline in self.timelines if timeline.arrival_s >= start_s)
-        return OnlineResult(
-            tuple(_moved(timeline, -start_s) for timeline in later), self.began_s + start_s
-        )
+def online_requests(
+    rate_per_s: float, seconds: float, seed: int, max_context_tokens: int
+) -> list[TraceRequest]:
+    """Return ``rate_per_s · seconds`` Poisson arrivals, with uniform lengths. The seed decides."""
+    count = max(2, round(rate_per_s * seconds))
+    made = synthesize(poisson_arrivals(rate_per_s, seed), _lengths(seed))
+    return fit_to_context(islice(made, count), max_context_tokens)[0]
 
 
 class OnlineLoad:
     """The process, kept from run to run, started when it is needed.
 
-    For each run ``load`` and then ``go``. ``time.perf_counter`` is one clock for
-    all processes of a machine, so its times can be compared with ours.
+    For each run ``load`` and then ``go``.
     """
 
     def __init__(self) -> None:
         self._process: OwnProcess | None = None
 
     async def load(
-        self,
-        base_url: str,
-        requests: Sequence[TraceRequest],
-        *,
-        vocab_size: int,
-        seed: int,
-        body: Mapping[str, Any],
+        self, base_url: str, requests: Sequence[TraceRequest], *, vocab_size: int, seed: int
     ) -> None:
-        """Prepare the next run; ``body`` is added to each request's.
+        """Prepare the next run.
 
         Raises:
             RunFailedError: the process ended or gave no answer in time.
         """
         if self._process is None:
             self._process = await asyncio.to_thread(OwnProcess, _Sender)
-        arguments = (base_url, requests, vocab_size, seed, dict(body))
+        arguments = (base_url, requests, vocab_size, seed)
         await self._call("prepare", *arguments, timeout_s=_PREPARE_TIMEOUT_S)
 
-    async def go(self, timeout_s: float) -> OnlineResult:
-        """Send what was loaded and wait for every answer.
+    async def go(self, timeout_s: float) -> list[RequestTimeline]:
+        """Send what was loaded and wait for every answer; times count from the first arrival.
 
         Raises:
             RunFailedError: the process ended, or the answers took longer than ``timeout_s``.
         """
-        result: OnlineResult = await self._call("send", timeout_s=timeout_s)
-        return result
+        timelines: list[RequestTimeline] = await self._call("send", timeout_s=timeout_s)
+        return timelines
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -113,41 +102,32 @@ class _Sender:
         """Nothing is left between two calls."""
 
     def prepare(
-        self,
-        base_url: str,
-        requests: Sequence[TraceRequest],
-        vocab_size: int,
-        seed: int,
-        fields: Mapping[str, Any],
+        self, base_url: str, requests: Sequence[TraceRequest], vocab_size: int, seed: int
     ) -> None:
         """Make the bodies of a run, and one to warm the server up with, which comes first."""
         warm_up = TraceRequest(
             len(requests) + 1, 0.0, _WARM_UP_PROMPT_TOKENS, _WARM_UP_OUTPUT_TOKENS
         )
         self._base_url, self._requests = base_url, (warm_up, *requests)
-        self._streamed = list(
-            replayed(self._requests, vocab_size=vocab_size, seed=seed, fields=fields)
-        )
+        self._streamed = list(replayed(self._requests, vocab_size=vocab_size, seed=seed))
         gc.collect()
         gc.freeze()
 
-    def send(self) -> OnlineResult:
+    def send(self) -> list[RequestTimeline]:
         """Send them, and wait for every answer."""
         return asyncio.run(self._send())
 
-    async def _send(self) -> OnlineResult:
+    async def _send(self) -> list[RequestTimeline]:
         sent = iter(self._streamed)
         async with StreamedLoad(self._base_url, sent, arrivals_s=(0.0,)) as warm_up:
             await warm_up.finished()
         arrivals_s = (request.arrival_s for request in self._requests[1:])
         async with StreamedLoad(self._base_url, sent, arrivals_s=arrivals_s) as load:
             await load.finished()
-        return OnlineResult(tuple(load.timelines()), load.began_s)
+        return load.timelines()
 
 
-def _moved(timeline: RequestTimeline, by_s: float) -> RequestTimeline:
-    return replace(
-        timeline,
-        arrival_s=timeline.arrival_s + by_s,
-        token_times_s=tuple(time_s + by_s for time_s in timeline.token_times_s),
-    )
+def _lengths(seed: int) -> Iterator[tuple[int, int]]:
+    rng = random.Random(seed + 1)
+    while True:
+        yield rng.randint(*_PROMPT_TOKENS), rng.randint(*_OUTPUT_TOKENS)

@@ -1,0 +1,186 @@
+"""Runs the systems in turn, each on a server of its own, and searches the best stock setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_coserve.bench_serving import stock
+from sglang_coserve.bench_serving.one_run import Figures, measure
+from sglang_coserve.bench_serving.options import Options
+from sglang_coserve.bench_serving.systems import ALONE, System, tuned_stock
+from sglang_coserve.demo.servers import make_server, module_of
+from sglang_coserve.errors import ServerError, StartupError
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["Comparison", "Plan", "Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run. On a started server equal plans are not run twice. As in JSON: no tuples."""
+
+    system: str
+    """Its name, with the flags that were given or found for it."""
+
+    command: list[str]
+    """Of the server; its address where it ran already."""
+
+    targets_ms: dict[str, float | None]
+    online: list[str]
+    offline: list[str]
+    warmup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a plan."""
+
+    plan: Plan
+    figures: Figures
+    reports: Mapping[str, Any]
+    """SGLang's, of both loads."""
+
+
+class Comparison:
+    """Every run of a command, but for those that an earlier one made on servers of its own."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._say = say
+        self._targets = options.targets
+        self.runs: dict[str, Run] = {}
+        """By system, in the order in which they are shown."""
+
+        self.tried: dict[str, Run] = {}
+        """Settings of stock SGLang that were tried, by system with its flags."""
+
+        self.failed: dict[str, str] = {}
+        """Systems without a result, and why."""
+
+    @property
+    def targets(self) -> SloTargets:
+        """What is promised: given, or from the run of online requests alone once it is there."""
+        return self._targets
+
+    def run(self) -> None:
+        """Make all runs. A system that fails costs its own row, and those that need its figures."""
+        systems = self._options.systems
+        # Last what needs the others' figures: alone comes first in the options.
+        for system in sorted(systems, key=lambda system: system.is_searched):
+            try:
+                if system.is_searched:
+                    self.runs[system.name] = self._search(system)
+                else:
+                    self.runs[system.name] = self._run(system)
+                if system.name == ALONE:
+                    self._take_targets(self.runs[ALONE].figures)
+            except (ServerError, StartupError) as error:
+                self.failed[system.name] = str(error)
+        order = [system.name for system in systems]
+        self.runs = dict(sorted(self.runs.items(), key=lambda run: order.index(run[0])))
+
+    def _take_targets(self, alone: Figures) -> None:
+        if (scale := self._options.slo_scale) is not None:
+            self._targets = SloTargets(
+                scale * alone.p99_ttft_ms / 1e3, scale * alone.p99_itl_ms / 1e3
+            )
+
+    def _search(self, searched: System) -> Run:
+        """Return the run of the setting of stock SGLang that counts: see ``stock``.
+
+        Raises:
+            ServerError: none of the settings gave a result.
+        """
+        runs: dict[str, Run] = {}
+
+        def measure_setting(settings: Mapping[str, Any]) -> stock.Candidate | None:
+            system = tuned_stock(searched, settings)
+            try:
+                run = self._run(system)
+            except (ServerError, StartupError) as error:
+                self.failed[system.name] = str(error)
+                return None
+            runs[system.name] = self.tried[system.name] = run
+            return run.figures.p99_ttft_ms, run.figures.offline_tokens_per_s or 0.0
+
+        ours = [
+            run.figures.offline_tokens_per_s or 0.0
+            for name, run in self.runs.items()
+            if name.startswith("coserve")
+        ]
+        best = stock.search(measure_setting, self._options.chunk_tokens, max(ours, default=0.0))
+        if best is None:
+            raise ServerError(f"no setting of {searched.name} gave a result")
+        return runs[tuned_stock(searched, best).name]
+
+    def _run(self, system: System) -> Run:
+        options = self._options
+        if system.takes_slo and self._targets == SloTargets():
+            raise ServerError(f"no targets for {system.name}: the run of {ALONE!r} failed")
+        flags = ["--model-path", options.model_path or "", *options.server]
+        flags += system.server_flags(self._targets)
+        url = self._url_of(system)
+        plan = Plan(
+            system=system.name,
+            command=[url] if url else ["python", "-m", module_of(is_ours=system.is_ours), *flags],
+            targets_ms={"ttft": _ms(self._targets.ttft_s), "tpot": _ms(self._targets.tpot_s)},
+            online=list(options.online),
+            offline=list(options.offline),
+            warmup_s=options.warmup_s,
+        )
+        folder = options.out / "runs" / _file_name(system.name)
+        path = folder / "run.json"
+        if not url and path.exists() and (earlier := _read(path)).plan == plan:
+            return earlier
+        folder.mkdir(parents=True, exist_ok=True)
+        self._say(f"{system.name}: starting the server")
+        with self._serving(system, flags, folder) as base_url:
+            figures, reports = measure(
+                base_url,
+                system,
+                self._targets,
+                options,
+                folder,
+                lambda phase: self._say(f"{system.name}: {phase}"),
+            )
+        run = Run(plan, figures, reports)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(run), indent=1) + "\n")
+        partial.replace(path)
+        return run
+
+    def _url_of(self, system: System) -> str | None:
+        names = [each.name for each in self._options.systems]
+        return self._options.urls[names.index(system.name)] if self._options.urls else None
+
+    @contextmanager
+    def _serving(self, system: System, flags: Sequence[str], folder: Path) -> Iterator[str]:
+        if url := self._url_of(system):
+            yield url
+            return
+        server = make_server(
+            flags,
+            is_ours=system.is_ours,
+            log_path=folder / "server.log",
+            ready_timeout_s=self._options.ready_timeout_s,
+        )
+        with server:
+            yield server.base_url
+
+
+def _read(path: Path) -> Run:
+    found = json.loads(path.read_text())
+    return Run(Plan(**found["plan"]), Figures(**found["figures"]), found["reports"])
+
+
+def _file_name(system: str) -> str:
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in system)[:120]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

@@ -1,0 +1,169 @@
+"""Both loads on one server: the offline one alone, the online one beside it, the figures."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from sglang_coserve.bench_serving.load import LoadProcess, LoadResult, with_body
+from sglang_coserve.bench_serving.options import Options
+from sglang_coserve.bench_serving.systems import System
+from sglang_coserve.errors import ServerError
+from sglang_coserve.metrics import Outcome, SloTargets, latency_report, throughput
+
+__all__ = ["Figures", "measure"]
+
+_IDLE_TIMEOUT_S: Final = 60.0
+_OFFLINE_SEED: Final = ("--seed", "43")
+"""bench_serving's own is 42. Equal ones make equal prompts, hence hits in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run gave, the names of SGLang's report where it has them. None: there is none."""
+
+    median_ttft_ms: float
+    p99_ttft_ms: float
+    p99_itl_ms: float
+    mean_tpot_ms: float
+    slo_attainment: float | None
+    """Share of the online requests that met both targets, and..."""
+
+    request_goodput: float | None
+    """...how many did each second. Both are SGLang's."""
+
+    online_failed: int
+    offline_failed: int | None = None
+    offline_tokens_per_s: float | None = None
+    """Prompt and output tokens while the online load ran: docs/metrics.md."""
+
+    offline_ran_out: bool = False
+    """The offline load ended before the online one: the figures say less of the server."""
+
+
+def measure(
+    base_url: str,
+    system: System,
+    targets: SloTargets,
+    options: Options,
+    folder: Path,
+    say: Callable[[str], None],
+) -> tuple[Figures, dict[str, Any]]:
+    """Run both loads; return the figures, and SGLang's reports for the record.
+
+    Raises:
+        ServerError: a load failed or took longer than ``--run-timeout-s``.
+        ConfigError: a load's ``--extra-request-body`` cannot be used.
+    """
+    slos = {"ttft": targets.ttft_s, "tpot": targets.tpot_s}
+    slo_flags = [
+        word
+        for name, target_s in slos.items()
+        if target_s is not None
+        for word in ("--slo", f"{name}:{target_s * 1e3:.3f}")
+    ]
+    ratio = ["--concurrency-ratio", str(options.concurrency_ratio)]
+    limit_s = options.run_timeout_s
+    _make_ready(base_url)
+    with ExitStack() as stack:
+
+        def load(name: str, flags: list[str], body: Mapping[str, Any]) -> LoadProcess:
+            words = [*ratio, *with_body(flags, body)]
+            return stack.enter_context(LoadProcess(name, base_url, words, folder))
+
+        say("making requests")
+        online = load("online", [*slo_flags, *options.online], system.online_body)
+        offline = None
+        if system.has_offline:
+            offline = load("offline", [*_OFFLINE_SEED, *options.offline], system.offline_body)
+            offline.wait_for("ready", limit_s)
+        online.wait_for("ready", limit_s)
+        if offline is not None:
+            say("offline load alone")
+            offline.go()
+            offline.wait_for("answered", limit_s)
+            time.sleep(options.warmup_s)
+        say("both loads" if offline is not None else "online load")
+        online.go()
+        found = online.result(limit_s)
+        if offline is None:
+            return _figures(found), {"online": _record(found), "offline": None}
+        say("last offline answers")
+        offline.end()
+        beside = offline.result(limit_s)
+    figures = _figures(found, beside)
+    return figures, {"online": _record(found), "offline": _record(beside)}
+
+
+def _make_ready(base_url: str) -> None:
+    """Have every prompt computed, and no full garbage collection in a run.
+
+    One takes a third of a second after SGLang's imports, and would be all that a P99 shows.
+
+    Raises:
+        ServerError: the server does not answer, or does not become idle.
+    """
+    key = os.environ.get("OPENAI_API_KEY")  # As bench_serving has it.
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(base_url=base_url, headers=headers, trust_env=False) as client:
+            timeout_s = 2 * _IDLE_TIMEOUT_S
+            emptied = client.post(
+                "/flush_cache", params={"timeout": _IDLE_TIMEOUT_S}, timeout=timeout_s
+            )
+            client.post("/freeze_gc", timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise ServerError(f"{base_url} does not answer: {error}") from error
+    if emptied.status_code != 200:
+        raise ServerError(
+            f"{base_url} did not empty its cache (HTTP {emptied.status_code}: "
+            f"{emptied.text.strip()[:200]}): it must be idle before a run"
+        )
+
+
+def _figures(online: LoadResult, offline: LoadResult | None = None) -> Figures:
+    report = online.report
+    figures: dict[str, Any] = {
+        name: report[name]
+        for name in ("median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms")
+    }
+    for name in ("slo_attainment", "request_goodput"):
+        figures[name] = report.get(name)
+    figures["online_failed"] = _failed(online)
+    if offline is not None:
+        during = throughput(offline.timelines, online.began_s, online.ended_s)
+        figures |= {
+            "offline_failed": _failed(offline),
+            "offline_tokens_per_s": during.total_tokens_per_s,
+            "offline_ran_out": offline.unsent == 0 and offline.ended_s < online.ended_s,
+        }
+    return Figures(**figures)
+
+
+def _failed(load: LoadResult) -> int:
+    return sum(timeline.outcome is Outcome.FAILED for timeline in load.timelines)
+
+
+def _record(load: LoadResult) -> dict[str, Any]:
+    """Return what SGLang reports, and the same latencies by our definitions."""
+    return {
+        "bench_serving": {
+            # An infinite rate is no JSON.
+            name: str(value) if value == math.inf else value
+            for name, value in load.report.items()
+            if name != "server_info"
+        },
+        "steady_state": load.steady_state,
+        "began_s": load.began_s,
+        "ended_s": load.ended_s,
+        "unsent": load.unsent,
+        "latencies": latency_report(load.timelines).to_dict(),
+    }

@@ -1,0 +1,206 @@
+"""The command line: our own flags, then those of the servers and of both loads."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sglang_coserve.bench_serving import stock
+from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, System, parse_system
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["SECTIONS", "Options", "make_parser", "parse_options"]
+
+SECTIONS: Final = ("--server", "--online", "--offline")
+"""Words after which another program's flags come."""
+
+_OURS: Final = ("--base-url", "--host", "--port", "--output-file", "--goodput")
+"""Flags of bench_serving that this program sets."""
+
+_NO_TARGETS: Final = SloTargets()
+_DEFAULT_SYSTEMS: Final = (ALONE, "stock-tuned", "coserve")
+
+_EPILOG: Final = """\
+After these flags, in any order:
+  --server FLAGS   flags of sglang.launch_server, for every server alike
+  --online FLAGS   flags of sglang.bench_serving: the online load
+  --offline FLAGS  flags of sglang.bench_serving: the offline load, which is marked
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run. ``make_parser`` documents every field as a flag."""
+
+    systems: tuple[System, ...]
+    online: tuple[str, ...]
+    offline: tuple[str, ...]
+    server: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+    """Of servers that run already, one for each system; empty to start servers."""
+
+    model_path: str | None = None
+    out: Path = Path("bench-serving")
+    targets: SloTargets = _NO_TARGETS
+    slo_scale: float | None = None
+    chunk_tokens: tuple[int, ...] = stock.CHUNK_TOKENS
+    warmup_s: float = 5.0
+    concurrency_ratio: float = 0.8
+    ready_timeout_s: float = 600.0
+    run_timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--ready-timeout-s", self.ready_timeout_s),
+            ("--run-timeout-s", self.run_timeout_s),
+            ("--slo-scale", 1.0 if self.slo_scale is None else self.slo_scale),
+            *(("--chunk-tokens", tokens) for tokens in self.chunk_tokens),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} {value:g}: it must be a positive number")
+        if not 0 <= self.warmup_s < math.inf:
+            raise ConfigError(f"--warmup-s {self.warmup_s:g}: it must be at least 0")
+        if not 0 < self.concurrency_ratio <= 1:
+            raise ConfigError(
+                f"--steady-state-concurrency-ratio {self.concurrency_ratio:g}: it must be above 0 "
+                "and at most 1"
+            )
+        if not self.online:
+            raise ConfigError("no online load: add --online and flags of sglang.bench_serving")
+        has_offline = any(system.has_offline for system in self.systems)
+        if has_offline and not self.offline:
+            raise ConfigError("no offline load: add --offline and flags of sglang.bench_serving")
+        for section, flags in (("--online", self.online), ("--offline", self.offline)):
+            for flag in flags:
+                if flag.partition("=")[0] in _OURS:
+                    raise ConfigError(f"{section} … {flag}: this program sets that itself")
+        if bool(self.urls) == bool(self.model_path):
+            raise ConfigError("give either --model-path, to start servers, or --base-url")
+        has_targets = self.targets != _NO_TARGETS
+        if self.slo_scale is not None and (has_targets or self.systems[0].name != ALONE):
+            raise ConfigError(
+                f"--slo-scale takes the targets from {ALONE!r}: have it among the --systems, and "
+                "no --slo-ttft-ms nor --slo-tpot-ms"
+            )
+        if any(s.takes_slo for s in self.systems) and not has_targets and self.slo_scale is None:
+            raise ConfigError(
+                "a system that takes targets needs --slo-ttft-ms, --slo-tpot-ms or --slo-scale"
+            )
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Read the command line.
+
+    Raises:
+        ConfigError: a value cannot be used.
+        SystemExit: argparse refused the command line, or printed its help.
+    """
+    sections: dict[str, list[str]] = {"": [], **{name: [] for name in SECTIONS}}
+    section = ""
+    for word in argv:
+        if word in SECTIONS:
+            section = word
+        else:
+            sections[section].append(word)
+    args = make_parser().parse_args(sections[""])
+    systems, urls = _systems(args)
+    return Options(
+        systems=systems,
+        urls=urls,
+        server=tuple(sections["--server"]),
+        online=tuple(sections["--online"]),
+        offline=tuple(sections["--offline"]),
+        model_path=args.model_path,
+        out=args.out,
+        targets=SloTargets(_seconds(args.slo_ttft_ms), _seconds(args.slo_tpot_ms)),
+        slo_scale=args.slo_scale,
+        chunk_tokens=tuple(dict.fromkeys(args.chunk_tokens)),
+        warmup_s=args.warmup_s,
+        concurrency_ratio=args.steady_state_concurrency_ratio,
+        ready_timeout_s=args.ready_timeout_s,
+        run_timeout_s=args.run_timeout_s,
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of our own flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_coserve.bench_serving",
+        description="Runs SGLang's bench_serving twice at once, online and offline, on one server "
+        "or on several systems in turn.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model-path", help="start a server of this model for each system")
+    add(
+        "--systems",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(SYSTEMS)}; 'NAME FLAGS' adds flags of its server "
+        f"(default: {' '.join(_DEFAULT_SYSTEMS)})",
+    )
+    add(
+        "--base-url",
+        nargs="+",
+        metavar="[NAME=]URL",
+        default=[],
+        help="servers that run already, with the system that each is (default: coserve)",
+    )
+    add("--out", type=Path, default=Path("bench-serving"), help="where everything goes")
+    add("--slo-ttft-ms", type=float, help="target: for goodput, and for systems that take it")
+    add("--slo-tpot-ms", type=float, help="likewise")
+    add("--slo-scale", type=float, help="targets are P99 TTFT and P99 ITL of alone, times this")
+    add(
+        "--chunk-tokens",
+        nargs="+",
+        type=int,
+        default=stock.CHUNK_TOKENS,
+        metavar="N",
+        help="chunk sizes that stock-tuned tries (default: 128 to 2048)",
+    )
+    add("--warmup-s", type=float, default=5.0, help="offline load alone before the online one")
+    add(
+        "--steady-state-concurrency-ratio",
+        type=float,
+        default=0.8,
+        help="SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
+    )
+    add("--ready-timeout-s", type=float, default=600.0, help="longest start of a server")
+    add("--run-timeout-s", type=float, default=3600.0, help="longest run of a load")
+    return parser
+
+
+def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], tuple[str, ...]]:
+    if not args.base_url:
+        words = args.systems or list(_DEFAULT_SYSTEMS)
+        texts = [t for word in words for t in (word.split(",") if " " not in word else [word])]
+        # Others' latencies are divided by its, and targets may come from it.
+        found = sorted(dict.fromkeys(texts), key=lambda text: text != ALONE)
+        return tuple(map(parse_system, found)), ()
+    if args.systems:
+        raise ConfigError("--systems starts servers: with --base-url give NAME=URL instead")
+    systems, urls = [], []
+    for word in args.base_url:
+        name, _, url = word.partition("=") if not word.startswith("http") else ("coserve", "", word)
+        system = parse_system(name)
+        if not url.startswith("http") or system.is_searched:
+            raise ConfigError(
+                f"--base-url {word}: give [NAME=]http://…, NAME a system, not searched"
+            )
+        systems.append(system)
+        urls.append(url.rstrip("/"))
+    if len({system.name for system in systems}) < len(systems):
+        raise ConfigError("--base-url: each system can be given once")
+    order = sorted(range(len(systems)), key=lambda i: systems[i].name != ALONE)
+    return tuple(systems[i] for i in order), tuple(urls[i] for i in order)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -1,0 +1,188 @@
+"""What ``python -m sglang_coserve.bench_serving`` is told, and what it makes of figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_coserve.bench_serving import stock
+from sglang_coserve.bench_serving.compare import Comparison, Plan, Run
+from sglang_coserve.bench_serving.load import with_body
+from sglang_coserve.bench_serving.one_run import Figures
+from sglang_coserve.bench_serving.options import Options, parse_options
+from sglang_coserve.bench_serving.report import table
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+
+LOADS = ["--online", "--request-rate", "4", "--offline", "--max-concurrency", "8"]
+MODEL = ["--model-path", "m"]
+
+
+def parse(*words: str) -> Options:
+    return parse_options([*MODEL, *words, *LOADS])
+
+
+def test_each_section_goes_to_its_own_program() -> None:
+    options = parse("--out", "o", "--server", "--tp", "2", "--port-not-ours")
+    assert options.server == ("--tp", "2", "--port-not-ours")
+    assert options.online == ("--request-rate", "4")
+    assert options.offline == ("--max-concurrency", "8")
+    assert [system.name for system in options.systems] == ["alone", "stock-tuned", "coserve"]
+
+
+def test_systems_are_known_ones_with_more_flags_and_alone_is_first() -> None:
+    options = parse("--systems", "coserve,stock", "coserve --offline-policy hygen", "alone")
+    alone, ours, plain, hygen = options.systems
+    assert (alone.name, alone.has_offline) == ("alone", False)
+    assert (ours.name, ours.flags) == ("coserve", ())
+    assert not plain.is_ours and plain.offline_body == {}
+    assert hygen.flags == ("--offline-policy", "hygen")
+    assert hygen.offline_body == {"service_tier": "flex"}
+
+
+def test_a_system_is_told_its_targets_in_milliseconds() -> None:
+    (system,) = parse("--systems", "coserve-slo", "--slo-tpot-ms", "50").systems
+    assert system.server_flags(SloTargets(0.3, 0.05)) == (
+        *("--slo-ttft-ms", "300.000", "--slo-tpot-ms", "50.000"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*MODEL, "--systems", "vllm", *LOADS], "'vllm': known are alone, stock"),
+        ([*MODEL, "--offline", "--seed", "1"], "add --online"),
+        ([*MODEL, "--online", "--seed", "1"], "add --offline"),
+        (LOADS, "either --model-path, to start servers, or --base-url"),
+        ([*MODEL, *LOADS, "--base-url", "http://x"], "--offline … --base-url: this program sets"),
+        ([*MODEL, *LOADS, "--output-file=x"], "--offline … --output-file=x"),
+        ([*MODEL, "--systems", "coserve-slo", *LOADS], "needs --slo-ttft-ms"),
+        ([*MODEL, "--systems", "coserve", "--slo-scale", "1.2", *LOADS], "from 'alone'"),
+        ([*MODEL, "--slo-scale", "0", *LOADS], "--slo-scale 0: it must be a positive number"),
+        ([*MODEL, "--warmup-s", "nan", *LOADS], "--warmup-s nan"),
+        ([*MODEL, "--chunk-tokens", "0", *LOADS], "--chunk-tokens 0"),
+        ([*MODEL, "--steady-state-concurrency-ratio", "2", *LOADS], "at most 1"),
+        (["--base-url", "stock-tuned=http://x", *LOADS], "stock-tuned=http://x"),
+        (["--base-url", "alone=x", *LOADS], "NAME=]http://"),
+        (["--base-url", "http://x", "http://y", *LOADS], "given once"),
+        (["--base-url", "http://x", "--systems", "alone", *LOADS], "NAME=URL instead"),
+    ],
+)
+def test_what_cannot_be_run_is_said(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_options(words)
+    assert said in str(error.value)
+
+
+def test_servers_that_run_already_are_systems_too() -> None:
+    options = parse_options(["--base-url", "http://a:1/", "alone=http://b:2", *LOADS])
+    assert [system.name for system in options.systems] == ["alone", "coserve"]
+    assert options.urls == ("http://b:2", "http://a:1")
+
+
+def test_the_mark_joins_the_body_that_is_given() -> None:
+    flags = ["--seed", "1", "--extra-request-body", '{"top_k": 5}']
+    *kept, name, body = with_body(flags, {"service_tier": "flex"})
+    assert (kept, name) == (["--seed", "1"], "--extra-request-body")
+    assert json.loads(body) == {"top_k": 5, "service_tier": "flex"}
+    assert with_body(["--seed", "1"], {}) == ["--seed", "1"]
+
+
+@pytest.mark.parametrize("given", ['{"priority": 3}', "{", "[]", ""])
+def test_a_body_that_contradicts_the_mark_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="--extra-request-body"):
+        with_body(["--extra-request-body", given], {"priority": 0})
+
+
+def test_the_search_refines_the_setting_with_the_best_p99_at_our_tokens() -> None:
+    """Small chunks are fast for online requests and slow offline; ``lof`` helps, the other not."""
+    tried: list[Mapping[str, Any]] = []
+
+    def measure(settings: Mapping[str, Any]) -> stock.Candidate | None:
+        tried.append(settings)
+        tokens = settings["chunked_prefill_size"]
+        if tokens == 512:
+            return None  # Its server does not start.
+        slower = 1.5 if "prefill_decode_interval" in settings else 1.0
+        slower *= 2 if "retraction_policy" in settings else 1
+        slower *= 0.5 if "schedule_policy" in settings else 1
+        return tokens * slower, tokens * 10.0
+
+    best = stock.search(measure, [128, 256, 512, 1024], offline_tokens_per_s=2000)
+    assert best == {**stock.tuned(256), "schedule_policy": "lof"}
+    assert len(tried) == (8 if stock.has_decode_interval() else 4) + 2
+    assert stock.search(lambda _: None, [128], 0.0) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.19", "0.5.23"])
+def test_decodes_between_chunks_are_tried_where_sglang_can_have_them(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", {"sglang": version}.__getitem__)
+    kinds: list[bool] = []
+
+    def measure(settings: Mapping[str, Any]) -> stock.Candidate:
+        kinds.append("prefill_decode_interval" in settings)
+        return 1.0, 1.0
+
+    stock.search(measure, [256], 0.0)
+    if version == "0.5.18":
+        assert not any(kinds)
+        with pytest.raises(ConfigError, match=r"0\.5\.19 and later; 0\.5\.18 is"):
+            stock.require_decode_interval("x")
+    else:
+        assert kinds[:2] == [False, True]
+        stock.require_decode_interval("x")
+
+
+def test_of_the_settings_tried_the_best_ttft_at_as_many_offline_tokens_counts() -> None:
+    tried = {"small": (100.0, 50.0), "middle": (200.0, 90.0), "large": (400.0, 120.0)}
+    assert stock.best_setting(tried, 80.0) == "middle"
+    assert stock.best_setting(tried, 0.0) == "small"
+    assert stock.best_setting(tried, 500.0) == "large"
+
+
+def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any) -> Run:
+    figures = Figures(
+        median_ttft_ms=p99_ttft_ms / 2,
+        p99_ttft_ms=p99_ttft_ms,
+        p99_itl_ms=20.0,
+        mean_tpot_ms=10.0,
+        slo_attainment=None,
+        request_goodput=None,
+        online_failed=1,
+        offline_tokens_per_s=offline,
+    )
+    return Run(Plan(name, ["python"], {}, [], [], 0.0), replace(figures, **more), {})
+
+
+def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
+    comparison = Comparison(parse(), lambda _: None)
+    fast = run("stock-tuned --chunked-prefill-size 256", 150.0, 800.0)
+    comparison.tried = {
+        fast.plan.system: fast,
+        "stock-tuned big": run("stock-tuned big", 300.0, 1000.0),
+    }
+    comparison.runs = {
+        "alone": run("alone", 100.0),
+        "stock-tuned": fast,
+        "coserve": run("coserve", 110.0, 900.0, offline_failed=2, offline_ran_out=True),
+    }
+    head, _, alone, tuned, ours, *notes = table(comparison).splitlines()
+    columns = [cell.strip() for cell in head.split("|")]
+
+    def cells(line: str) -> dict[str, str]:
+        return dict(zip(columns, (cell.strip() for cell in line.split("|")), strict=True))
+
+    assert cells(alone)["offline tokens/s"] == cells(alone)["in SLO"] == "–"
+    assert cells(ours)["system"] == "coserve *"
+    assert cells(ours)["P99 TTFT ms"] == "110.0" and "| 1.10 |" in " ".join(ours.split())
+    assert cells(ours)["÷ best stock"] == "0.90" and cells(tuned)["÷ best stock"] == "0.80"
+    assert cells(ours)["failed"] == "3"
+    said = "\n".join(notes)
+    assert "stock-tuned: --chunked-prefill-size 256, the best of 2 settings" in said
+    assert "ended before the online one (coserve)" in said
