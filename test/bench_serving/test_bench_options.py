@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.compare import Comparison, Plan, Run
+from sglang_coserve.bench_serving.compare import Comparison, Plan, Run, folder_name
 from sglang_coserve.bench_serving.load import with_body
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import Options, parse_options
@@ -82,6 +82,13 @@ def test_servers_that_run_already_are_systems_too() -> None:
     options = parse_options(["--base-url", "http://a:1/", "alone=http://b:2", *LOADS])
     assert [system.name for system in options.systems] == ["alone", "coserve"]
     assert options.urls == ("http://b:2", "http://a:1")
+
+
+def test_systems_with_many_flags_have_folders_of_their_own() -> None:
+    names = ["stock " + "--flag " * 50 + end for end in ("a", "b")] + ["stock a/b", "stock a_b"]
+    assert len({folder_name(name) for name in names}) == len(names)
+    assert all(len(folder_name(name)) < 200 for name in names)
+    assert folder_name("coserve-slo") == "coserve-slo"
 
 
 def test_the_mark_joins_the_body_that_is_given() -> None:

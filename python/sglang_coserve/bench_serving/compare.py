@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.one_run import Figures, measure
@@ -17,7 +18,10 @@ from sglang_coserve.demo.servers import make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Comparison", "Plan", "Run"]
+__all__ = ["Comparison", "Plan", "Run", "folder_name"]
+
+_MAX_NAME_CHARS: Final = 100
+"""A file system allows 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class Comparison:
             offline=list(options.offline),
             warmup_s=options.warmup_s,
         )
-        folder = options.out / "runs" / _file_name(system.name)
+        folder = options.out / "runs" / folder_name(system.name)
         path = folder / "run.json"
         if not url and path.exists() and (earlier := _read(path)).plan == plan:
             return earlier
@@ -178,8 +182,11 @@ def _read(path: Path) -> Run:
     return Run(Plan(**found["plan"]), Figures(**found["figures"]), found["reports"])
 
 
-def _file_name(system: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_." else "_" for char in system)[:120]
+def folder_name(system: str) -> str:
+    """Return a name for the folder of a system: short, and another one for each system."""
+    name = "".join(char if char.isalnum() or char in "-_." else "_" for char in system)
+    digest = hashlib.sha256(system.encode()).hexdigest()[:8]
+    return name if name == system else f"{name[:_MAX_NAME_CHARS]}-{digest}"
 
 
 def _ms(seconds: float | None) -> float | None:
