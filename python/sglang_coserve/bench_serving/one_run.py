@@ -70,13 +70,16 @@ def measure(
         if target_s is not None
         for word in ("--slo", f"{name}:{target_s * 1e3:.3f}")
     ]
-    ratio = ["--concurrency-ratio", str(options.concurrency_ratio)]
+    common = ["--concurrency-ratio", str(options.concurrency_ratio)]
+    if options.model_path is not None:
+        # It would look the served name up on Hugging Face, and retry where there is no network.
+        common += ["--model", options.model_path]
     limit_s = options.run_timeout_s
     _make_ready(base_url)
     with ExitStack() as stack:
 
         def load(name: str, flags: list[str], body: Mapping[str, Any]) -> LoadProcess:
-            words = [*ratio, *with_body(flags, body)]
+            words = [*common, *with_body(flags, body)]
             return stack.enter_context(LoadProcess(name, base_url, words, folder))
 
         say("making requests")
