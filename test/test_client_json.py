@@ -14,6 +14,7 @@ from typing import Final
 PACKAGE: Final = Path(__file__).parents[1] / "python" / "sglang_coserve"
 
 ELSEWHERE: Final = {
+    "bench_serving",
     "client",
     "demo",
     "simulator",

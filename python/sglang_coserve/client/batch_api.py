@@ -260,7 +260,8 @@ class BatchApi:
         Raises:
             ServerGoneError: it has.
         """
-        outage = Outage(self._policy, self._rng, furthest_bytes)
+        server = f"{self._http.base_url}"
+        outage = Outage(self._policy, self._rng, furthest_bytes, server=server)
         while True:
             try:
                 return await attempt(outage)

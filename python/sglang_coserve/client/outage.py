@@ -23,10 +23,18 @@ class Outage:
     count before the first failure: a call in service proves no outage.
     """
 
-    def __init__(self, policy: RetryPolicy, rng: random.Random, furthest_bytes: int = 0) -> None:
-        """``furthest_bytes`` are there before the first attempt."""
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        rng: random.Random,
+        furthest_bytes: int = 0,
+        *,
+        server: str = "the server",
+    ) -> None:
+        """``furthest_bytes`` are there before the first attempt; errors name the ``server``."""
         self._policy = policy
         self._rng = rng
+        self._server = server
         self._furthest_bytes = furthest_bytes
         self._failures = 0
         """Since the call last got further."""
@@ -59,8 +67,8 @@ class Outage:
         left_s = policy.retry_for_s - self._down_s - (now_s - self._silent_since_s)
         if left_s <= 0:
             raise ServerGoneError(
-                f"nothing new has come through for {policy.retry_for_s:g} s ({reason});"
-                " a batch that the server has accepted goes on without us"
+                f"nothing new has come through from {self._server} for {policy.retry_for_s:g} s"
+                f" ({reason}); a batch that the server has accepted goes on without us"
             )
         self._failures += 1
         pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)
