@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.recording import read_recording, replay
+from sglang_coserve.core.step import StepResult
 from srt.conftest import Reference
+from srt.safepoint import modes, test_suspension
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 from srt.test_planned_scheduler import LOOSE, TIGHT
 from srt.test_scheduler import mixed_specs
@@ -24,10 +26,11 @@ PLACES = {
     "the chunk": ("admission._plans._chunks", "_choose_chunk"),
     "after it": ("admission.core", "start"),
     "its result": ("admission.core", "update"),
+    "an offline arrival": ("admission.core", "add_offline"),
 }
 """Where a plan is to fail: the object among ``CoserveParts``, and its method."""
 
-ENDS_PLANNING = {"after it", "its result"}
+ENDS_PLANNING = {"after it", "its result", "an offline arrival"}
 """SGLang has prepared the batch already, or the core has lost track of what runs."""
 
 
@@ -104,4 +107,31 @@ def test_where_plans_go_on_failing_requests_are_served_without(
     outputs, num_failed, _ = process.call(run, specs, place, 0.0, None)
     assert outputs == reference_outputs(specs)
     assert num_failed == 0
+    process.close()
+
+
+def run_a_pause_that_fails(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Pause while a step is suspended, and the core fails where it learns that it was dropped."""
+    parts = engine.scheduler.parts
+    update = parts.admission.core.update
+
+    def failing(result: StepResult) -> None:
+        assert not result.dropped, "a drop that cannot be"
+        update(result)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts.admission.core, "update", failing)
+        outputs, times, _ = test_suspension.run_with(engine, test_suspension.pause)
+    assert times
+    assert not len(parts.ledger)
+    return outputs, dict(parts.advisory.off)
+
+
+def test_a_pause_that_the_core_cannot_follow_ends_planning_alone(
+    start_engine: Any, reference_outputs: Reference
+) -> None:
+    process = modes.start(start_engine, "overlap-page16-radix")
+    outputs, off = process.call(run_a_pause_that_fails)
+    assert outputs == reference_outputs(test_suspension.WORK)
+    assert off == {"planning": "AssertionError: a drop that cannot be"}
     process.close()

@@ -47,6 +47,12 @@ def num_judged(engine: ScriptedEngine) -> int:
     return int(interference.monitor.report(time.perf_counter()).requests)
 
 
+def num_missed(engine: ScriptedEngine) -> int:
+    """Online requests that count as misses."""
+    report = engine.scheduler.parts.admission.interference.monitor.report(time.perf_counter())
+    return 0 if report.attainment is None else round((1 - report.attainment) * report.requests)
+
+
 def assert_all_noticed(engine: ScriptedEngine) -> None:
     engine.assert_nothing_leaked()
     assert known_rids(engine) == set()
@@ -157,7 +163,7 @@ def run_out_of_memory(engine: ScriptedEngine) -> None:
     """No memory is left for the only request: nothing can be retracted for it."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    has_memory = ScheduleBatch.check_decode_mem
+    has_memory, missed = ScheduleBatch.check_decode_mem, num_missed(engine)
 
     def script(iteration: int) -> list[Any]:
         if iteration == 0:
@@ -173,6 +179,7 @@ def run_out_of_memory(engine: ScriptedEngine) -> None:
     finally:
         ScheduleBatch.check_decode_mem = has_memory
     assert 3 <= len(engine.output("only")) < 40
+    assert num_missed(engine) == missed + 1
     assert_all_noticed(engine)
 
 
@@ -231,10 +238,10 @@ def test_all_that_is_aborted_at_once_is_forgotten(engine: EngineProcess) -> None
     engine.call(run_abort_all)
 
 
-def run_lost(engine: ScriptedEngine) -> tuple[int, int]:
+def run_lost(engine: ScriptedEngine) -> tuple[int, int, int]:
     """Take a request out of SGLang's queue behind everybody's back, beside an endless backlog."""
     scheduler, live = engine.scheduler, engine.scheduler.parts.live
-    rounds = 0
+    rounds, missed = 0, num_missed(engine)
 
     def script(iteration: int) -> list[Any]:
         nonlocal rounds
@@ -258,11 +265,12 @@ def run_lost(engine: ScriptedEngine) -> tuple[int, int]:
     found = live.num_unnoticed
     live.num_unnoticed = 0
     assert_all_noticed(engine)
-    return found, rounds
+    return found, rounds, num_missed(engine) - missed
 
 
 def test_a_request_that_gets_lost_is_found_while_the_engine_is_busy(engine: EngineProcess) -> None:
     """Its name is then free for the one that waits for it."""
-    found, rounds = engine.call(run_lost)
+    found, rounds, missed = engine.call(run_lost)
     assert found == 1
     assert rounds <= 4 + 256 + 2
+    assert missed == 1
