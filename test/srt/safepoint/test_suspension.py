@@ -404,3 +404,56 @@ def test_an_aborted_prefill_does_not_go_on_when_its_step_is_dropped(
     start_engine: Any, modes: str
 ) -> None:
     assert start(start_engine, modes).call(run_abort_and_drop) > 1
+
+
+def run_departures(engine: ScriptedEngine, sampling: dict[str, float]) -> tuple[set[str], int]:
+    """Abort offline requests that only wait for online decodes, which leave them no time.
+
+    Returns in which places they were, and how many passes later the last one was gone.
+    """
+    scheduler, stops, parts = engine.scheduler, suspensions_of(engine), engine.scheduler.parts
+    aborted: dict[str, str] = {}
+    ended_after = None
+    first = 0
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal ended_after, first
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True, **sampling) for spec in WORK]
+        if stops.lane.suspended is not None and "online" not in engine.reqs:
+            stops.stop()
+            return [engine.request("online", scenarios.prompt(80, 20), 100)]
+        if "online" in engine.reqs and len(engine.output("online")) >= 3 and not first:
+            first = iteration
+            held = {"suspended": parts.view.suspended, "paused": parts.view.paused_requests.reqs}
+            aborted.update({req.rid: place for place in held for req in held[place]})
+            return [engine.abort(rid) for rid in aborted]
+        if first and ended_after is None and not any(rid in parts.ledger for rid in aborted):
+            ended_after = iteration - first
+            assert len(engine.output("online")) < 100
+            return [engine.abort(abort_all=True)]
+        if scheduler.is_fully_idle():
+            raise StopIteration
+        return []
+
+    stops.start(7, 0.7)
+    try:
+        engine.run(script)
+    finally:
+        stops.stop()
+    engine.assert_nothing_leaked()
+    assert not len(parts.ledger)
+    del engine.reqs["online"]
+    assert ended_after is not None, aborted
+    return set(aborted.values()), ended_after
+
+
+@pytest.mark.parametrize("modes", QUICK)
+def test_what_a_client_leaves_behind_ends_though_it_is_not_to_run(
+    start_engine: Any, modes: str
+) -> None:
+    process = start(start_engine, modes, slo_tpot_ms=0.01)
+    for sampling in ({}, {"frequency_penalty": 0.5}):
+        places, passes = process.call(run_departures, sampling)
+        assert "suspended" in places
+        assert passes <= 4

@@ -247,7 +247,9 @@ class PlannedAdmission:
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
         plan = self._new_plan(running_batch, now_s)
-        if plan.drops:
+        # A step that does not go on now would hold what clients have left for as long as it waits.
+        has_left = any(req.to_finish is not None for req in self._view.suspended)
+        if plan.drops or (has_left and not plan.resumes):
             self._drop()
             plan = self._new_plan(running_batch, now_s)
         self._plan = plan
