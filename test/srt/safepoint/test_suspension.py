@@ -176,7 +176,7 @@ def test_online_requests_take_the_memory_of_a_suspended_step_and_clients_take_it
 def run_with_ends(
     engine: ScriptedEngine, specs: list[Spec]
 ) -> tuple[dict[str, list[int]], set[str], int]:
-    """End requests of suspended steps one after the other, and let others take their places.
+    """End requests while they run, one after the other, and let others take their places.
 
     Returns the outputs, the ended requests, and how many of them a suspended step still had.
     """
@@ -196,9 +196,10 @@ def run_with_ends(
                 assert place == (compat.slot_of(req) if compat.holds_kv(req) else 0)
             if online and not scheduler.waiting_queue:
                 messages.append(engine.request(*online.pop()[:3]))
-            if iteration % 3 == 0 and len(aborted) < 12:
-                aborted.add(held.batch.reqs[-1].rid)
-                messages.append(engine.abort(held.batch.reqs[-1].rid))
+        elif iteration % 3 == 0 and len(aborted) < 12 and scheduler.last_batch is not None:
+            running = [req.rid for req in scheduler.last_batch.reqs if req.rid.startswith("end")]
+            aborted.update(running[-1:])
+            messages += [engine.abort(rid) for rid in running[-1:]]
         if scheduler.is_fully_idle():
             assert not online
             raise StopIteration

@@ -56,9 +56,10 @@ class PlanExecution:
         events: Counter[str],
         waiting: Mapping[str, Req],
         refuse: Callable[[str], None],
+        answer_aborted: Callable[[Req], None],
     ) -> None:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
-        out of SGLang's queue."""
+        out of SGLang's queue; ``answer_aborted`` ends one that is aborted in no batch."""
         self._view = view
         self._retraction = retraction
         self._chunks = ChunkAdmission(view, retraction, events, scheduler.page_size)
@@ -75,7 +76,13 @@ class PlanExecution:
         if runner.safepoints is not None:
             num_layers = runner.safepoints.num_layers
             self.lane = runner.lane = OfflineLane(
-                scheduler, view, self._chunks, runner.counted_penalties, num_layers, events
+                scheduler,
+                view,
+                self._chunks,
+                runner.counted_penalties,
+                num_layers,
+                events,
+                answer_aborted,
             )
 
     def carry_out(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:

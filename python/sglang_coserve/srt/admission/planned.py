@@ -76,13 +76,15 @@ class PlannedAdmission:
         events: Counter[str],
         advisory: Advisory,
         forget: Callable[[Req, Ending], None],
+        answer_aborted: Callable[[Req], None],
         plans_online: bool,
         most_offline: int | None,
         failed_plans: FailedPlan | None,
     ) -> None:
         """Admit nothing yet.
 
-        ``forget`` is called with each request that has ended, and how.
+        ``forget`` is called with each request that has ended, and how, and ``answer_aborted``
+        with those that are aborted in no batch.
         ``plans_online`` has the core plan passes without offline requests, too. ``most_offline`` is
         how many offline requests may run without a plan. ``failed_plans`` writes down what plans
         were made from that failed.
@@ -123,6 +125,7 @@ class PlannedAdmission:
             events=events,
             waiting=self._waiting.reqs,
             refuse=self._refuse,
+            answer_aborted=answer_aborted,
         )
         self._lane = self._plans.lane
         self._plan = StepPlan()

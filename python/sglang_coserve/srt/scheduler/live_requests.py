@@ -17,6 +17,7 @@ from typing import Any, Final
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.request import Ending
+from sglang_coserve.srt.compat import send_abort
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
 __all__ = ["LiveRequests"]
@@ -76,6 +77,11 @@ class LiveRequests:
         # A message of which no request was made has the rid, but is none.
         if self._ledger.has(req):
             self._answered.append((req, ending_of(answer.finished_reason)))
+
+    def answer_aborted(self, req: Req) -> None:
+        """Answer a request that is aborted in no batch; ``settle`` forgets it."""
+        send_abort(self._scheduler, req)
+        self._answered.append((req, Ending.ABORTED))
 
     def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
         """Have all parts forget a request that has ended; does nothing if they have already.

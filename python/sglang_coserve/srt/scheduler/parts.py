@@ -152,6 +152,7 @@ class CoserveParts:
             events=self.events,
             advisory=self.advisory,
             forget=self.live.forget,
+            answer_aborted=self.live.answer_aborted,
             plans_online=config.plans_online,
             most_offline=config.offline_max_running,
             failed_plans=failed_plans(setup, config).write if writes else None,

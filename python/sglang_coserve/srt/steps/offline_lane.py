@@ -66,8 +66,11 @@ class OfflineLane:
         penalties: CountedPenalties,
         num_layers: int,
         events: Counter[str],
+        answer_aborted: Callable[[Req], None],
     ) -> None:
+        """``answer_aborted`` ends a request that is aborted in no batch."""
         self._scheduler = scheduler
+        self._answer_aborted = answer_aborted
         self._view = view
         self._chunks = chunks
         self._penalties = penalties
@@ -268,7 +271,7 @@ class OfflineLane:
         unfinished = undone.unfinished
         if unfinished is not None and unfinished.to_finish is not None:
             compat.release_aborted(unfinished, self._scheduler.tree_cache)
-            compat.send_abort(self._scheduler, unfinished)
+            self._answer_aborted(unfinished)
         elif unfinished is not None and view.chunk is None:
             view.put_chunk(unfinished)
         elif unfinished is not None:
@@ -276,7 +279,7 @@ class OfflineLane:
         view.wait_again([req for req in undone.released if req.to_finish is None])
         for req in undone.released:
             if req.to_finish is not None:
-                compat.send_abort(self._scheduler, req)
+                self._answer_aborted(req)
         self._has_left_decodes = False
         return rids
 
