@@ -13,6 +13,11 @@ the given share of the time. All systems of a repeat get the same requests, one 
 other in a random order; ratios are taken within a repeat. ``--aa`` runs the first system
 twice, which shows the noise. "coserve, stock's P99s ÷ 1.4" has P99 targets of what the best of
 the stock systems in the same command got at the same load, divided by 1.4.
+
+    python benchmark/bench_interference.py --emulate llama-3.1-8b --hardware h100 --traffic chat \
+        --offline 2048 128 --in-flight 200 --host-factor 0.5
+
+emulates a GPU, whose time passes beside that of the thread: see docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ def main() -> None:
         for rates, rows in measured(systems, options, row, progress):
             write_results(options.out, options, **{RATES: rates}, rows=rows)
     print_table(rows, names)
+    if options.emulate is not None:
+        print(f"emulated: {options.emulate} on {options.hardware}, no GPU was measured")
 
 
 def parse_options() -> argparse.Namespace:

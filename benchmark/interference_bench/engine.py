@@ -1,25 +1,37 @@
-"""A real scheduler and model in one thread, given a load on a clock of CPU time."""
+"""A real scheduler and model in one thread, given a load on a virtual clock."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import zmq
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
-from interference_bench.cpu_clock import CpuClock
 from interference_bench.load import Load, OnlineArrival
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.control.bill import Delay, WorkMark
+from sglang_coserve.srt.emulation.device_clock import VirtualTime
+from sglang_coserve.srt.emulation.model_directory import (
+    flag_defaults,
+    read_emulation,
+    set_environment_defaults,
+)
 
-__all__ = ["CpuClockEngine", "OnlineOutcome", "RunOutcome", "settings_of"]
+__all__ = ["CPU_SETTINGS", "CpuClockEngine", "OnlineOutcome", "RunOutcome", "settings_of"]
+
+CPU_SETTINGS: Final[Mapping[str, Any]] = {
+    "chunked_prefill_size": 2048,
+    "disable_overlap_schedule": True,
+}
+"""Fields of ``ServerArgs`` of an engine that computes on the CPU."""
 
 _WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
@@ -80,27 +92,60 @@ class _Live:
 
 
 class CpuClockEngine:
-    """For ``OwnProcess``, since SGLang allows one scheduler a process; on one core."""
+    """For ``OwnProcess``, since SGLang allows one scheduler a process; on one core.
+
+    A model that is emulated computes on a device of its own beside the CPU's time.
+    """
 
     def __init__(
-        self, system: EngineSystem, model: Path, core: int, targets_ms: Mapping[str, float]
+        self,
+        system: EngineSystem,
+        model: Path,
+        core: int,
+        targets_ms: Mapping[str, float],
+        host_factor: float = 1.0,
+        flags: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """Start a scheduler.
+
+        Args:
+            system: what runs.
+            model: its folder.
+            core: where.
+            targets_ms: of systems that take some.
+            host_factor: how long a second of CPU time is.
+            flags: fields of ``ServerArgs``, for all systems.
+        """
         os.sched_setaffinity(0, {core})
         os.environ["OMP_NUM_THREADS"] = "1"
-        self._clock = CpuClock()
-        self._clock.install()  # Before SGLang, which keeps references to the other.
+        self._clock = VirtualTime(host_factor)
+        # Before SGLang, which keeps references to the other; until the process ends.
+        self._clock.install()
         self._system = system
-        self._scheduler = start_scheduler(model, *settings_of(system, targets_ms))
+        self._emulation = read_emulation(model)
+        usual = CPU_SETTINGS
+        if self._emulation is not None:
+            usual = flag_defaults(self._emulation)
+            self._install_device()
+        settings, coserve = settings_of(system, targets_ms)
+        self._scheduler = start_scheduler(model, {**usual, **flags, **settings}, coserve)
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, _Live] = {}
         self._due: deque[tuple[float, str, OnlineArrival]] = deque()
         self._num_runs = 0
         self._busy_s = 0.0
         self._inbox: Any = None
+        self._look: Callable[[], None] = lambda: None
         self._delays: list[Delay] = []
         self._watch_results()
         self._watch_bill()
         self._arrive_within_steps()
+
+    def _install_device(self) -> None:
+        set_environment_defaults()
+        from sglang_coserve.srt.emulation.device_module import EmulatedDevice, install
+
+        install(EmulatedDevice(self._clock))
 
     def close(self) -> None:
         """Leave everything to the end of the process."""
@@ -115,6 +160,7 @@ class CpuClockEngine:
         for number, request in enumerate(load.online(self._vocab_size)):
             rid = f"online-{self._num_runs}-{number}"
             self._due.append((begin_s + request.at_s, rid, request))
+            self._clock.call_at(begin_s + request.at_s, self._look)
         num_online = len(self._due)
         prompts = load.offline_prompts(self._vocab_size)
         end_s, busy_s = begin_s + load.seconds, self._busy_s
@@ -129,7 +175,7 @@ class CpuClockEngine:
             if now_s < end_s:
                 messages += self._offline(load, prompts)
             if self._scheduler.is_fully_idle() and not messages:
-                self._clock.skip_to(self._due[0][0] if self._due else end_s)
+                self._clock.wait_until(self._due[0][0] if self._due else end_s)
                 messages = self._arrived(self._clock())
             is_over = self._clock() >= end_s and not self._due and self._num_online_left() == 0
             if is_over:
@@ -216,7 +262,10 @@ class CpuClockEngine:
             try:
                 return run(*arguments, **named)
             finally:
-                self._busy_s += self._clock() - started_s
+                if self._emulation is None:
+                    self._busy_s += self._clock() - started_s
+                else:
+                    self._busy_s = scheduler.tp_worker.model_runner.model.launched_s
 
         sender = scheduler.ipc_channels.send_to_tokenizer
         send_output = sender.send_output
@@ -257,6 +306,7 @@ class CpuClockEngine:
             if new:
                 watch.consider()
 
+        self._look = look
         for layer in decoder_layers(scheduler.tp_worker.model_runner.model):
             layer.register_forward_pre_hook(lambda *_: look())
 
@@ -340,12 +390,7 @@ def settings_of(
     system: EngineSystem, targets_ms: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the settings of SGLang and of co-serving; None for stock SGLang."""
-    settings = {
-        "chunked_prefill_size": 2048,
-        "skip_server_warmup": True,
-        "disable_overlap_schedule": True,
-        **system.flags,
-    }
+    settings = {"skip_server_warmup": True, **system.flags}
     if system.coserve is None:
         return settings, None
     coserve = {**(targets_ms if system.takes_slo else {}), **system.coserve}

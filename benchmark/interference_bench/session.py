@@ -21,6 +21,8 @@ from interference_bench.report import held_to_stock
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.srt.emulation.model_directory import make_emulated_model
+from sglang_coserve.srt.emulation.settings import Emulation
 
 __all__ = [
     "OFFLINE",
@@ -36,6 +38,7 @@ RATES: Final = "requests_per_s_at_full_load"
 """Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
+_EMULATED_CONTEXT_TOKENS: Final = 16_384
 OFFLINE: Final[Mapping[str, Any]] = {
     "offline_prompt_tokens": 512,
     "offline_output_tokens": 32,
@@ -53,6 +56,9 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
     add("--tpot-ms", type=float, default=50.0)
     add("--core", type=int, default=0, help="all systems run on this one")
     add("--model-path", type=Path, help="default: 12 layers of width 128")
+    add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
+    add("--hardware", default="h100", help="that GPU")
+    add("--host-factor", type=float, default=1.0, help="how long a second of CPU time is")
     add("--out", type=Path, help="write the figures as JSON")
     return parser
 
@@ -60,7 +66,7 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``measured``."""
     add = parser.add_argument
-    add("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    add("--traffic", nargs="+", choices=TRAFFIC, default=["prompts", "outputs"])
     add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     add("--repeats", type=int, default=3)
     add("--offline", nargs=2, type=int, default=[512, 32], metavar="TOKENS")
@@ -82,15 +88,28 @@ def engines(
     targets: dict[str, Any] = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
-        model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
+        model = options.model_path or _made(Path(directory) / "model", options)
         yield {
             name: stack.enter_context(
                 OwnProcess(
-                    CpuClockEngine, system, model, options.core, targets, stops_when_idle=True
+                    CpuClockEngine,
+                    system,
+                    model,
+                    options.core,
+                    targets,
+                    options.host_factor,
+                    stops_when_idle=True,
                 )
             )
             for name, system in systems.items()
         }
+
+
+def _made(directory: Path, options: argparse.Namespace) -> Path:
+    if options.emulate is None:
+        return make_small_model(directory, MODEL)
+    emulation = Emulation.of(options.emulate, options.hardware)
+    return make_emulated_model(directory, emulation, vocab=2048, context=_EMULATED_CONTEXT_TOKENS)
 
 
 def full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
-from interference_bench.cpu_clock import CpuClock
-from interference_bench.engine import settings_of
+from interference_bench.engine import CPU_SETTINGS, settings_of
 from interference_bench.systems import EngineSystem
+from sglang_coserve.srt.emulation.device_clock import VirtualTime
 
 __all__ = ["SuspendedEngine", "SuspensionRun"]
 
@@ -43,9 +43,10 @@ class SuspendedEngine:
     def __init__(self, model: Path, core: int) -> None:
         os.sched_setaffinity(0, {core})
         os.environ["OMP_NUM_THREADS"] = "1"
-        self._clock = CpuClock()
+        self._clock = VirtualTime()
         self._clock.install()
-        self._scheduler = start_scheduler(model, *settings_of(_SYSTEM, {}))
+        settings, coserve = settings_of(_SYSTEM, {})
+        self._scheduler = start_scheduler(model, {**CPU_SETTINGS, **settings}, coserve)
         runner = self._scheduler.parts.runner
         assert runner.safepoints is not None, runner.why_no_safepoints
         self._outputs: dict[str, list[int]] = {}

@@ -30,6 +30,7 @@ __all__ = [
     "SmallModelSpec",
     "draw_weights",
     "make_small_model",
+    "tokens_without_text",
     "train_tokenizer",
 ]
 
@@ -193,10 +194,10 @@ def draw_weights(model: Any, tokenizer: PreTrainedTokenizerFast, seed: int) -> N
                 std = 1.0 if is_embedding else _PROJECTION_GAIN / parameter.shape[1] ** 0.5
                 parameter.normal_(0.0, std, generator=generator)
         # A logit of 0, where the largest of all others is far above it.
-        model.get_output_embeddings().weight[_tokens_without_text(tokenizer)] = 0.0
+        model.get_output_embeddings().weight[tokens_without_text(tokenizer)] = 0.0
 
 
-def _tokens_without_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def tokens_without_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of parts of characters and of roles; the end of a text is not among them."""
     silent = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     silent.discard(int(tokenizer.eos_token_id))

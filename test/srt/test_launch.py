@@ -20,6 +20,7 @@ from sglang_coserve.srt.cpu import defaults as cpu
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
+from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 
 def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +48,7 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
     before = dict(vars(ServerArgs))
     for ttft_ms in (100.0, 200.0):
         argv = ["--model-path", str(small_model), "--slo-ttft-ms", str(ttft_ms)]
-        server_args = launch.parse_server_args(argv, on_cpu=True)
+        server_args = launch.parse_server_args(argv, start_defaults(None))
         assert server_args._coserve.slo_ttft_ms == ttft_ms
         assert compat.settings_of(server_args).attention_backend == "torch_native"
     after = vars(ServerArgs)
@@ -272,7 +273,7 @@ def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
     """From settings that this version of SGLang has."""
     from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 
-    server_args = launch.parse_server_args(["--model-path", str(small_model)], on_cpu=True)
+    server_args = launch.parse_server_args(["--model-path", str(small_model)], start_defaults(None))
     settings = compat.settings_of(server_args)
     assert loaded_fingerprint(settings) == loaded_fingerprint(settings)
 

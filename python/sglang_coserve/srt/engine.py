@@ -26,6 +26,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     server_settings,
 )
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info  # noqa: E402
+from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 
@@ -49,10 +50,10 @@ class CoserveEngine(Engine):
 
     def __init__(self, *, coserve_config: CoserveConfig | None = None, **kwargs: Any) -> None:
         config = coserve_config or CoserveConfig()
-        on_cpu = not cpu.has_cuda()
+        defaults = start_defaults(kwargs.get("model_path"))
+        on_cpu = defaults.on_cpu
         if "server_args" not in kwargs:
-            if on_cpu:
-                kwargs = {**cpu.FLAG_DEFAULTS, **kwargs}
+            kwargs = {**defaults.flags, **kwargs}
             kwargs.setdefault("log_level", "error")
             check_combination(kwargs, config)
             kwargs.update(server_settings(config, on_cpu=on_cpu))

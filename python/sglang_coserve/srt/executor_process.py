@@ -16,6 +16,7 @@ from sglang_coserve.profiler.machine import ProfiledMachine
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
+from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
 
 __all__ = ["ExecutorProcesses"]
 
@@ -36,21 +37,19 @@ class ExecutorProcesses:
 
     def __init__(self, argv: list[str]) -> None:
         compat.check_version()
-        on_cpu = not cpu.has_cuda()
-        if on_cpu:
-            cpu.set_environment_defaults()
+        defaults = start_defaults(model_path_in(argv))
         from sglang.srt.server_args import PortArgs
 
         from sglang_coserve.srt.launch import parse_server_args
 
-        server_args = parse_server_args(argv, on_cpu=on_cpu)
+        server_args = parse_server_args(argv, defaults)
         compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
         compat.check_one_replica(compat.settings_of(server_args))
         port_args = PortArgs.init_new(server_args)
         context = multiprocessing.get_context("spawn")
         self._connections = []
         self._processes = []
-        with cpu.cores_for(server_args) if on_cpu else nullcontext():
+        with cpu.cores_for(server_args) if defaults.on_cpu else nullcontext():
             for tp_rank in range(server_args.tp_size):
                 connection, remote = context.Pipe()
                 process = context.Process(

@@ -48,6 +48,7 @@ from sglang_coserve.srt.safeguards.malformed_bodies import install_body_errors
 from sglang_coserve.srt.safeguards.paced_protocol import install_paced_protocol
 from sglang_coserve.srt.safeguards.prompt_limit import body_limits
 from sglang_coserve.srt.safeguards.request_gate import RequestGateMiddleware, set_body_limits
+from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
@@ -71,11 +72,10 @@ def launch_server(argv: Sequence[str]) -> None:
             SGLang's did not start.
     """
     compat.check_version()
-    on_cpu = not cpu.has_cuda()
-    if on_cpu:
-        cpu.set_environment_defaults()
+    defaults = start_defaults(model_path_in(argv))
+    on_cpu = defaults.on_cpu
     with compat.refusals_of_sglang():
-        server_args = parse_server_args(argv, on_cpu=on_cpu)
+        server_args = parse_server_args(argv, defaults)
         args = compat.settings_of(server_args)
     compat.check_server_args(args, server_args._coserve)
     compat.check_window_cache(server_args, server_args._coserve.offline_policy)
@@ -103,7 +103,7 @@ def launch_server(argv: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_S)
     install_paced_protocol()
     install_threaded_handlers(http_server.app)
-    _install_routes(http_server, server_args)
+    _install_routes(http_server, server_args, defaults.emulated)
     processes.watch_replicas()
     cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
     try:
@@ -124,7 +124,7 @@ def launch_server(argv: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
+def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
     """Return SGLang's ``ServerArgs`` for ``argv``, with our settings attached.
 
     Raises:
@@ -136,7 +136,7 @@ def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    with _our_flags(on_cpu=on_cpu):
+    with _our_flags(defaults):
         server_args = prepare_server_args(list(argv))
     if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
         raise StartupError(
@@ -147,7 +147,7 @@ def parse_server_args(argv: Sequence[str], *, on_cpu: bool) -> Any:
 
 
 @contextmanager
-def _our_flags(*, on_cpu: bool) -> Iterator[None]:
+def _our_flags(defaults: StartDefaults) -> Iterator[None]:
     """Patch ``ServerArgs`` so that its parser has our flags and its result our settings."""
     from sglang.srt.server_args import ServerArgs
 
@@ -157,13 +157,12 @@ def _our_flags(*, on_cpu: bool) -> Iterator[None]:
     def add_with_ours(parser: argparse.ArgumentParser) -> None:
         add_cli_args(parser)
         CoserveConfig.add_cli_args(parser)
-        if on_cpu:
-            cpu.set_flag_defaults(parser)
+        parser.set_defaults(**defaults.flags)
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
         check_combination(vars(args), config)
-        vars(args).update(server_settings(config, on_cpu=on_cpu))
+        vars(args).update(server_settings(config, on_cpu=defaults.on_cpu))
         server_args = from_cli_args(args)
         # ServerArgs refuses unknown public attributes; this one travels to every process.
         server_args._coserve = config
@@ -178,7 +177,7 @@ def _our_flags(*, on_cpu: bool) -> Iterator[None]:
             setattr(ServerArgs, name, method)
 
 
-def _install_routes(http_server: Any, server_args: Any) -> None:
+def _install_routes(http_server: Any, server_args: Any, emulated: str | None) -> None:
     """Add our middleware and routes, and a check of them before the port is opened."""
 
     async def status() -> dict[str, Any]:
@@ -190,6 +189,7 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
             "output_delay_ms": manager.coserve_output_delay.usual_s * 1e3,
             "batch_api": await batch_api_status(app),
             "background": background.state(),
+            "emulated": emulated,
         }
 
     app = http_server.app
@@ -219,6 +219,10 @@ def _install_routes(http_server: Any, server_args: Any) -> None:
         server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
     ) -> None:
         logger.info(compat.start_up_line())
+        if emulated is not None:
+            logger.warning(
+                "EMULATED: no GPU computes here, and figures are not of one: %s", emulated
+            )
         warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
         if warning is not None:
             logger.warning(warning)

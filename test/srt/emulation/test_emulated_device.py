@@ -31,8 +31,9 @@ def clock() -> Iterator[VirtualTime]:
     """The time of this process, in which only waiting takes some; with a device beside it."""
     virtual = VirtualTime(0.0)
     undo = install(EmulatedDevice(virtual))
-    with virtual.installed():
-        yield virtual
+    undo_time = virtual.install()
+    yield virtual
+    undo_time()
     undo()
 
 

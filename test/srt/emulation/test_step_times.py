@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,3 +114,10 @@ def test_a_malformed_file_is_named() -> None:
     del values["noise"], values["model"]
     with pytest.raises(CoserveError, match="somewhere: model: this field is missing"):
         Emulation.from_mapping(values, "somewhere")
+
+
+def test_nothing_of_it_is_looked_for_in_another_model(small_model: Path) -> None:
+    from sglang_coserve.srt.emulation.model_directory import read_emulation
+
+    assert read_emulation(small_model) is None
+    assert read_emulation(small_model / "nowhere") is None

@@ -5,7 +5,6 @@ Users can override every default by setting the variable or the flag themselves.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +19,6 @@ __all__ = [
     "divided_cores",
     "has_cuda",
     "set_environment_defaults",
-    "set_flag_defaults",
 ]
 
 FLAG_DEFAULTS = {
@@ -98,11 +96,6 @@ def divided_cores(
     finally:
         for name in added:
             environment.pop(name, None)
-
-
-def set_flag_defaults(parser: argparse.ArgumentParser) -> None:
-    """Make ``FLAG_DEFAULTS`` the parser's defaults."""
-    parser.set_defaults(**FLAG_DEFAULTS)
 
 
 def default_flags() -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 __all__ = ["HostClock", "RealTime", "VirtualTime"]
@@ -83,8 +83,9 @@ class VirtualTime:
     def wait_until(self, at_s: float) -> None:
         """See ``HostClock``. What is due until then is run at its time."""
         while self._due and self._due[0][0] <= at_s:
-            self._skip_to(self._due[0][0])
-            self.run_due()
+            due_s, _, what = heapq.heappop(self._due)
+            self._skip_to(due_s)
+            what()
         self._skip_to(at_s)
 
     def call_at(self, at_s: float, what: Callable[[], None]) -> None:
@@ -100,9 +101,8 @@ class VirtualTime:
         while self._due and self._due[0][0] <= self():
             heapq.heappop(self._due)[2]()
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within it, this is the clock of Python's ``time``, for what looks it up there.
+    def install(self) -> Callable[[], None]:
+        """Be the clock of Python's ``time``, for what looks it up there; return what undoes it.
 
         Sleeping skips time in this clock's thread, and sleeps in others.
         """
@@ -115,14 +115,13 @@ class VirtualTime:
             else:
                 replaced["sleep"](seconds)
 
-        values: dict[str, Any] = {"perf_counter": self, "monotonic": self, "sleep": sleep}
-        try:
-            for name, value in values.items():
-                setattr(time, name, value)
-            yield
-        finally:
-            for name, value in replaced.items():
-                setattr(time, name, value)
+        _set({"perf_counter": self, "monotonic": self, "sleep": sleep})
+        return partial(_set, replaced)
 
     def _skip_to(self, at_s: float) -> None:
         self._skipped_s += max(0.0, at_s - self())
+
+
+def _set(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(time, name, value)

@@ -123,13 +123,9 @@ class EmulatedDevice:
 
     StreamContext = stream
 
-    def select(self, stream: Any) -> EmulatedStream:
+    def select(self, stream: EmulatedStream) -> EmulatedStream:
         """Let this thread launch on a stream; return the one before."""
         before = self.current_stream()
-        if not isinstance(stream, EmulatedStream):
-            # SGLang makes the stream of the forward passes before it loads the model.
-            stream.__class__ = EmulatedStream
-            stream.__init__(self)
         self._selected.stream = stream
         return before
 
@@ -142,6 +138,10 @@ class _StreamContext:
     """Launches on a stream within it; on the current one if that is None."""
 
     def __init__(self, emulated: EmulatedDevice, stream: Any) -> None:
+        if stream is not None and not isinstance(stream, EmulatedStream):
+            # SGLang makes the stream of the forward passes before it loads the model.
+            stream.__class__ = EmulatedStream
+            stream.__init__(emulated)
         self._device = emulated
         self._stream = stream
         self._before: list[EmulatedStream] = []

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.device import EMULATED, is_emulated
 from sglang_coserve.srt.kv_checkpoint import thread_streams
 
-__all__ = ["CpuHostPool", "install_cpu_copies"]
+__all__ = ["CpuHostPool", "EmulatedHostPool", "install_cpu_copies"]
 
 
 def install_cpu_copies() -> None:
-    """Make SGLang's hierarchical cache in this process copy with threads and plain torch."""
-    compat.replace_copy_engine(thread_streams.device_module)
+    """Make SGLang's hierarchical cache in this process copy with threads and plain torch.
+
+    Beside an emulated device, with its streams.
+    """
+    if not is_emulated():
+        compat.replace_copy_engine(thread_streams.device_module)
+    kind = EmulatedHostPool if is_emulated() else CpuHostPool
     compat.replace(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.get_mha_host_pool_cls",
-        lambda _device_pool: CpuHostPool,
+        lambda _device_pool: kind,
     )
     # SGLang reserves 10 GiB of host memory; here device and host share one, often small, memory.
     compat.replace("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
@@ -30,9 +35,6 @@ class CpuHostPool(MHATokenToKVPoolHost):
 
     Supports only the layout ``layer_first``: K and V of shape (layers, slots, heads, head size).
     """
-
-    bytes_per_s: float | None = None
-    """Bandwidth to emulate in each direction; None for no limit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "pin_memory": False})
@@ -53,12 +55,12 @@ class CpuHostPool(MHATokenToKVPoolHost):
         """Copy the slots of all layers to host memory, in the selected stream."""
 
         def copy() -> None:
-            self._pass_time(len(host_indices) * self.size_per_token)
+            self._pass_time(len(host_indices))
             for layer in range(self.layer_num):
                 _copy(device_pool.k_buffer, device_indices, self.k_buffer, host_indices, layer)
                 _copy(device_pool.v_buffer, device_indices, self.v_buffer, host_indices, layer)
 
-        thread_streams.current_stream().submit(copy)
+        self._stream().submit(copy)
 
     def load_to_device_per_layer(
         self,
@@ -72,15 +74,29 @@ class CpuHostPool(MHATokenToKVPoolHost):
         """Copy the slots of one layer to the device, in the selected stream."""
 
         def copy() -> None:
-            self._pass_time(len(host_indices) * self.size_per_token / self.layer_num)
+            self._pass_time(len(host_indices) / self.layer_num)
             _copy(self.k_buffer, host_indices, device_pool.k_buffer, device_indices, layer_id)
             _copy(self.v_buffer, host_indices, device_pool.v_buffer, device_indices, layer_id)
 
-        thread_streams.current_stream().submit(copy)
+        self._stream().submit(copy)
 
-    def _pass_time(self, copied_bytes: float) -> None:
-        if self.bytes_per_s is not None:
-            time.sleep(copied_bytes / self.bytes_per_s)
+    def _pass_time(self, tokens: float) -> None:
+        """Let a copy of so many tokens take longer than it does."""
+
+    def _stream(self) -> thread_streams.Stream:
+        return thread_streams.current_stream()
+
+
+class EmulatedHostPool(CpuHostPool):
+    """The same beside an emulated device: a copy is made at once, and takes what it would take."""
+
+    def _pass_time(self, tokens: float) -> None:
+        seconds = tokens * getattr(torch.cpu, EMULATED).copy_s_per_token
+        torch.cpu.current_stream().launch(seconds)
+
+    def _stream(self) -> thread_streams.Stream:
+        stream: thread_streams.Stream = torch.cpu.current_stream()
+        return stream
 
 
 def _copy(source: Any, from_slots: Any, target: Any, to_slots: Any, layer: int) -> None:

@@ -146,12 +146,12 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
     mode = config.checkpoint_mode
     if mode is CheckpointMode.OFF or BACKEND in registered_radix_cache_backends():
         return
-    if on_cpu:
-        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
-
-        install_cpu_copies()
 
     def make_cache(context: Any) -> Any:
+        if on_cpu:
+            from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
+
+            install_cpu_copies()  # Now that the model is there, so is a device that it emulates.
         from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
         _check_model(context, on_cpu=on_cpu)

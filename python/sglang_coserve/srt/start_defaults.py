@@ -1,0 +1,67 @@
+"""What a server starts with, by its machine and its model: environment, and defaults of flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from sglang_coserve.srt.cpu import defaults as cpu
+
+__all__ = ["StartDefaults", "model_path_in", "start_defaults"]
+
+_EMULATED: Final = ["EmulatedForCausalLM"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartDefaults:
+    """See ``start_defaults``."""
+
+    on_cpu: bool
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of fields of ``ServerArgs``, where they are not SGLang's own."""
+
+    emulated: str | None = None
+    """What is emulated; None: nothing is."""
+
+
+def start_defaults(model_path: str | None) -> StartDefaults:
+    """Set the environment that SGLang needs for a model on this machine; return the defaults.
+
+    To be called before SGLang is first imported.
+
+    Raises:
+        InputFileError: the model is emulated, and its config.json does not say how.
+        ConfigError: what it says is out of range.
+    """
+    if model_path is not None and _is_emulated(Path(model_path)):
+        # Only then is any of it imported.
+        from sglang_coserve.srt.emulation import model_directory
+
+        emulation = model_directory.read_emulation(Path(model_path))
+        assert emulation is not None
+        model_directory.set_environment_defaults()
+        return StartDefaults(True, model_directory.flag_defaults(emulation), emulation.name)
+    if cpu.has_cuda():
+        return StartDefaults(on_cpu=False)
+    cpu.set_environment_defaults()
+    return StartDefaults(True, cpu.FLAG_DEFAULTS)
+
+
+def model_path_in(argv: Sequence[str]) -> str | None:
+    """Return the model of a command line; None if it names none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", nargs="?")
+    model_path: str | None = parser.parse_known_args(list(argv))[0].model_path
+    return model_path
+
+
+def _is_emulated(directory: Path) -> bool:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # SGLang says what is wrong with it, or downloads it.
+    return isinstance(config, dict) and config.get("architectures") == _EMULATED

@@ -1,0 +1,146 @@
+"""A real scheduler on an emulated GPU: what only happens where host and device run beside each
+other. Host work takes no time, so that every run is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from common.own_process import OwnProcess
+from interference_bench.engine import RunOutcome
+from interference_bench.load import Load, OnlineTraffic
+from interference_bench.systems import EngineSystem
+from sglang_coserve.bench_serving import stock
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.srt.emulation.model_directory import make_emulated_model
+from sglang_coserve.srt.emulation.settings import Emulation
+from srt.emulation.observed_engine import Observed, ObservedEngine
+
+EMULATED = Emulation.of("llama-3.1-8b", "h100", noise=0.0)
+FLAGS = {"max_total_tokens": 16384, "max_running_requests": 24, "chunked_prefill_size": 2048}
+LOAD = Load(
+    OnlineTraffic((256, 1024), (8, 24)),
+    rate_per_s=4.0,
+    seconds=4.0,
+    seed=0,
+    offline_prompt_tokens=3000,
+    offline_output_tokens=64,
+    offline_in_flight=8,
+)
+Seen = tuple[RunOutcome, Observed]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("emulated")
+    return make_emulated_model(directory, EMULATED, vocab=1024, context=4096)
+
+
+@pytest.fixture(scope="module")
+def latency_model() -> LatencyModel:
+    return EMULATED.latency_model()
+
+
+@pytest.fixture(scope="module")
+def stock_runs(model: Path) -> list[Seen]:
+    """The same load twice on stock SGLang."""
+    with OwnProcess(ObservedEngine, EngineSystem(flags=stock.tuned(2048)), model, FLAGS) as engine:
+        return [engine.call("observed_run", LOAD, timeout_s=200.0) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """The load on ours, which knows how long steps take, and copies KV to the host."""
+    profile = tmp_path_factory.mktemp("profile") / "profile.json"
+    profile.write_text(json.dumps(EMULATED.profile))
+    coserve = {
+        "offline_policy": "coserve",
+        "latency_profile": str(profile),
+        "kv_checkpoint": "eager",
+    }
+    system = EngineSystem(coserve=coserve, takes_slo=True)
+    with OwnProcess(ObservedEngine, system, model, FLAGS) as engine:
+        yield engine.call("observed_run", LOAD, timeout_s=200.0)
+
+
+def test_runs_repeat_exactly(stock_runs: list[Seen]) -> None:
+    (first, seen), (again, seen_again) = stock_runs
+    assert first.num_unfinished == 0
+    assert len(first.ttft_s) > 8
+    assert again.ttft_s == pytest.approx(first.ttft_s, abs=1e-6)
+    assert again.gaps_s == pytest.approx(first.gaps_s, abs=1e-6)
+    assert again.offline_tokens == first.offline_tokens
+    assert [*seen.outputs.values()] == [*seen_again.outputs.values()]
+
+
+def test_the_host_launches_steps_while_the_device_computes_the_last(
+    stock_runs: list[Seen],
+) -> None:
+    _, seen = stock_runs[0]
+    assert seen.passes_ahead > 0.8 * seen.passes
+    work = [one for one in seen.work if one.stream == "forward"]
+    assert all(one.end_s <= after.begin_s + 1e-9 for one, after in pairwise(work))
+
+
+def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(stock_runs: list[Seen]) -> None:
+    _, seen = stock_runs[0]
+    assert seen.barriers == seen.passes
+    assert not seen.open_barriers
+
+
+def test_outputs_do_not_depend_on_the_batches(stock_runs: list[Seen], ours: Seen) -> None:
+    _, stock_seen = stock_runs[0]
+    online = {rid: tokens for rid, tokens in ours[1].outputs.items() if "online-" in rid}
+    assert online
+    for rid, tokens in online.items():
+        assert stock_seen.outputs[rid] == tokens
+    assert len({tuple(tokens[:4]) for tokens in online.values()}) > len(online) / 2
+
+
+def test_steps_get_the_times_that_the_device_took(ours: Seen, latency_model: LatencyModel) -> None:
+    """Not those of the passes in which the host launched them, or learned of them."""
+    known = [one for one in ours[1].results if one.seconds is not None and not one.suspensions]
+    exact = [
+        one
+        for one in known
+        if one.seconds == pytest.approx(latency_model.predict(one.batch), rel=0.01)
+    ]
+    assert len(known) > 100
+    assert len(exact) > 0.9 * len(known)
+
+
+def test_an_arrival_suspends_a_step_that_is_launched_ahead(
+    ours: Seen, latency_model: LatencyModel
+) -> None:
+    safepoints = ours[1].safepoints
+    assert sum(safepoints["suspended"].values()) > 0, (ours[0].counters, safepoints)
+    assert safepoints["resumed"] > 0
+    delays_ms = safepoints["delays_ms"]["arrival_to_stop"]
+    longest = max(ours[1].results, key=lambda one: latency_model.predict(one.batch))
+    group_ms = latency_model.predict(longest.batch) * 1e3 * safepoints["interval_layers"] / 32
+    # The host is never further ahead than the two groups in flight.
+    assert delays_ms["p50"] <= 2 * group_ms
+
+
+def test_copies_of_kv_run_beside_the_passes(ours: Seen) -> None:
+    _, seen = ours
+    assert seen.checkpoints["checkpointed_tokens"] > 0
+    passes = [one for one in seen.work if one.stream == "forward"]
+    copies = [one for one in seen.work if one.stream != "forward" and one.end_s > one.begin_s]
+    assert copies
+    beside = [
+        copy
+        for copy in copies
+        if any(one.begin_s < copy.end_s and copy.begin_s < one.end_s for one in passes)
+    ]
+    assert beside
+
+
+def test_kv_is_copied_only_when_the_passes_before_have_written_it(ours: Seen) -> None:
+    _, seen = ours
+    copies = [one for one in seen.work if one.stream != "forward" and one.end_s > one.begin_s]
+    assert all(one.begin_s >= one.forward_free_s - 1e-9 for one in copies)
