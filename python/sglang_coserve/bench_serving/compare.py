@@ -131,7 +131,9 @@ class Comparison:
         url = self._url_of(system)
         plan = Plan(
             system=system.name,
-            command=[url] if url else ["python", "-m", module_of(is_ours=system.is_ours), *flags],
+            command=[url]
+            if url
+            else ["python", "-m", module_of(flags, is_ours=system.is_ours), *flags],
             targets_ms={"ttft": _ms(self._targets.ttft_s), "tpot": _ms(self._targets.tpot_s)},
             online=list(options.online),
             offline=list(options.offline),

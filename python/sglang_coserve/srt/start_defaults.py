@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["StartDefaults", "model_path_in", "start_defaults"]
+__all__ = ["StartDefaults", "is_emulated", "model_path_in", "start_defaults"]
 
 _EMULATED: Final = ["EmulatedForCausalLM"]
 
@@ -27,6 +27,15 @@ class StartDefaults:
     emulated: str | None = None
     """What is emulated; None: nothing is."""
 
+    def as_flags(self) -> list[str]:
+        """Return ``flags`` as words of a command line."""
+        words: list[str] = []
+        for name, value in self.flags.items():
+            if value is not False:  # A switch that is off.
+                words.append(f"--{name.replace('_', '-')}")
+                words += [] if value is True else [str(value)]
+        return words
+
 
 def start_defaults(model_path: str | None) -> StartDefaults:
     """Set the environment that SGLang needs for a model on this machine; return the defaults.
@@ -37,7 +46,7 @@ def start_defaults(model_path: str | None) -> StartDefaults:
         InputFileError: the model is emulated, and its config.json does not say how.
         ConfigError: what it says is out of range.
     """
-    if model_path is not None and _is_emulated(Path(model_path)):
+    if model_path is not None and is_emulated(Path(model_path)):
         # Only then is any of it imported.
         from sglang_coserve.srt.emulation import model_directory
 
@@ -59,7 +68,8 @@ def model_path_in(argv: Sequence[str]) -> str | None:
     return model_path
 
 
-def _is_emulated(directory: Path) -> bool:
+def is_emulated(directory: Path) -> bool:
+    """Tell whether a directory holds a model that is emulated."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -25,13 +25,19 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 if __name__ == "__main__":
+    from sglang_coserve.srt.cpu.defaults import cores_for
+    from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
+
+    # What ours starts with, before SGLang is first imported. A flag given wins.
+    defaults = start_defaults(model_path_in(sys.argv[1:]))
+
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    server_args = prepare_server_args([*defaults.as_flags(), *sys.argv[1:]])
     try:
-        launch_server(
-            prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process
-        )
+        with cores_for(server_args):
+            launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -15,7 +15,6 @@ from sglang_coserve.srt import compat
 __all__ = [
     "FLAG_DEFAULTS",
     "cores_for",
-    "default_flags",
     "divided_cores",
     "has_cuda",
     "set_environment_defaults",
@@ -96,13 +95,3 @@ def divided_cores(
     finally:
         for name in added:
             environment.pop(name, None)
-
-
-def default_flags() -> list[str]:
-    """Return ``FLAG_DEFAULTS`` as command-line flags, for a stock SGLang server."""
-    flags = []
-    for name, value in FLAG_DEFAULTS.items():
-        flags.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            flags.append(str(value))
-    return flags
