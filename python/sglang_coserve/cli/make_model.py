@@ -10,7 +10,6 @@ import typer
 
 from sglang_coserve.cli.say import say
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.profiler.profile_file import load_profile
 
 __all__ = ["make_model"]
 
@@ -94,6 +93,7 @@ def make_model(
             "--emulate brings the shape of its model: remove --architecture, --hidden, --layers, "
             "--heads and --kv-heads"
         )
+    from sglang_coserve.profiler.profile_file import load_profile
     from sglang_coserve.srt.emulation.model_directory import make_emulated_model, stock_command
     from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 

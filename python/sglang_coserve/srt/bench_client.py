@@ -25,6 +25,8 @@ from typing import Any, Final
 
 from sglang.benchmark import serving
 
+from sglang_coserve.srt.compat import replace
+
 __all__: list[str] = []
 
 _NOT_SENT: Final = "not sent: the load was told to end"
@@ -44,12 +46,15 @@ class _Load:
     def install(self) -> None:
         """Take the place of bench_serving's functions."""
         signal.signal(signal.SIGTERM, self._end)
-        serving.get_dataset = self._held(serving.get_dataset)
-        for name in ("get_request", "get_mooncake_request_over_time"):
-            setattr(serving, name, self._until_ended(getattr(serving, name)))
+        for name, wrapped in (
+            ("get_dataset", self._held),
+            ("get_request", self._until_ended),
+            ("get_mooncake_request_over_time", self._until_ended),
+            ("calculate_metrics", self._measured),
+        ):
+            replace(f"sglang.benchmark.serving.{name}", wrapped(getattr(serving, name)))
         for backend, send in serving.ASYNC_REQUEST_FUNCS.items():
             serving.ASYNC_REQUEST_FUNCS[backend] = self._sent_by(send)
-        serving.calculate_metrics = self._measured(serving.calculate_metrics)
 
     def _end(self, *_signal: object) -> None:
         self._is_ending = True

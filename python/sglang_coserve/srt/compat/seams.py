@@ -847,4 +847,12 @@ SEAMS: Final[tuple[Seam, ...]] = (
         NameUse.OVERRIDDEN,
         {"maybe_sleep": ""},
     ),
+    # --- Its benchmark client ------------------------------------------------------------
+    *_of(
+        "benchmark.serving",
+        NameUse.REPLACED,
+        _names("calculate_metrics", "get_dataset", "get_mooncake_request_over_time", "get_request"),
+    ),
+    *_of("benchmark.serving", NameUse.READ, _names("ASYNC_REQUEST_FUNCS", "RequestFuncOutput")),
+    *_of("benchmark.serving", NameUse.CALLED, {"cli_main": ""}),
 )
