@@ -18,14 +18,13 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from sglang.benchmark import serving
 
-from sglang_coserve.srt.compat import replace
+from sglang_coserve.srt.compat import replace, steady_state
 
 __all__: list[str] = []
 
@@ -112,27 +111,13 @@ class _Load:
                 "measured",
                 unsent=max(0, self._unsent) + was_sent.count(False),
                 requests=list(map(_times, outputs)),
-                steady_state=self._steady_state(outputs, given["tokenizer"], requests),
+                steady_state=steady_state(
+                    outputs, given["tokenizer"], self._concurrency_ratio, requests
+                ),
             )
             return calculate(**given)
 
         return measured
-
-    def _steady_state(
-        self, outputs: Sequence[Any], tokenizer: Any, requests: Sequence[Any] | None
-    ) -> dict[str, Any] | None:
-        """Return what SGLang says of its steady state; None where it finds none, or is older."""
-        if find_spec("sglang.benchmark.steady_state") is None:
-            return None
-        from sglang.benchmark.steady_state import calculate_steady_state_metrics
-
-        try:
-            found = calculate_steady_state_metrics(
-                outputs, tokenizer, self._concurrency_ratio, requests
-            )
-        except ValueError:
-            return None
-        return asdict(found)
 
 
 def _times(output: Any) -> dict[str, Any]:

@@ -43,6 +43,7 @@ __all__ = [
     "slot_of",
     "start_load",
     "start_scheduler",
+    "steady_state",
     "tensors_beside",
 ]
 
@@ -395,3 +396,25 @@ def check_extra_keys() -> None:
             raise ValueError(str(error)) from error  # Which SGLang answers with a 400.
 
     OpenAIServingBase._compute_extra_key = checked
+
+
+# --- The benchmark client (until 0.5.18) ---------------------------------------------------
+
+
+def steady_state(
+    outputs: Sequence[Any],
+    tokenizer: Any,
+    concurrency_ratio: float,
+    requests: Sequence[Any] | None,
+) -> dict[str, Any] | None:
+    """Return what bench_serving says of the steady state of its answers, of which it makes none
+    here.
+
+    Args:
+        outputs: Its ``RequestFuncOutput``, one for each request.
+        tokenizer: Counts the tokens.
+        concurrency_ratio: The share of the peak concurrency that a steady state has.
+        requests: Its rows of the dataset.
+    """
+    del outputs, tokenizer, concurrency_ratio, requests
+    return None

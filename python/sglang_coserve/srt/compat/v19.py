@@ -1,8 +1,10 @@
 """What has changed with SGLang 0.5.19: settings as they were given are kept apart from those in
-effect, and a request always has a record of the KV it holds."""
+effect, a request always has a record of the KV it holds, and bench_serving a steady state."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "set_computed_tokens",
     "settings_of",
     "slot_of",
+    "steady_state",
 ]
 
 Req = Any
@@ -62,3 +65,19 @@ def set_computed_tokens(req: Req, tokens: int) -> None:
 def protected_tokens(req: Req) -> int:
     """As in ``v17``."""
     return int(req.kv.cache_protected_len)
+
+
+def steady_state(
+    outputs: Sequence[Any],
+    tokenizer: Any,
+    concurrency_ratio: float,
+    requests: Sequence[Any] | None,
+) -> dict[str, Any] | None:
+    """As in ``v17``; None where it finds none."""
+    from sglang.benchmark.steady_state import calculate_steady_state_metrics
+
+    try:
+        found = calculate_steady_state_metrics(outputs, tokenizer, concurrency_ratio, requests)
+    except ValueError:
+        return None
+    return asdict(found)
