@@ -1,0 +1,1 @@
+"""Published step times, and what the roofline predicts for them."""
