@@ -98,9 +98,11 @@ PLACES: Final[dict[str, str]] = {
     "fleet/discovery.py::urls": OPERATOR,
     "profiler/sample_file.py::__init__": OPERATOR,
     "srt/batch_backend/model_fingerprint.py::_safetensors_header": OPERATOR,
+    "srt/emulation/model_directory.py::read_emulation": OPERATOR,
     "srt/emulation/settings.py::of": OPERATOR,
     "srt/kv_checkpoint/kv_directory.py::_kv": OPERATOR,
     "srt/profiling/machine.py::machine_of": OPERATOR,
+    "srt/start_defaults.py::is_emulated": OPERATOR,
 }
 """By ``module.py::function``."""
 

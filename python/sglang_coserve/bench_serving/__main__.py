@@ -19,7 +19,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
 
     def tell(text: str) -> None:
-        console.print(printable(f"bench_serving: {text}"), highlight=False, markup=False)
+        said = printable(f"bench_serving: {text}")
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
 
     try:
         require("engine", "bench_serving")

@@ -63,8 +63,9 @@ def demo(
     )
     result = run_demo(options, console)
     console.print(as_table(result))
-    console.print(sentence(result), markup=False, highlight=False)
-    console.print(f"written: {out / 'report.json'}, {out / 'timeline.png'}", markup=False)
+    console.print(sentence(result), markup=False, highlight=False, soft_wrap=True)
+    written = f"written: {out / 'report.json'}, {out / 'timeline.png'}"
+    console.print(written, markup=False, soft_wrap=True)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -76,7 +77,9 @@ def main() -> int:
     try:
         typer.run(demo)
     except CoserveError as error:
-        Console(stderr=True).print(printable(f"demo: {error}"), highlight=False, markup=False)
+        # Without a terminal it would be cut into lines of 80 characters, paths too.
+        told = Console(stderr=True, soft_wrap=True)
+        told.print(printable(f"demo: {error}"), highlight=False, markup=False)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("demo: interrupted; the server has ended")
