@@ -101,6 +101,9 @@ class CacheEngine:
         shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         self.kv, self.allocator, self.table = kv, allocator, table
         self.cache = CheckpointCache(params, server_args, policy, shares)
+        # As for a scheduler's cache: here passes run on the stream of whoever runs them.
+        passes = torch.get_device_module(device).current_stream()
+        self.cache.cache_controller.load_fence_stream = passes
         self.hooks = KvCheckpointing(self.cache)
         self.running: list[Req] = []
         self._decode = ForwardMode.DECODE
