@@ -119,6 +119,34 @@ def test_quick_is_ours_alone(tmp_path: Path, inputs: tuple[str, ...]) -> None:
     assert "--quick" in report["sentence"]
 
 
+@pytest.mark.heavy
+def test_an_emulated_gpu_is_compared_the_same_way(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    process = demo(out, "--emulate", "h100", "--seconds", "30")
+    output, _ = process.communicate(timeout=2 * TIMEOUT_S)
+    assert process.returncode == 0, output
+    report = json.loads((out / "report.json").read_text())
+    name = "emulated-llama-3.1-8b-h100"
+    assert report["emulated"] == name
+    systems = report["systems"]
+    assert [*systems] == ["online_alone", "stock", "coserve"]
+    for system in systems.values():
+        # The H100's datasheet: its memory takes 4.8 ms to read the weights, and steps can only
+        # be slower.
+        assert system["online"]["itl_ms"]["p50"] > 4.8
+        assert system["online"]["finished"] > 0
+    for system in ("stock", "coserve"):
+        assert systems[system]["offline"]["ok"] > 0
+        assert systems[system]["offline"]["failed"] == 0
+        # The machine may be slow, but not faster than the GPU that it stands for.
+        assert systems[system]["offline"]["tokens_per_s"] < 100_000
+    text = re.sub(r"\s+", " ", output)
+    assert report["sentence"].startswith(f"{name}, no GPU: ")
+    assert report["sentence"] in text
+    assert text.count(f"{name}, no GPU") == 2  # Of the table and of the sentence.
+    assert not [p for p in processes_of(out) if is_alive(p)]
+
+
 @pytest.mark.parametrize(
     # The other one is tested at ``coserve profile slo``, and both do the same.
     "signum",
@@ -144,9 +172,19 @@ def test_an_interrupted_demo_leaves_no_process_behind(
     assert not [p for p in started if is_alive(p)]
 
 
-def test_a_missing_trace_is_told_in_one_line(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--trace", str(tmp_path / "none.csv"))
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--trace", "none.csv"), "none.csv"),
+        (("--emulate", "h1000"), "h1000"),
+        (("--emulate", "h100", "--model", "mine"), "remove --model"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    process = demo(tmp_path, *arguments)
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
-    assert "none.csv" in output
+    assert said in output
     assert "Traceback" not in output

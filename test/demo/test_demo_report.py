@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
 from rich.console import Console
 
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.demo.load_scale import LoadScale
 from sglang_coserve.demo.offline_load import write_offline_load
 from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.report import (
@@ -21,6 +25,9 @@ from sglang_coserve.demo.report import (
 )
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
+from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS
+from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.workload import TraceRequest, read_trace, sample_path
 
 
 def system(
@@ -107,6 +114,45 @@ def test_the_picture_is_drawn_also_of_one_system(tmp_path: Path) -> None:
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
+    name = "emulated-llama-3.1-8b-h100"
+    ours, stock = system("coserve", 0.11, 0.011, 900), system("stock", 0.5, 0.02, 1000)
+    for found in (
+        replace(result(ours, stock), emulated=name),
+        DemoResult((ours,), SloTargets(), name),
+    ):
+        out = StringIO()
+        Console(width=120, file=out).print(as_table(found))
+        assert f"{name}, no GPU" in out.getvalue()
+        assert sentence(found).startswith(f"{name}, no GPU: ")
+        assert as_json(found)["emulated"] == name
+        with rc_context({"svg.fonttype": "none"}):  # Its text stays text.
+            draw(found, tmp_path / "timeline.svg")
+        assert f"{name}, no GPU" in (tmp_path / "timeline.svg").read_text()
+    computed = result(ours, stock)
+    assert as_json(computed)["emulated"] is None
+    assert "emulated" not in sentence(computed)
+
+
+def test_bundled_prompts_take_their_share_of_any_device() -> None:
+    sample = list(read_trace(sample_path("online")))
+    for model, hardware in (("llama-3.1-8b", "h100"), ("llama-2-7b", "b200")):
+        emulation = Emulation.of(model, hardware)
+        latency = emulation.latency_model()
+        scale = LoadScale.for_device(sample, latency, emulation.chunk_tokens)
+        scaled = list(scale.applied(sample))
+        device_s = sum(latency.predict(StepStats.of([(r.prompt_tokens, 0)], [])) for r in scaled)
+        assert 0.15 < device_s / scaled[-1].arrival_s < 0.25
+        assert max(r.prompt_tokens + r.output_tokens for r in scaled) < CONTEXT_TOKENS
+        assert f"prompts {scale.prompts:.1f} × as long" in str(scale)
+
+
+def test_a_trace_of_the_users_stays_as_it_is() -> None:
+    requests = [TraceRequest(0, 0.0, 0, 5), TraceRequest(1, 1.5, 7, 0)]
+    assert list(LoadScale().applied(requests)) == requests
+    assert (LoadScale().lines_in_one, str(LoadScale())) == (1, "")
+
+
 def test_lines_are_repeated_until_they_last(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {"messages": [{"role": "user", "content": "Who?"}]}
@@ -125,6 +171,18 @@ def test_lines_are_repeated_until_they_last(tmp_path: Path) -> None:
     assert json.loads(lines[5])["body"]["messages"][0]["content"] == "Copy 1. Who?"
     assert write_offline_load(source, target, 0.001, {}) == 4  # Never less than the file.
     assert target.read_text().splitlines()[0] == texts[0]
+
+
+def test_lines_are_joined_for_longer_prompts(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    source = sample_path("offline")
+    alone = [json.loads(text) for text in source.read_text().splitlines()]
+    assert write_offline_load(source, target, 0.001, {}, lines_in_one=150) == 3
+    joined = [json.loads(text) for text in target.read_text().splitlines()]
+    assert [line["custom_id"] for line in joined] == [alone[i]["custom_id"] for i in (0, 150, 300)]
+    messages = [message for line in joined for message in line["body"]["messages"]]
+    assert messages == [message for line in alone for message in line["body"]["messages"]]
+    assert joined[0]["body"]["max_tokens"] == alone[0]["body"]["max_tokens"]
 
 
 def test_a_file_without_requests_is_told(tmp_path: Path) -> None:

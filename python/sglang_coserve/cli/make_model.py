@@ -14,10 +14,6 @@ from sglang_coserve.errors import ConfigError
 __all__ = ["make_model"]
 
 _CONTEXT_TOKENS: Final = 4096
-_EMULATED_CONTEXT_TOKENS: Final = 32768
-"""SGLang's table of requests has a row of so many places for each that may run, and the host's
-memory takes it."""
-
 _EMULATED: Final = "Emulated"
 
 
@@ -94,7 +90,11 @@ def make_model(
             "--heads and --kv-heads"
         )
     from sglang_coserve.profiler.profile_file import load_profile
-    from sglang_coserve.srt.emulation.model_directory import make_emulated_model, stock_command
+    from sglang_coserve.srt.emulation.model_directory import (
+        CONTEXT_TOKENS,
+        make_emulated_model,
+        stock_command,
+    )
     from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 
     emulation = Emulation.of(
@@ -107,7 +107,7 @@ def make_model(
         slow_spells=None if slow_spells is None else SlowSpells.parse(slow_spells),
         seed=seed,
     )
-    context = context or _EMULATED_CONTEXT_TOKENS
+    context = context or CONTEXT_TOKENS
     made = make_emulated_model(directory, emulation, vocab=vocab, context=context)
     say(f"written: {made}, which is {emulation.name}: no GPU, figures are emulated")
     say(f"to serve it: python -m sglang_coserve.launch_server --model-path {made}")

@@ -12,7 +12,6 @@ from rich.console import Console
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.printable import printable
-from sglang_coserve.workload import sample_path
 
 
 def demo(
@@ -36,6 +35,14 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="A model of your own; default: a small random one.")
     ] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HARDWARE",
+            help="At the pace of Llama-3.1-8B on a GPU that is emulated: h100, a100, h200, b200 "
+            "or ascend-910c.",
+        ),
+    ] = None,
     slo_ttft_ms: Annotated[
         float | None, typer.Option(help="Online TTFT target of ours, ms; default: its defaults.")
     ] = None,
@@ -53,10 +60,11 @@ def demo(
     console = Console()
     options = DemoOptions(
         seconds=seconds,
-        trace=trace or sample_path("online"),
-        offline=offline or sample_path("offline"),
+        trace=trace,
+        offline=offline,
         out=out,
         model=model,
+        emulate=emulate,
         targets=SloTargets(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms)),
         is_quick=quick,
         server_flags=tuple(server_flag or ()),

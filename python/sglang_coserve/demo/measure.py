@@ -30,6 +30,11 @@ class Window:
     requests: Sequence[TraceRequest]
     seconds: float
     vocab_size: int
+    offline: Path
+    """Lines, which are repeated as long as it lasts."""
+
+    lines_in_one: int
+    """How many of them are joined for a longer prompt."""
 
 
 async def measure(

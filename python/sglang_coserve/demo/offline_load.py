@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,12 @@ _MAX_BYTES: Final = 64 << 20
 
 
 def write_offline_load(
-    source: Path, target: Path, seconds: float, fields: Mapping[str, Any]
+    source: Path,
+    target: Path,
+    seconds: float,
+    fields: Mapping[str, Any],
+    *,
+    lines_in_one: int = 1,
 ) -> int:
     """Write the lines of ``source`` to ``target``, again and again until they last for ``seconds``.
 
@@ -32,6 +37,7 @@ def write_offline_load(
         target: The file to write.
         seconds: How long the lines should last.
         fields: Added to the body of each line.
+        lines_in_one: How many lines to join for a longer prompt; above 1 all must be chats.
 
     Raises:
         InputFileError: ``source`` cannot be read, or has no line.
@@ -43,7 +49,10 @@ def write_offline_load(
         raise InputFileError(f"{source}: cannot be read: {reason}") from error
     if not texts:
         raise InputFileError(f"{source}: there is no request in it")
-    wanted = max(len(texts), round(seconds * _LINES_PER_S))
+    if lines_in_one > 1:
+        starts = range(0, len(texts), lines_in_one)
+        texts = [_joined(texts[start : start + lines_in_one]) for start in starts]
+    wanted = max(len(texts), round(seconds * _LINES_PER_S / lines_in_one))
     written = written_bytes = 0
     with target.open("w", encoding="utf-8") as file:
         for text in islice(_copies(texts, fields), wanted):
@@ -52,6 +61,14 @@ def write_offline_load(
             written_bytes += file.write(text + "\n")
             written += 1
     return written
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Return the first line with the messages of all."""
+    first, *others = map(json.loads, texts)
+    for other in others:
+        first["body"]["messages"] += other["body"]["messages"]
+    return json.dumps(first, ensure_ascii=False)
 
 
 def _copies(texts: list[str], fields: Mapping[str, Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.demo.report import DemoResult, SystemResult
+from sglang_coserve.demo.report import DemoResult, SystemResult, caption
 from sglang_coserve.extras import require
 
 __all__ = ["draw"]
@@ -50,9 +50,10 @@ def draw(result: DemoResult, path: Path) -> None:
     axes[1][0].set_ylim(bottom=0)  # Of all, once everything is drawn.
     axes[0][0].set_ylabel("online latency, ms")
     axes[1][0].set_ylabel("offline\ntokens/s")
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    title = None if result.emulated is None else caption(result.emulated)
+    figure.tight_layout(rect=(0, 0, 1, 0.94 if title is None else 0.91))
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False)
+    figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False, title=title)
     figure.savefig(path)
     pyplot.close(figure)
 

@@ -26,6 +26,7 @@ __all__ = [
     "SystemResult",
     "as_json",
     "as_table",
+    "caption",
     "sentence",
     "write_json",
 ]
@@ -78,6 +79,9 @@ class DemoResult:
     targets: SloTargets
     """Of ours."""
 
+    emulated: str | None = None
+    """The model that only took a GPU's time; None: one that computed."""
+
     def find(self, name: str) -> SystemResult | None:
         """Return a system's result; None if it was not measured."""
         return next((system for system in self.systems if system.name == name), None)
@@ -93,10 +97,12 @@ class DemoResult:
 def as_json(result: DemoResult) -> dict[str, Any]:
     """Return the report as plain JSON values; latencies in milliseconds.
 
-    ``online`` and ``offline`` are ours; ``systems`` has the same of each.
+    ``online`` and ``offline`` are ours; ``systems`` has the same of each. ``emulated`` is the
+    model that only took a GPU's time, or null.
     """
     return {
         **_system_json(result.ours, result.targets),
+        "emulated": result.emulated,
         "systems": {system.name: _system_json(system, result.targets) for system in result.systems},
         "sentence": sentence(result),
     }
@@ -151,7 +157,10 @@ def as_table(result: DemoResult) -> Table:
     found = as_json(result)["systems"]
     systems = [found[system.name] for system in result.systems]
     alone = found.get(ALONE.name)
-    table = Table(title="Online latencies (÷ alone), and offline work", title_justify="left")
+    title = "Online latencies (÷ alone), and offline work"
+    if result.emulated is not None:
+        title = f"{caption(result.emulated)}\n{title}"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for system in result.systems:
         table.add_column(system.label, justify="right")
@@ -169,8 +178,18 @@ def as_table(result: DemoResult) -> Table:
     return table
 
 
+def caption(emulated: str) -> str:
+    """Return what tables and pictures say of figures that are emulated."""
+    return f"{emulated}, no GPU"
+
+
 def sentence(result: DemoResult) -> str:
     """Return the result as a sentence, also where it is not in our favour."""
+    found = _sentence(result)
+    return found if result.emulated is None else f"{caption(result.emulated)}: {found}"
+
+
+def _sentence(result: DemoResult) -> str:
     alone, stock = result.find(ALONE.name), result.find(STOCK.name)
     ours = result.ours
     assert ours.offline is not None

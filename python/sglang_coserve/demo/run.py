@@ -8,29 +8,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from sglang_coserve.demo import report
+from sglang_coserve.demo.load_scale import LoadScale
 from sglang_coserve.demo.measure import Window, measure
 from sglang_coserve.demo.offline_load import write_offline_load
 from sglang_coserve.demo.picture import draw
-from sglang_coserve.demo.servers import make_server
-from sglang_coserve.demo.systems import ALONE, OURS, STOCK, DemoSystem
+from sglang_coserve.demo.servers import has_gpu_pace, make_server
+from sglang_coserve.demo.systems import ALONE, OURS, STOCK, DemoSystem, stock_chunk_tokens
 from sglang_coserve.errors import ConfigError, WorkloadError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.workload import RESERVED_TOKENS, fit_to_context, read_trace, window
+from sglang_coserve.srt.emulation.model_directory import (
+    CONTEXT_TOKENS,
+    make_emulated_model,
+    read_emulation,
+)
+from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.workload import (
+    RESERVED_TOKENS,
+    fit_to_context,
+    read_trace,
+    sample_path,
+    window,
+)
 
 __all__ = ["DemoOptions", "run_demo"]
 
 # Small enough for two CPU cores to serve both workloads.
 _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
+
+# It fits one GPU of each kind that can be emulated.
+_EMULATED_MODEL: Final = "llama-3.1-8b"
 
 _COMPARED: Final = ((ALONE, STOCK), (OURS,))
 """Systems in one tuple share a server; each starts with an empty cache."""
@@ -43,11 +59,16 @@ class DemoOptions:
     seconds: float
     """How long all windows take together; set-up and the last online answers come on top."""
 
-    trace: Path
-    offline: Path
+    trace: Path | None
+    offline: Path | None
+    """None: the bundled samples, longer and faster where the model is emulated."""
+
     out: Path
     model: Path | None
-    """A model of the user's; None makes a small random one."""
+    """A model of the user's; None makes one."""
+
+    emulate: str | None
+    """The GPU at whose pace the model that is made takes time; None: a small one computes."""
 
     targets: SloTargets
     """Of ours; without any it has its defaults."""
@@ -61,6 +82,10 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ConfigError(f"--seconds must be positive, got {self.seconds}")
+        if self.emulate is not None and self.model is not None:
+            raise ConfigError(
+                "--emulate makes the model: remove --model, or --emulate if it is emulated already"
+            )
 
     @property
     def window_s(self) -> float:
@@ -75,27 +100,33 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
         CoserveError: the trace, the file or a server is at fault.
         KeyboardInterrupt: on SIGINT or SIGTERM, after the server has ended.
     """
-    requests = list(window(read_trace(options.trace), 0, options.window_s))
+    emulation = _emulation(options)
+    bundled = LoadScale() if emulation is None else _gpu_scale(emulation)
+    trace, trace_scale = _given(options.trace, "online", bundled)
+    offline, offline_scale = _given(options.offline, "offline", bundled)
+    requests = list(window(trace_scale.applied(read_trace(trace)), 0, options.window_s))
     if not requests:
-        raise WorkloadError(f"{options.trace}: no request in the first {options.window_s:g} s")
+        raise WorkloadError(f"{trace}: no request in the first {options.window_s:g} s")
     options.out.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
-        model = options.model
-        if model is None:
-            model = options.out / "model"
-            with console.status("making a small model"):
-                make_small_model(model, _MODEL)
+        with console.status("making a model"):
+            model = options.model or _make_model(options.out, emulation)
+        if emulation is not None:
+            console.print(f"{emulation.name}: no GPU computes here, and all figures are emulated")
         context_tokens, vocab_size = _limits(model)
         requests, cut = fit_to_context(requests, context_tokens - RESERVED_TOKENS)
-        online = f"online: {options.trace.name}, first {options.window_s:g} s: {cut}"
+        online = f"online: {trace.name}, first {options.window_s:g} s{trace_scale}: {cut}"
         console.print(printable(online), markup=False)
-        lines = f"offline: {options.offline}, again and again as long as a window lasts"
+        lines_in_one = offline_scale.lines_in_one
+        joined = f", {lines_in_one} lines in one" if lines_in_one > 1 else ""
+        lines = f"offline: {offline}{joined}, again and again as long as a window lasts"
         console.print(printable(lines), markup=False)
-        given = Window(requests, options.window_s, vocab_size)
+        given = Window(requests, options.window_s, vocab_size, offline, lines_in_one)
         groups = ((OURS,),) if options.is_quick else _COMPARED
         with _progress(console) as progress:
             results = asyncio.run(_Run(options, model, given, progress).all_of(groups))
-    result = report.DemoResult(tuple(results), options.targets)
+    name = None if emulation is None else emulation.name
+    result = report.DemoResult(tuple(results), options.targets, name)
     report.write_json(result, options.out / "report.json")
     draw(result, options.out / "timeline.png")
     return result
@@ -145,7 +176,11 @@ class _Run:
             mark = "" if system.is_ours else f"_{system.name}"
             source = self._options.out / f"offline_requests{mark}.jsonl"
             write_offline_load(
-                self._options.offline, source, self._given.seconds, system.offline_fields
+                self._given.offline,
+                source,
+                self._given.seconds,
+                system.offline_fields,
+                lines_in_one=self._given.lines_in_one,
             )
             results = self._options.out / f"offline_results{mark}.jsonl"
             _remove_earlier(results)
@@ -168,8 +203,35 @@ class _Run:
     def _flags(self, system: DemoSystem) -> list[str]:
         flags = ["--model-path", str(self._model), "--log-level", "warning", *system.flags]
         if system.is_ours:
-            flags += [*_slo_flags(self._options.targets), *self._options.server_flags]
-        return flags
+            return [*flags, *_slo_flags(self._options.targets), *self._options.server_flags]
+        chunk_tokens = stock_chunk_tokens(on_gpu=has_gpu_pace(self._model))
+        return [*flags, "--chunked-prefill-size", str(chunk_tokens)]
+
+
+def _emulation(options: DemoOptions) -> Emulation | None:
+    if options.emulate is not None:
+        return Emulation.of(_EMULATED_MODEL, options.emulate)
+    return None if options.model is None else read_emulation(options.model)
+
+
+def _gpu_scale(emulation: Emulation) -> LoadScale:
+    sample = list(read_trace(sample_path("online")))
+    return LoadScale.for_device(sample, emulation.latency_model(), emulation.chunk_tokens)
+
+
+def _given(
+    path: Path | None, name: Literal["online", "offline"], bundled: LoadScale
+) -> tuple[Path, LoadScale]:
+    """Return a load's file and its scale: what the user gives stays as it is."""
+    return (sample_path(name), bundled) if path is None else (path, LoadScale())
+
+
+def _make_model(folder: Path, emulation: Emulation | None) -> Path:
+    if emulation is None:
+        return make_small_model(folder / "model", _MODEL)
+    return make_emulated_model(
+        folder / emulation.name, emulation, vocab=_MODEL.vocab, context=CONTEXT_TOKENS
+    )
 
 
 def _empty_cache(base_url: str) -> None:

@@ -10,7 +10,7 @@ from sglang_coserve.local_server import LocalServer
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.start_defaults import is_emulated, model_path_in
 
-__all__ = ["make_server", "module_of"]
+__all__ = ["has_gpu_pace", "make_server", "module_of"]
 
 
 def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
@@ -20,6 +20,11 @@ def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
     model_path = model_path_in(flags)
     on_gpu = cpu.has_cuda() and not (model_path and is_emulated(Path(model_path)))
     return "sglang.launch_server" if on_gpu else "sglang_coserve.srt.stock_server"
+
+
+def has_gpu_pace(model: Path) -> bool:
+    """Tell whether a model runs on a GPU, or takes the time of one."""
+    return cpu.has_cuda() or is_emulated(model)
 
 
 def make_server(
