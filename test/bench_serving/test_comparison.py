@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer, free_port
 from srt.documentation.blocks import ROOT, blocks_of
+from started_processes import processes_of
 
 TIMEOUT_S = 300
 SERVER_FLAGS = ("--log-level", "warning", "--startup-profile-seconds", "1")
@@ -40,18 +40,6 @@ def bench(out: Path, *words: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def processes_of(out: Path) -> list[psutil.Process]:
-    """Living processes that were started for ``out``: servers log there, loads report there."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(out) in " ".join(process.cmdline()):
-                found += [process, *process.children(recursive=True)]
-        except psutil.Error:
-            continue
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def table_in(output: str) -> list[str]:

@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+
+from started_processes import is_alive, processes_of
 
 TIMEOUT_S = 240
 
@@ -25,25 +26,6 @@ def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def processes_of(out: Path) -> list[psutil.Process]:
-    """Living processes that were started for the demo in ``out``, the demo included."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(out) in " ".join(process.cmdline()):
-                found += [process, *process.children(recursive=True)]
-        except psutil.Error:
-            continue
-    return [process for process in found if process.is_running()]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 TRACE = (
@@ -101,7 +83,7 @@ def test_three_systems_are_given_the_same_and_compared(
     assert re.search(r"http://127\.0\.0\.1:\d+/coserve", text)
     # Nothing that other libraries say: their logs and their bars.
     assert not re.search(r"\d\d:\d\d:\d\d\]|it/s|Warning|%\|", output)
-    assert not [p for p in processes_of(out) if is_alive(p)]
+    assert not processes_of(out)
 
 
 @pytest.mark.heavy  # The one that is interrupted runs as far as the window.
@@ -144,7 +126,7 @@ def test_an_emulated_gpu_is_compared_the_same_way(tmp_path: Path) -> None:
     assert report["sentence"].startswith(f"{name}, no GPU: ")
     assert report["sentence"] in text
     assert text.count(f"{name}, no GPU") == 2  # Of the table and of the sentence.
-    assert not [p for p in processes_of(out) if is_alive(p)]
+    assert not processes_of(out)
 
 
 @pytest.mark.parametrize(

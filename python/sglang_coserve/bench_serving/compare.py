@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve import durable_files
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.one_run import Figures, measure
 from sglang_coserve.bench_serving.options import Options
@@ -155,9 +156,8 @@ class Comparison:
                 lambda phase: self._say(f"{system.name}: {phase}"),
             )
         run = Run(plan, figures, reports)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(run), indent=1) + "\n")
-        partial.replace(path)
+        content = json.dumps(asdict(run), indent=1) + "\n"
+        durable_files.replace(path, lambda file: file.write(content.encode()), mode=0o666)
         return run
 
     def _url_of(self, system: System) -> str | None:
