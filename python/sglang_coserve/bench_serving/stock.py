@@ -15,12 +15,12 @@ from typing import Any, Final
 from packaging.version import Version
 
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.srt.start_defaults import as_flags
 
 __all__ = [
     "CHUNK_TOKENS",
     "REFINEMENTS",
     "Candidate",
-    "as_flags",
     "best_setting",
     "has_decode_interval",
     "interleaved",
@@ -90,15 +90,6 @@ def search(
     for refinement in REFINEMENTS:
         attempt({**best(), **refinement})
     return best()
-
-
-def as_flags(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return fields of ``ServerArgs`` as words of a command line."""
-    words: list[str] = []
-    for name, value in settings.items():
-        words.append(f"--{name.replace('_', '-')}")
-        words += [] if value is True else [str(value)]
-    return tuple(words)
 
 
 def has_decode_interval() -> bool:

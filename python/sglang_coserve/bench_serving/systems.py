@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sglang_coserve.bench_serving import stock
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt.start_defaults import as_flags
 
 __all__ = ["ALONE", "SYSTEMS", "System", "parse_system", "tuned_stock"]
 
@@ -91,7 +91,7 @@ def parse_system(text: str) -> System:
 
 def tuned_stock(searched: System, settings: Mapping[str, Any]) -> System:
     """Return the system with ``settings``, fields of ``ServerArgs``, in place of a search."""
-    words = stock.as_flags(settings)
+    words = as_flags(settings)
     flags: Sequence[str] = (*words, *searched.flags)
     return replace(
         searched, name=" ".join((searched.name, *words)), flags=tuple(flags), is_searched=False

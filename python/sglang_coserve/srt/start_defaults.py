@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["StartDefaults", "is_emulated", "model_path_in", "start_defaults"]
+__all__ = ["StartDefaults", "as_flags", "is_emulated", "model_path_in", "start_defaults"]
 
 _EMULATED: Final = ["EmulatedForCausalLM"]
 
@@ -26,15 +26,6 @@ class StartDefaults:
 
     emulated: str | None = None
     """What is emulated; None: nothing is."""
-
-    def as_flags(self) -> list[str]:
-        """Return ``flags`` as words of a command line."""
-        words: list[str] = []
-        for name, value in self.flags.items():
-            if value is not False:  # A switch that is off.
-                words.append(f"--{name.replace('_', '-')}")
-                words += [] if value is True else [str(value)]
-        return words
 
 
 def start_defaults(model_path: str | None) -> StartDefaults:
@@ -58,6 +49,16 @@ def start_defaults(model_path: str | None) -> StartDefaults:
         return StartDefaults(on_cpu=False)
     cpu.set_environment_defaults()
     return StartDefaults(True, cpu.FLAG_DEFAULTS)
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Return fields of ``ServerArgs`` as words of a command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is not False:  # A switch that is off.
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
 
 
 def model_path_in(argv: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 if __name__ == "__main__":
     from sglang_coserve.srt.cpu.defaults import cores_for
-    from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
+    from sglang_coserve.srt.start_defaults import as_flags, model_path_in, start_defaults
 
     # What ours starts with, before SGLang is first imported. A flag given wins.
     defaults = start_defaults(model_path_in(sys.argv[1:]))
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    server_args = prepare_server_args([*defaults.as_flags(), *sys.argv[1:]])
+    server_args = prepare_server_args([*as_flags(defaults.flags), *sys.argv[1:]])
     try:
         with cores_for(server_args):
             launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
