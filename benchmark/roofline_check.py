@@ -2,15 +2,20 @@
 
     python benchmark/roofline_check.py
 
-Three tables: median and worst ratios for each device and phase, every time, and the sources. Beside
-the roofline as it is stands one with three changes, which show where its errors come from; they
-were chosen on the same times. docs/latency_model.md has the tables, and what follows from them.
+Four tables: median and worst ratios for each device and phase, the same coefficients chosen without
+each of the sources, every time, and the sources. Beside the roofline as it is stands the plain one:
+0.8 of the peak bandwidth for everything, and all-reduces that cost their bytes alone.
+docs/latency_model.md has the tables, and what follows from them.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 from common.results import markdown_table
@@ -19,19 +24,54 @@ from sglang_coserve.core.latency_model import LatencyModel, RooflineModel, find_
 from sglang_coserve.core.latency_model.known_models import find_model
 from sglang_coserve.core.step_stats import StepStats
 
-H100_MEMORY: Final = 0.7
-"""Share of an H100's peak bandwidth that is reached, instead of 0.8."""
+ModelOf = Callable[[Published], LatencyModel]
 
-GROUPED_KV_MEMORY: Final = 0.4
-"""Share of any peak bandwidth that attention with grouped heads reaches, instead of 0.8."""
 
-ALL_REDUCE_S: Final = 25e-6
-"""Of each all-reduce, however small; the roofline has only its bytes."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen by these times."""
+
+    h100_memory: float
+    """Share of its peak bandwidth that is reached; 0.8 on other devices."""
+
+    grouped_kv_memory: float
+    """Share of any peak bandwidth that attention with grouped heads reaches."""
+
+    all_reduce_s: float
+    """Of each one, beside its bytes."""
+
+    def of(self, row: Published) -> LatencyModel:
+        """Return the roofline with it."""
+        model = datasheet_model(row)
+        shape, hardware = model.shape, model.hardware
+        share = self.h100_memory if row.hardware == "h100" else OTHER_MEMORY
+        is_grouped = shape.num_kv_heads < shape.num_query_heads
+        kv_share = min(share, self.grouped_kv_memory) if is_grouped else share
+        all_reduces = 2 * shape.num_layers if row.tp_size > 1 else 0
+        step_s = OTHER_STEP_S + all_reduces * self.all_reduce_s
+        values = {
+            "gemm_byte_s": 1 / (share * hardware.memory_byte_per_s),
+            "attention_byte_s": 1 / (kv_share * hardware.memory_byte_per_s),
+            "prefill_step_s": step_s,
+            "decode_step_s": step_s,
+        }
+        return model.with_coefficients(values)
+
+
+OTHER_MEMORY: Final = 0.8
+OTHER_STEP_S: Final = 1e-3
+PLAIN: Final = Choice(OTHER_MEMORY, OTHER_MEMORY, 0.0)
+CHOICES: Final = tuple(
+    Choice(memory, kv_memory, all_reduce_us / 1e6)
+    for memory in (0.6, 0.65, 0.7, 0.75, 0.8)
+    for kv_memory in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+    for all_reduce_us in (0, 10, 15, 20, 25, 30, 40)
+)
 
 
 def main() -> None:
     """Print the tables."""
-    print("\n\n".join((summary_table(), times_table(), sources_table())))
+    print("\n\n".join((summary_table(), held_out_table(), times_table(), sources_table())))
 
 
 def datasheet_model(row: Published) -> RooflineModel:
@@ -39,22 +79,6 @@ def datasheet_model(row: Published) -> RooflineModel:
     return RooflineModel.from_datasheet(
         find_model(row.model), find_hardware(row.hardware), tp_size=row.tp_size
     )
-
-
-def changed_model(row: Published) -> RooflineModel:
-    """Return the roofline with the three changes."""
-    model = datasheet_model(row)
-    shape, peak_byte_per_s = model.shape, model.hardware.memory_byte_per_s
-    values = {}
-    if row.hardware == "h100":
-        values["gemm_byte_s"] = values["attention_byte_s"] = 1 / (H100_MEMORY * peak_byte_per_s)
-    if shape.num_kv_heads < shape.num_query_heads:
-        values["attention_byte_s"] = 1 / (GROUPED_KV_MEMORY * peak_byte_per_s)
-    if row.tp_size > 1:
-        all_reduces_s = 2 * shape.num_layers * ALL_REDUCE_S
-        values["prefill_step_s"] = model.prefill_step_s + all_reduces_s
-        values["decode_step_s"] = model.decode_step_s + all_reduces_s
-    return model.with_coefficients(values)
 
 
 def predicted_ms(row: Published, model: LatencyModel) -> float:
@@ -76,24 +100,52 @@ def predicted_ms(row: Published, model: LatencyModel) -> float:
 def summary_table() -> str:
     """Return the median and worst ratios, predicted ÷ published, of each group."""
     columns = ["device", "phase", "devices", "times"]
-    columns += ["median", "lowest", "highest", "changed: median", "lowest", "highest"]
+    columns += ["median", "lowest", "highest", "plain: median", "lowest", "highest"]
     groups: dict[tuple[str, ...], list[Published]] = {}
     for row in PUBLISHED:
         if not row.is_calibration:
             devices = "one" if row.tp_size == 1 else "several"
             groups.setdefault((row.hardware, phase_of(row), devices), []).append(row)
     lines = [
-        [*group, str(len(rows)), *spread(rows, changed=False), *spread(rows, changed=True)]
+        [*group, str(len(rows)), *spread(rows, datasheet_model), *spread(rows, PLAIN.of)]
         for group, rows in groups.items()
     ]
     return markdown_table(columns, lines)
 
 
-def spread(rows: Sequence[Published], *, changed: bool) -> Iterable[str]:
+def spread(rows: Sequence[Published], model_of: ModelOf) -> Iterable[str]:
     """Return the median, lowest and highest ratio."""
-    model_of = changed_model if changed else datasheet_model
     ratios = [predicted_ms(row, model_of(row)) / row.measured_ms for row in rows]
     return (f"{value:.2f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
+
+
+def held_out_table() -> str:
+    """Return how well decodes of a source are predicted by what the other sources would choose."""
+    columns = ["source", "times", "plain", "chosen by the others", "as it is"]
+    columns += ["H100 memory", "grouped heads", "all-reduce, µs"]
+    decodes = [row for row in PUBLISHED if phase_of(row) == "decode"]
+    errors = {choice: [error(row, choice.of) for row in decodes] for choice in CHOICES}
+    lines = []
+    for source in dict.fromkeys(row.source for row in decodes):
+        is_own = [row.source == source for row in decodes]
+
+        def of_others(choice: Choice, is_own: Sequence[bool] = is_own) -> float:
+            return sum(compress(errors[choice], map(operator.not_, is_own)))
+
+        chosen = min(CHOICES, key=of_others)
+        own = list(compress(decodes, is_own))
+        means = [
+            f"{100 * statistics.mean(error(row, model_of) for row in own):.0f}%"
+            for model_of in (PLAIN.of, chosen.of, datasheet_model)
+        ]
+        values = [f"{chosen.h100_memory:g}", f"{chosen.grouped_kv_memory:g}"]
+        lines.append([source, str(len(own)), *means, *values, f"{1e6 * chosen.all_reduce_s:.0f}"])
+    return markdown_table(columns, lines)
+
+
+def error(row: Published, model_of: ModelOf) -> float:
+    """Return by what share the prediction is off, alike in both directions."""
+    return abs(math.log(predicted_ms(row, model_of(row)) / row.measured_ms))
 
 
 def times_table() -> str:

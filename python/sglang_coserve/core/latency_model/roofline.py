@@ -23,11 +23,26 @@ __all__ = ["RooflineModel"]
 
 # Assumed share of each peak that is achieved, for unfitted models and as the start of a fit.
 # The two compute shares give ConServe's published prefill times for Llama-3.1-8B on an H100
-# (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). The others are assumptions.
+# (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). Shares of memory and the cost of an
+# all-reduce give published decode times: see docs/latency_model.md, "Against published step times",
+# for these and their sources. The others are assumptions.
 _GEMM_COMPUTE: Final = 0.65
 _PREFILL_ATTENTION_COMPUTE: Final = 0.6
 _DECODE_ATTENTION_COMPUTE: Final = 0.3
 _MEMORY: Final = 0.8
+"""Decodes of 7B and 8B models on one A100: gpt-fast, torchao, LMDeploy, TensorRT-LLM 0.5."""
+
+_MEMORY_OF: Final[Mapping[str, float]] = {"h100": 0.7}
+"""Decodes of the same on one H100: LLM-Inference-Bench, Tokenomics."""
+
+_GROUPED_KV_MEMORY: Final = 0.4
+"""Of attention with fewer KV heads than query heads. 8B and 70B with much KV: LMDeploy,
+LLM-Inference-Bench, Tokenomics."""
+
+_ALL_REDUCE_S: Final = 25e-6
+"""Beside its bytes. 70B at batch 1: TensorRT-LLM (in LLM-Inference-Bench), vLLM (in Tokenomics),
+gpt-fast."""
+
 _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
@@ -134,18 +149,23 @@ class RooflineModel:
         Raises:
             ConfigError: the model cannot be split over ``tp_size`` devices.
         """
+        memory = _MEMORY_OF.get(hardware.name, _MEMORY)
+        has_groups = shape.num_kv_heads < shape.num_query_heads
+        kv_memory = min(memory, _GROUPED_KV_MEMORY) if has_groups else memory
+        all_reduces = 2 * shape.num_layers if tp_size > 1 else 0
+        step_s = _STEP_S + all_reduces * _ALL_REDUCE_S
         return cls(
             shape,
             hardware,
             tp_size,
             gemm_flop_s=1 / (_GEMM_COMPUTE * hardware.bf16_flop_per_s),
-            gemm_byte_s=1 / (_MEMORY * hardware.memory_byte_per_s),
+            gemm_byte_s=1 / (memory * hardware.memory_byte_per_s),
             prefill_attention_flop_s=1 / (_PREFILL_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
             decode_attention_flop_s=1 / (_DECODE_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
-            attention_byte_s=1 / (_MEMORY * hardware.memory_byte_per_s),
+            attention_byte_s=1 / (kv_memory * hardware.memory_byte_per_s),
             communication_byte_s=1 / (_LINK * hardware.link_byte_per_s),
-            prefill_step_s=_STEP_S,
-            decode_step_s=_STEP_S,
+            prefill_step_s=step_s,
+            decode_step_s=step_s,
             prefill_request_s=_REQUEST_S,
             decode_request_s=_REQUEST_S,
         )
