@@ -5,26 +5,61 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import Load
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
+from srt.emulation.observed_plans import Planned, watch_plans
 
-__all__ = ["Observed", "ObservedEngine", "Work"]
+__all__ = ["TARGETS_MS", "Given", "Observed", "ObservedEngine", "Suspensible", "Work"]
+
+TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
+"""Of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What is special in a run."""
+
+    reads_early: bool = False
+    """Passes say that they have read the scheduler's memory before their first layer, as those do
+    that run in CUDA graphs."""
+
+    resume_s: float = 0.0
+    """What the device takes to go on with a suspended step."""
+
+    aborts_suspended: bool = False
+    """Clients abort a request of each step that is suspended."""
 
 
 class Work(NamedTuple):
     """What was launched on a stream."""
 
     stream: str
-    """``forward``, or another."""
+    """``forward``, ``to host``, ``to device``, or another."""
 
     begin_s: float
     end_s: float
     forward_free_s: float
     """When the forward passes launched before it have run."""
+
+
+class Suspensible(NamedTuple):
+    """A pass that might be suspended."""
+
+    until_s: float
+    """By when it had to stop."""
+
+    begin_s: float
+    """When the device could begin."""
+
+    group_s: float
+    """What the layers between two safepoints take."""
+
+    free_s: float
+    """When the device has run what was launched of it."""
 
 
 @dataclass(slots=True)
@@ -40,6 +75,14 @@ class Observed:
     open_barriers: int = 0
     """Those after which work of the scheduler could begin before the pass has ended."""
 
+    drops_in_flight: int = 0
+    """Suspended steps that were dropped while the device still ran a part of them."""
+
+    open_drops: int = 0
+    """Those after which work of the scheduler could begin before that part has ended."""
+
+    suspensible: list[Suspensible] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     safepoints: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Mapping[str, Any] = field(default_factory=dict)
@@ -50,16 +93,20 @@ class ObservedEngine(CpuClockEngine):
     """For ``OwnProcess``; host work takes no time, so that runs repeat."""
 
     def __init__(self, system: EngineSystem, model: Path, flags: Mapping[str, Any]) -> None:
-        super().__init__(system, model, 0, {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}, 0.0, flags)
+        super().__init__(system, model, 0, TARGETS_MS, 0.0, flags)
         self._observed = Observed()
+        self._given = Given()
+        self._to_abort: list[str] = []
         self._watch_launches()
         self._watch_passes()
         if system.coserve is not None:
             self._watch_steps()
+            self._watch_lane()
+            watch_plans(self._scheduler, lambda planned: self._observed.planned.append(planned))
 
-    def observed_run(self, load: Load) -> tuple[RunOutcome, Observed]:
+    def observed_run(self, load: Load, given: Given = Given()) -> tuple[RunOutcome, Observed]:
         """Run a load; return what it brought and what was seen."""
-        self._observed = Observed()
+        self._observed, self._given = Observed(), given
         outcome = self.run(load)
         if self._system.coserve is not None:
             parts = self._scheduler.parts
@@ -67,16 +114,33 @@ class ObservedEngine(CpuClockEngine):
             self._observed.checkpoints = parts.checkpointing.stats().to_dict()
         return outcome, self._observed
 
+    def learned_resume_s(self, default_s: float) -> float:
+        """What a suspension costs by what the core has learned; ``default_s`` before it has."""
+        learned: float = self._scheduler.parts.admission.core._resume_cost.seconds(default_s)
+        return learned
+
+    def _arrived(self, now_s: float) -> list[Any]:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        rids, self._to_abort = self._to_abort, []
+        return [*super()._arrived(now_s), *(AbortReq(rid=rid) for rid in rids)]
+
     def _watch_launches(self) -> None:
+        from sglang_coserve.srt import compat
         from sglang_coserve.srt.emulation.device_module import EmulatedStream
 
         launch, forward = EmulatedStream.launch, self._scheduler.forward_stream
+        names = {forward: "forward"}
+        controller = getattr(self._scheduler.tree_cache, "cache_controller", None)
+        if controller is not None:
+            to_host, to_device = compat.copy_streams(controller)
+            names |= {to_host: "to host", to_device: "to device"}
 
         def watched(stream: Any, seconds: float) -> None:
             free_s = forward.free_s
             launch(stream, seconds)
-            name = "forward" if stream is forward else f"stream {id(stream)}"
             end_s = stream.free_s
+            name = names.get(stream, "other")
             self._observed.work.append(Work(name, end_s - seconds, end_s, free_s))
 
         EmulatedStream.launch = watched  # type: ignore[method-assign]
@@ -89,13 +153,16 @@ class ObservedEngine(CpuClockEngine):
         def watched(*arguments: Any, **named: Any) -> Any:
             self._observed.passes += 1
             self._observed.passes_ahead += scheduler.forward_stream.free_s > self._clock()
-            return run(*arguments, **named)
+            begin = scheduler.forward_stream.record_event()
+            result = run(*arguments, **named)
+            if self._given.reads_early:
+                scheduler.model_worker.last_shared_read_runner.shared_read_done_event = begin
+            return result
 
         def applied() -> None:
             apply()
             self._observed.barriers += 1
-            behind = scheduler.schedule_stream.free_s >= scheduler.forward_stream.free_s
-            self._observed.open_barriers += not behind
+            self._observed.open_barriers += self._is_schedule_open()
 
         def processed(batch: Any, result: Any) -> None:
             reqs = list(batch.reqs)
@@ -107,6 +174,11 @@ class ObservedEngine(CpuClockEngine):
         scheduler._apply_war_barrier = applied
         scheduler.process_batch_result = processed
 
+    def _is_schedule_open(self) -> bool:
+        """Whether work of the scheduler could begin before the passes launched so far end."""
+        scheduler = self._scheduler
+        return bool(scheduler.schedule_stream.free_s < scheduler.forward_stream.free_s)
+
     def _watch_steps(self) -> None:
         tracker = self._scheduler.parts.admission._steps
         next_pass = tracker.next_pass
@@ -117,3 +189,37 @@ class ObservedEngine(CpuClockEngine):
             return results
 
         tracker.next_pass = watched
+
+    def _watch_lane(self) -> None:
+        from sglang_coserve.srt.steps.step_runner import SUSPENDED
+
+        runner, forward = self._scheduler.parts.runner, self._scheduler.forward_stream
+        lane, model = runner.lane, self._scheduler.tp_worker.model_runner.model
+        placed = runner.state()["safepoints"]
+        group_share = placed["interval_layers"] / placed["layers"]
+        run, start, drop = runner.run, lane.start, lane.drop
+
+        def ran(batch: Any, terms: Any, launch: Any) -> Any:
+            begin_s, before_s = max(self._clock(), forward.free_s), model.launched_s
+            result = run(batch, terms, launch)
+            if terms is not None:
+                group_s = (model.launched_s - before_s) * group_share
+                seen = Suspensible(terms.until_s, begin_s, group_s, forward.free_s)
+                self._observed.suspensible.append(seen)
+            if result is SUSPENDED and self._given.aborts_suspended:
+                self._to_abort.append(lane.suspended.batch.reqs[0].rid)
+            return result
+
+        def started(batch: Any) -> Any:
+            if lane.suspended is not None:
+                forward.launch(self._given.resume_s)
+            return start(batch)
+
+        def dropped() -> Any:
+            in_flight = forward.free_s > self._clock()
+            rids = drop()
+            self._observed.drops_in_flight += in_flight
+            self._observed.open_drops += in_flight and self._is_schedule_open()
+            return rids
+
+        runner.run, lane.start, lane.drop = ran, started, dropped

@@ -4,9 +4,11 @@ other. Host work takes no time, so that every run is the same."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +20,7 @@ from sglang_coserve.bench_serving import stock
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
-from srt.emulation.observed_engine import Observed, ObservedEngine
+from srt.emulation.observed_engine import TARGETS_MS, Given, Observed, ObservedEngine
 
 EMULATED = Emulation.of("llama-3.1-8b", "h100", noise=0.0)
 FLAGS = {"max_total_tokens": 16384, "max_running_requests": 24, "chunked_prefill_size": 2048}
@@ -31,7 +33,23 @@ LOAD = Load(
     offline_output_tokens=64,
     offline_in_flight=8,
 )
+BUSY = replace(LOAD, rate_per_s=12.0, seconds=3.0, seed=1)
+RESUME_S = 0.003
 Seen = tuple[RunOutcome, Observed]
+
+
+class OurRuns(NamedTuple):
+    """Two runs on ours."""
+
+    usual: Seen
+    """The load, where going on with a suspended step takes the device a while."""
+
+    learned_resume_s: float
+    """What a suspension costs, as the core learned from it."""
+
+    with_graphs: Seen
+    """More requests, some of which are aborted while their step is suspended. The scheduler need
+    not wait for the end of a pass, as with CUDA graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +71,8 @@ def stock_runs(model: Path) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """The load on ours, which knows how long steps take, and copies KV to the host."""
+def our_runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OurRuns:
+    """On ours, which knows how long steps take, and copies KV to the host."""
     profile = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.write_text(json.dumps(EMULATED.profile))
     coserve = {
@@ -64,7 +82,15 @@ def ours(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen
     }
     system = EngineSystem(coserve=coserve, takes_slo=True)
     with OwnProcess(ObservedEngine, system, model, FLAGS) as engine:
-        yield engine.call("observed_run", LOAD, timeout_s=200.0)
+        usual = engine.call("observed_run", LOAD, Given(resume_s=RESUME_S), timeout_s=200.0)
+        learned_s = engine.call("learned_resume_s", 1.0)
+        given = Given(reads_early=True, aborts_suspended=True)
+        return OurRuns(usual, learned_s, engine.call("observed_run", BUSY, given, timeout_s=200.0))
+
+
+@pytest.fixture
+def ours(our_runs: OurRuns) -> Seen:
+    return our_runs.usual
 
 
 def test_runs_repeat_exactly(stock_runs: list[Seen]) -> None:
@@ -86,10 +112,13 @@ def test_the_host_launches_steps_while_the_device_computes_the_last(
     assert all(one.end_s <= after.begin_s + 1e-9 for one, after in pairwise(work))
 
 
-def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(stock_runs: list[Seen]) -> None:
-    _, seen = stock_runs[0]
-    assert seen.barriers == seen.passes
-    assert not seen.open_barriers
+def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(
+    stock_runs: list[Seen], ours: Seen
+) -> None:
+    """Of a pass that was suspended, too."""
+    for _, seen in (stock_runs[0], ours):
+        assert seen.barriers == seen.passes
+        assert not seen.open_barriers
 
 
 def test_outputs_do_not_depend_on_the_batches(stock_runs: list[Seen], ours: Seen) -> None:
@@ -113,6 +142,43 @@ def test_steps_get_the_times_that_the_device_took(ours: Seen, latency_model: Lat
     assert len(exact) > 0.9 * len(known)
 
 
+def test_suspended_steps_get_the_times_of_their_parts_and_suspensions_their_cost(
+    our_runs: OurRuns, latency_model: LatencyModel
+) -> None:
+    """Which the latency model need not learn, nor anybody assume."""
+    _, seen = our_runs.usual
+    known = [one for one in seen.results if one.seconds is not None and one.suspensions]
+    assert len(known) > 4
+    for one in known:
+        cost_s = one.suspensions * RESUME_S
+        assert one.seconds == pytest.approx(latency_model.predict(one.batch) + cost_s, rel=0.01)
+    assert our_runs.learned_resume_s == pytest.approx(RESUME_S, rel=0.02)
+
+
+def test_offline_work_runs_beside_a_request_whose_first_token_is_in_flight(
+    our_runs: OurRuns,
+) -> None:
+    """It arrived longer ago than the time between its tokens may be, but is not overdue."""
+    overdue_s = TARGETS_MS["slo_tpot_ms"] / 1e3
+    _, seen = our_runs.with_graphs
+    planned = [one for one in seen.planned if (one.first_in_flight_s or 0.0) > overdue_s]
+    beside = [one for one in planned if not one.has_prompts]
+    assert len(beside) > 2
+    assert all(one.has_offline for one in beside)
+    assert not any(one.skips_decodes for one in planned)
+
+
+def test_a_step_before_online_decodes_stops_in_time(ours: Seen) -> None:
+    """Counted in what the device runs: with the groups that are in flight when the host stops."""
+    _, seen = ours
+    until = [one for one in seen.suspensible if one.until_s < math.inf]
+    assert len(until) > 4
+    for one in until:
+        # A group always runs, and the host learns how long one takes while the next one does.
+        least_s = one.begin_s + RESUME_S + 2 * one.group_s
+        assert one.free_s <= max(one.until_s, least_s) + 1e-4
+
+
 def test_an_arrival_suspends_a_step_that_is_launched_ahead(
     ours: Seen, latency_model: LatencyModel
 ) -> None:
@@ -130,7 +196,7 @@ def test_copies_of_kv_run_beside_the_passes(ours: Seen) -> None:
     _, seen = ours
     assert seen.checkpoints["checkpointed_tokens"] > 0
     passes = [one for one in seen.work if one.stream == "forward"]
-    copies = [one for one in seen.work if one.stream != "forward" and one.end_s > one.begin_s]
+    copies = [one for one in seen.work if one.stream == "to host" and one.end_s > one.begin_s]
     assert copies
     beside = [
         copy
@@ -142,5 +208,23 @@ def test_copies_of_kv_run_beside_the_passes(ours: Seen) -> None:
 
 def test_kv_is_copied_only_when_the_passes_before_have_written_it(ours: Seen) -> None:
     _, seen = ours
-    copies = [one for one in seen.work if one.stream != "forward" and one.end_s > one.begin_s]
+    copies = [one for one in seen.work if one.stream == "to host" and one.end_s > one.begin_s]
     assert all(one.begin_s >= one.forward_free_s - 1e-9 for one in copies)
+
+
+def test_kv_is_loaded_only_when_the_passes_in_flight_have_left_its_slots(
+    our_runs: OurRuns,
+) -> None:
+    """They may still write to slots that were freed, though the scheduler went on."""
+    _, seen = our_runs.with_graphs
+    assert seen.open_barriers
+    loads = [one for one in seen.work if one.stream == "to device" and one.end_s > one.begin_s]
+    assert all(one.begin_s >= one.forward_free_s - 1e-9 for one in loads)
+    # Or nothing was to be waited for.
+    assert any(one.begin_s <= one.forward_free_s + 1e-9 for one in loads)
+
+
+def test_what_follows_a_dropped_step_waits_for_its_part_in_flight(our_runs: OurRuns) -> None:
+    _, seen = our_runs.with_graphs
+    assert seen.drops_in_flight
+    assert not seen.open_drops
