@@ -30,7 +30,7 @@ from rich.markdown import Markdown
 
 from common.batch_server import BatchServer
 from common.model import prepare_model
-from common.results import markdown_table, median_and_range, write_results
+from common.results import write_results
 from loop_bench import probe
 from loop_bench.loads import LOADS, Loads
 from sglang_coserve.batch.data_directory import DataDirectory
@@ -39,6 +39,7 @@ from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.batch.store.database import open_database
 from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.tables import markdown_table, median_and_range
 
 NONE = "none (noise)"
 NUM_FILES, NUM_BATCHES = 10_000, 100

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from common.results import markdown_table, write_results
+from common.results import write_results
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
@@ -34,6 +34,7 @@ from sglang_coserve.simulator import (
 )
 from sglang_coserve.simulator.assemble import offline_requests
 from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.tables import markdown_table
 from sglang_coserve.workload import fit_to_context, read_trace, sample_path
 
 PROFILE: Final = Path(__file__).parent / "results" / "demo_profile_cpu.json"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -28,10 +27,11 @@ import httpx
 import psutil
 
 from common.input_file import COMPLETIONS, batch_line, completion_body
-from common.results import markdown_table, write_results
+from common.results import write_results
 from fleet_bench.fake_engine import ADMIN_KEY
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.tables import markdown_table, median_and_range
 
 _POLL_S: Final = 0.05
 _REPORT_S: Final = 30.0
@@ -223,17 +223,11 @@ def _cells(runs: Sequence[ServedBatch]) -> list[str]:
     return [
         runs[0].server,
         f"{runs[0].lines:,}",
-        _median_and_range([batch.cpu_us_per_line for batch in runs]),
-        _median_and_range([batch.lines_per_s for batch in runs]),
+        median_and_range([batch.cpu_us_per_line for batch in runs], "{:,.0f}"),
+        median_and_range([batch.lines_per_s for batch in runs], "{:,.0f}"),
         f"{max(batch.most_memory_mib for batch in runs):.0f}",
         f"{max(batch.own_memory_mib for batch in runs):.0f}",
     ]
-
-
-def _median_and_range(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:,.0f}"
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:

@@ -26,13 +26,14 @@ from pathlib import Path
 
 import torch
 
-from common.results import median_and_range, write_results
+from common.results import write_results
 from kv_bench.device_cache import KvEngine
 from kv_bench.parts import GENERATED_TOKENS, reclaim, step
 from kv_bench.pools import KvShape
 from kv_bench.trace import LOADS, BurstRun, run
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.tables import median_and_range
 
 OFF = "off"
 STEPS = 200

@@ -21,12 +21,13 @@ from typing import Any, Final
 
 from common.machine import describe_machine
 from common.missing_parts import measure_missing
-from common.results import markdown_table, write_json
+from common.results import write_json
 from kv_bench import parts as kv_parts
 from kv_bench.device_cache import KvEngine
 from kv_bench.interference import decode_interference, late_write
 from kv_bench.pools import KvShape
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.tables import markdown_table
 
 TARGETS: Final = {"gb_per_s": 40.0, "reclaim_ms": 2.0}
 """ConServe reports 37 GB/s; the time is that of 40,000 tokens."""

@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common.results import median_and_range, write_results
+from common.results import write_results
 from interference_bench.engine import OnlineOutcome, RunOutcome
 from interference_bench.load import FLOOD, MODEST, Load, OnlineTraffic
 from interference_bench.session import OFFLINE, engine_flags, engines, full_rate_per_s
 from interference_bench.systems import EngineSystem
+from sglang_coserve.tables import median_and_range
 
 TRAFFIC: Final = OnlineTraffic((32, 256), (1, 4))
 

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.results import markdown_table, write_results
+from common.results import write_results
 from fleet_bench.placement_model import FleetRun, ModelledFleet, grouped_keys
+from sglang_coserve.tables import markdown_table
 
 _COLUMNS = ("engines", "homes", "blocks found", "of one engine's", "lines/s", "most ÷ mean")
 

@@ -45,10 +45,11 @@ from rich.table import Table
 
 from common.input_file import batch_line, completion_body
 from common.model import ServedModel, prepare_model
-from common.results import median_and_range, write_results
+from common.results import write_results
 from sglang_coserve.demo.servers import make_server
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.tables import median_and_range
 from sglang_coserve.workload import FIRST_TEXT_TOKEN_ID
 
 LINES_AT_STOCK: Final = 128

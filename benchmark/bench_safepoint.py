@@ -30,11 +30,12 @@ from typing import Any, Final
 import numpy as np
 
 from common.own_process import OwnProcess
-from common.results import markdown_table, median_and_range, write_results
+from common.results import write_results
 from safepoint_bench.system import MeasuredEngine, SafepointLoad, SystemSpec
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.progress_bar import progress_bar
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.tables import markdown_table, median_and_range
 
 WITH, WITHOUT = "with", "without"
 DECODING: Final = 2

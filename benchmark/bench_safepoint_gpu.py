@@ -35,9 +35,10 @@ import numpy as np
 from common.machine import describe_machine
 from common.missing_parts import measure_missing
 from common.own_process import OwnProcess
-from common.results import markdown_table, write_json
+from common.results import write_json
 from safepoint_bench.system import MeasuredEngine, SystemSpec
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.tables import markdown_table
 
 TARGETS: Final = {
     "delay_p99_ms": 8.0,  # ConServe, section 6: 13.

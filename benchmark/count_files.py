@@ -27,8 +27,9 @@ import psutil
 from common.batch_server import BatchServer, wait_until
 from common.input_file import batch_line, completion_body
 from common.model import prepare_model
-from common.results import markdown_table, write_results
+from common.results import write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.tables import markdown_table
 
 _TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
 _SETTLE_S: Final = 2.0

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from common.results import markdown_table, write_results
+from common.results import write_results
+from sglang_coserve.tables import markdown_table
 
 __all__ = ["Figure", "all_met", "markdown", "report"]
 

@@ -1,13 +1,12 @@
-"""Figures as text: medians with their ranges, Markdown tables, JSON files."""
+"""Figures as JSON files, with the command and the machine that gave them."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ from sglang_coserve.errors import ConfigError
 
 __all__ = [
     "claim_folder",
-    "markdown_table",
-    "median_and_range",
     "settings_of",
     "taken_from",
     "write_json",
@@ -27,20 +24,6 @@ __all__ = [
 
 
 T = TypeVar("T")
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left, the others to the right."""
-    lines = [columns, ["---", *("--:" for _ in columns[1:])], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def median_and_range(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Return the median of some values and, in brackets, the least and the largest."""
-    low, middle, high = (
-        form.format(value) for value in (min(values), statistics.median(values), max(values))
-    )
-    return f"{middle} ({low}–{high})"
 
 
 def taken_from(flags: Namespace, kind: type[T], names: Mapping[str, str]) -> T:

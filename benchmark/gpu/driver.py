@@ -17,8 +17,9 @@ from typing import IO, Any, Final
 
 import psutil
 
-from common.results import markdown_table, write_json
+from common.results import write_json
 from gpu.steps import DRY_RUN_NOTE, GpuSetting, Step
+from sglang_coserve.tables import markdown_table
 
 __all__ = ["AttemptRecord", "Driver", "StepStatus", "next_step"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results import markdown_table
+from sglang_coserve.tables import markdown_table
 
 __all__ = ["Cell", "Claim", "Conditions", "Experiment", "Findings", "to_json", "to_markdown"]
 

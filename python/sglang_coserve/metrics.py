@@ -206,6 +206,11 @@ class SloTargets:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    @classmethod
+    def of_ms(cls, ttft_ms: float | None, tpot_ms: float | None) -> SloTargets:
+        """Return targets that are given in milliseconds, as flags have them."""
+        return cls(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
+
     def met_by(self, timeline: RequestTimeline) -> bool:
         """True when the request finished, its TTFT and its TPOT within target.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.compare import Comparison, Plan, Run, folder_name
+from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name
 from sglang_coserve.bench_serving.load import with_body
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import Options, parse_options
@@ -65,6 +65,12 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
         ([*MODEL, "--slo-scale", "0", *LOADS], "--slo-scale 0: it must be a positive number"),
         ([*MODEL, "--warmup-s", "nan", *LOADS], "--warmup-s nan"),
         ([*MODEL, "--chunk-tokens", "0", *LOADS], "--chunk-tokens 0"),
+        ([*MODEL, "--repeats", "0", *LOADS], "--repeats 0: it must be a positive number"),
+        ([*MODEL, "--request-rates", "-1", *LOADS], "--request-rates -1"),
+        (
+            [*MODEL, "--request-rates", "4", *LOADS],
+            "leave --request-rate out",
+        ),
         ([*MODEL, "--steady-state-concurrency-ratio", "2", *LOADS], "at most 1"),
         (["--base-url", "stock-tuned=http://x", *LOADS], "stock-tuned=http://x"),
         (["--base-url", "alone=x", *LOADS], "NAME=]http://"),
@@ -82,6 +88,18 @@ def test_servers_that_run_already_are_systems_too() -> None:
     options = parse_options(["--base-url", "http://a:1/", "alone=http://b:2", *LOADS])
     assert [system.name for system in options.systems] == ["alone", "coserve"]
     assert options.urls == ("http://b:2", "http://a:1")
+
+
+def test_each_rate_is_a_load_of_its_own() -> None:
+    words = [*MODEL, "--out", "o", "--request-rates", "2", "0.5", "2"]
+    options = parse_options([*words, "--online", "--num-prompts", "9", *LOADS[3:]])
+    loads = options.of_each_rate()
+    assert {rate: (load.online[-2:], str(load.out)) for rate, load in loads.items()} == {
+        2.0: (("--request-rate", "2"), "o/rate-2"),
+        0.5: (("--request-rate", "0.5"), "o/rate-0.5"),
+    }
+    one = parse()
+    assert one.of_each_rate() == {None: one}
 
 
 def test_systems_with_many_flags_have_folders_of_their_own() -> None:
@@ -164,7 +182,17 @@ def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any
         online_failed=1,
         offline_tokens_per_s=offline,
     )
-    return Run(Plan(name, ["python"], {}, [], [], 0.0), replace(figures, **more), {})
+    plan = Plan(name, ["python"], {}, [], [], 0.0)
+    return Run([Repeat(plan, replace(figures, **more), {})])
+
+
+def table_of(comparison: Comparison) -> tuple[dict[str, dict[str, str]], str]:
+    """The cells by system and column, of columns with one name the last one; what is said below."""
+    head, _, *lines = table({None: comparison}).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    columns = [cell.strip() for cell in head.split("|")]
+    cells = {row[1]: dict(zip(columns, row, strict=True)) for row in rows}
+    return cells, "\n".join(line for line in lines if not line.startswith("|"))
 
 
 def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
@@ -179,17 +207,44 @@ def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
         "stock-tuned": fast,
         "coserve": run("coserve", 110.0, 900.0, offline_failed=2, offline_ran_out=True),
     }
-    head, _, alone, tuned, ours, *notes = table(comparison).splitlines()
-    columns = [cell.strip() for cell in head.split("|")]
-
-    def cells(line: str) -> dict[str, str]:
-        return dict(zip(columns, (cell.strip() for cell in line.split("|")), strict=True))
-
-    assert cells(alone)["offline tokens/s"] == cells(alone)["in SLO"] == "–"
-    assert cells(ours)["system"] == "coserve *"
-    assert cells(ours)["P99 TTFT ms"] == "110.0" and "| 1.10 |" in " ".join(ours.split())
-    assert cells(ours)["÷ best stock"] == "0.90" and cells(tuned)["÷ best stock"] == "0.80"
-    assert cells(ours)["failed"] == "3"
-    said = "\n".join(notes)
+    cells, said = table_of(comparison)
+    assert cells["alone"]["offline tokens/s"] == cells["alone"]["in SLO"] == "–"
+    ours = cells["coserve *"]
+    assert ours["P99 TTFT ms"] == "110.0" and "| 1.10 |" in " ".join(
+        table({None: comparison}).split()
+    )
+    assert ours["÷ best stock"] == "0.90" and cells["stock-tuned"]["÷ best stock"] == "0.80"
+    assert ours["failed"] == "3"
     assert "stock-tuned: --chunked-prefill-size 256, the best of 2 settings" in said
     assert "ended before the online one (coserve)" in said
+
+
+def test_of_repeats_the_table_has_medians_and_ranges_of_pairs() -> None:
+    def repeated(name: str, p99s_ms: list[float], offline: list[float | None]) -> Run:
+        runs = [run(name, p99_ms, rate) for p99_ms, rate in zip(p99s_ms, offline, strict=True)]
+        return Run([one for each in runs for one in each.repeats])
+
+    comparison = Comparison(parse("--repeats", "3"), lambda _: None)
+    comparison.runs = {
+        "alone": repeated("alone", [100.0, 200.0, 400.0], [None] * 3),
+        "coserve": repeated("coserve", [150.0, 240.0, 400.0], [900.0, 700.0, 800.0]),
+    }
+    cells, said = table_of(comparison)
+    ours = cells["coserve"]
+    assert ours["P99 TTFT ms"] == "240.0 (150.0–400.0)"
+    assert "1.20 (1.00–1.50)" in table({None: comparison})
+    assert ours["offline tokens/s"] == "800 (700–900)"
+    assert ours["failed"] == "3"
+    assert "Medians of 3 repeats" in said
+    figures = comparison.runs["coserve"].figures
+    assert (figures.p99_ttft_ms, figures.offline_tokens_per_s) == (240.0, 800.0)
+
+
+def test_each_rate_has_a_table() -> None:
+    comparison = Comparison(parse(), lambda _: None)
+    comparison.runs = {"alone": run("alone", 100.0)}
+    found = table({2.0: comparison, 0.5: comparison})
+    assert [line for line in found.splitlines() if "requests/s" in line] == [
+        "2 online requests/s",
+        "0.5 online requests/s",
+    ]

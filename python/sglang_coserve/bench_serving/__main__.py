@@ -26,31 +26,41 @@ def main(argv: Sequence[str]) -> int:
         require("engine", "bench_serving")
         from sglang_coserve.bench_serving import report
         from sglang_coserve.bench_serving.compare import Comparison
-        from sglang_coserve.bench_serving.options import parse_options
+        from sglang_coserve.bench_serving.options import Options, parse_options
 
         options = parse_options(argv)
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
             task = progress.add_task("")
-            comparison = Comparison(
-                options, lambda text: progress.update(task, description=printable(text))
-            )
+
+            def compared(rate: float | None, of_rate: Options) -> Comparison:
+                at = "" if rate is None else f"{rate:g} requests/s, "
+                return Comparison(
+                    of_rate, lambda text: progress.update(task, description=printable(at + text))
+                )
+
+            loads = options.of_each_rate()
+            comparisons = {rate: compared(rate, of_rate) for rate, of_rate in loads.items()}
             try:
                 with terminate_as_interrupt():
-                    comparison.run()
+                    for comparison in comparisons.values():
+                        comparison.run()
             finally:
-                report.write(comparison, options.out, argv)
+                report.write(comparisons, options.out, argv)
     except CoserveError as error:
         tell(str(error))
         return 2
     except KeyboardInterrupt:
         tell("interrupted; every process has ended, the same command goes on")
         return 130
-    sys.stdout.write(report.table(comparison) + "\n")
-    for name, reason in comparison.failed.items():
-        tell(f"failed: {name}: {reason}")
+    sys.stdout.write(report.table(comparisons) + "\n")
+    failed = 0
+    for rate, comparison in comparisons.items():
+        for name, reason in comparison.failed.items():
+            failed += 1
+            tell(f"failed: {name if rate is None else f'{name} at {rate:g}/s'}: {reason}")
     tell(f"written: {options.out} (table.md, results.json; logs and SGLang's own output in runs)")
-    return 1 if comparison.failed else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

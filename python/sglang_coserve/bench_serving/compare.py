@@ -19,10 +19,12 @@ from sglang_coserve.demo.servers import make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Comparison", "Plan", "Run", "folder_name"]
+__all__ = ["Comparison", "Plan", "Repeat", "Run", "folder_name"]
 
 _MAX_NAME_CHARS: Final = 100
 """A file system allows 255 bytes."""
+
+_RUN: Final = "run.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of a plan."""
+class Repeat:
+    """What came of a plan, once."""
 
     plan: Plan
     figures: Figures
@@ -51,10 +53,35 @@ class Run:
     """SGLang's, of both loads."""
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a plan."""
+
+    repeats: Sequence[Repeat]
+    """At least one."""
+
+    @property
+    def plan(self) -> Plan:
+        """That of all repeats."""
+        return self.repeats[0].plan
+
+    @property
+    def figures(self) -> Figures:
+        """Those of all repeats together."""
+        return Figures.of_repeats([repeat.figures for repeat in self.repeats])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        repeats = [{"figures": asdict(one.figures), "reports": one.reports} for one in self.repeats]
+        return {"plan": asdict(self.plan), "figures": asdict(self.figures), "repeats": repeats}
+
+
 class Comparison:
-    """Every run of a command, but for those that an earlier one made on servers of its own."""
+    """Every run of one online load, but for those that an earlier command made on servers of its
+    own."""
 
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        """``options`` have one online load: see ``Options.of_each_rate``."""
         self._options = options
         self._say = say
         self._targets = options.targets
@@ -141,24 +168,33 @@ class Comparison:
             warmup_s=options.warmup_s,
         )
         folder = options.out / "runs" / folder_name(system.name)
-        path = folder / "run.json"
-        if not url and path.exists() and (earlier := _read(path)).plan == plan:
-            return earlier
-        folder.mkdir(parents=True, exist_ok=True)
-        self._say(f"{system.name}: starting the server")
-        with self._serving(system, flags, folder) as base_url:
-            figures, reports = measure(
-                base_url,
-                system,
-                self._targets,
-                options,
-                folder,
-                lambda phase: self._say(f"{system.name}: {phase}"),
-            )
-        run = Run(plan, figures, reports)
-        content = json.dumps(asdict(run), indent=1) + "\n"
+        folders = {number: folder / str(number) for number in range(1, options.repeats + 1)}
+        missing = [number for number, own in folders.items() if url or _read(own, plan) is None]
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._say(f"{system.name}: starting the server")
+            with self._serving(system, flags, folder) as base_url:
+                for number in missing:
+                    self._repeat(base_url, system, plan, number, folders[number])
+        found = [_read(own, plan) for own in folders.values()]
+        return Run([repeat for repeat in found if repeat is not None])
+
+    def _repeat(self, base_url: str, system: System, plan: Plan, number: int, folder: Path) -> None:
+        """Measure once, and write what came of it to a folder."""
+        folder.mkdir(exist_ok=True)
+        of_all = f" ({number} of {self._options.repeats})" if self._options.repeats > 1 else ""
+        figures, reports = measure(
+            base_url,
+            system,
+            self._targets,
+            self._options,
+            folder,
+            number,
+            lambda phase: self._say(f"{system.name}{of_all}: {phase}"),
+        )
+        content = json.dumps(asdict(Repeat(plan, figures, reports)), indent=1) + "\n"
+        path = folder / _RUN
         durable_files.replace(path, lambda file: file.write(content.encode()), mode=0o666)
-        return run
 
     def _url_of(self, system: System) -> str | None:
         names = [each.name for each in self._options.systems]
@@ -179,9 +215,15 @@ class Comparison:
             yield server.base_url
 
 
-def _read(path: Path) -> Run:
+def _read(folder: Path, plan: Plan) -> Repeat | None:
+    """Return what an earlier run wrote; None if there is none, or it had another plan."""
+    path = folder / _RUN
+    if not path.exists():
+        return None
     found = json.loads(path.read_text())
-    return Run(Plan(**found["plan"]), Figures(**found["figures"]), found["reports"])
+    if found["plan"] != asdict(plan):
+        return None
+    return Repeat(plan, Figures(**found["figures"]), found["reports"])
 
 
 def folder_name(system: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,8 @@ from sglang_coserve.metrics import Outcome, SloTargets, latency_report, throughp
 __all__ = ["Figures", "measure"]
 
 _IDLE_TIMEOUT_S: Final = 60.0
-_OFFLINE_SEED: Final = ("--seed", "43")
-"""bench_serving's own is 42. Equal ones make equal prompts, hence hits in the prefix cache."""
+_SEED: Final = 42
+"""bench_serving's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,20 @@ class Figures:
     offline_ran_out: bool = False
     """The offline load ended before the online one: the figures say less of the server."""
 
+    @classmethod
+    def of_repeats(cls, repeats: Sequence[Figures]) -> Figures:
+        """Return the median of each figure; of failures the sum, and whether any load ran out."""
+
+        def of_all(name: str) -> Any:
+            values = [getattr(one, name) for one in repeats]
+            if name == "offline_ran_out":
+                return any(values)
+            if None in values:
+                return None
+            return sum(values) if name.endswith("_failed") else statistics.median(values)
+
+        return cls(**{field.name: of_all(field.name) for field in fields(cls)})
+
 
 def measure(
     base_url: str,
@@ -55,9 +70,13 @@ def measure(
     targets: SloTargets,
     options: Options,
     folder: Path,
+    repeat: int,
     say: Callable[[str], None],
 ) -> tuple[Figures, dict[str, Any]]:
     """Run both loads; return the figures, and SGLang's reports for the record.
+
+    Loads without a ``--seed`` get one by ``repeat``, from 1 on: equal ones would make equal
+    prompts, hence hits in the prefix cache.
 
     Raises:
         ServerError: a load failed or took longer than ``--run-timeout-s``.
@@ -83,10 +102,13 @@ def measure(
             return stack.enter_context(LoadProcess(name, base_url, words, folder))
 
         say("making requests")
-        online = load("online", [*slo_flags, *options.online], system.online_body)
+        seed = _SEED + 2 * (repeat - 1)
+        online_flags = [*slo_flags, "--seed", str(seed), *options.online]
+        online = load("online", online_flags, system.online_body)
         offline = None
         if system.has_offline:
-            offline = load("offline", [*_OFFLINE_SEED, *options.offline], system.offline_body)
+            offline_flags = ["--seed", str(seed + 1), *options.offline]
+            offline = load("offline", offline_flags, system.offline_body)
             offline.wait_for("ready", limit_s)
         online.wait_for("ready", limit_s)
         if offline is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +49,10 @@ class Options:
     targets: SloTargets = _NO_TARGETS
     slo_scale: float | None = None
     chunk_tokens: tuple[int, ...] = stock.CHUNK_TOKENS
+    request_rates: tuple[float, ...] = ()
+    """Of the online load, one after the other; empty: its own flags say."""
+
+    repeats: int = 1
     warmup_s: float = 5.0
     concurrency_ratio: float = 0.8
     ready_timeout_s: float = 600.0
@@ -59,7 +63,9 @@ class Options:
             ("--ready-timeout-s", self.ready_timeout_s),
             ("--run-timeout-s", self.run_timeout_s),
             ("--slo-scale", 1.0 if self.slo_scale is None else self.slo_scale),
+            ("--repeats", self.repeats),
             *(("--chunk-tokens", tokens) for tokens in self.chunk_tokens),
+            *(("--request-rates", rate) for rate in self.request_rates),
         ):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} {value:g}: it must be a positive number")
@@ -79,6 +85,8 @@ class Options:
             for flag in flags:
                 if flag.partition("=")[0] in _OURS:
                     raise ConfigError(f"{section} … {flag}: this program sets that itself")
+        if self.request_rates and any(flag.startswith("--request-rate") for flag in self.online):
+            raise ConfigError("--request-rates: leave --request-rate out of the --online flags")
         if bool(self.urls) == bool(self.model_path):
             raise ConfigError("give either --model-path, to start servers, or --base-url")
         has_targets = self.targets != _NO_TARGETS
@@ -91,6 +99,20 @@ class Options:
             raise ConfigError(
                 "a system that takes targets needs --slo-ttft-ms, --slo-tpot-ms or --slo-scale"
             )
+
+    def of_each_rate(self) -> dict[float | None, Options]:
+        """Return the options of each online load; by None where its own flags have the rate."""
+        if not self.request_rates:
+            return {None: self}
+        return {
+            rate: replace(
+                self,
+                request_rates=(),
+                online=(*self.online, "--request-rate", f"{rate:g}"),
+                out=self.out / f"rate-{rate:g}",
+            )
+            for rate in self.request_rates
+        }
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -117,9 +139,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         offline=tuple(sections["--offline"]),
         model_path=args.model_path,
         out=args.out,
-        targets=SloTargets(_seconds(args.slo_ttft_ms), _seconds(args.slo_tpot_ms)),
+        targets=SloTargets.of_ms(args.slo_ttft_ms, args.slo_tpot_ms),
         slo_scale=args.slo_scale,
         chunk_tokens=tuple(dict.fromkeys(args.chunk_tokens)),
+        request_rates=tuple(dict.fromkeys(args.request_rates)),
+        repeats=args.repeats,
         warmup_s=args.warmup_s,
         concurrency_ratio=args.steady_state_concurrency_ratio,
         ready_timeout_s=args.ready_timeout_s,
@@ -165,6 +189,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="chunk sizes that stock-tuned tries (default: 128 to 2048)",
     )
+    add(
+        "--request-rates",
+        nargs="+",
+        type=float,
+        default=(),
+        metavar="R",
+        help="online requests a second: everything is run at each of these rates",
+    )
+    add("--repeats", type=int, default=1, help="measure each so often: medians and ranges")
     add("--warmup-s", type=float, default=5.0, help="offline load alone before the online one")
     add(
         "--steady-state-concurrency-ratio",
@@ -200,7 +233,3 @@ def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], tuple[str, .
         raise ConfigError("--base-url: each system can be given once")
     order = sorted(range(len(systems)), key=lambda i: systems[i].name != ALONE)
     return tuple(systems[i] for i in order), tuple(urls[i] for i in order)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3

@@ -65,7 +65,7 @@ def demo(
         out=out,
         model=model,
         emulate=emulate,
-        targets=SloTargets(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms)),
+        targets=SloTargets.of_ms(slo_ttft_ms, slo_tpot_ms),
         is_quick=quick,
         server_flags=tuple(server_flag or ()),
     )
@@ -74,10 +74,6 @@ def demo(
     console.print(sentence(result), markup=False, highlight=False, soft_wrap=True)
     written = f"written: {out / 'report.json'}, {out / 'timeline.png'}"
     console.print(written, markup=False, soft_wrap=True)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
 
 
 def main() -> int:
