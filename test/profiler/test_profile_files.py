@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model import RooflineModel
+from sglang_coserve.core.latency_model import RooflineModel, find_hardware
+from sglang_coserve.core.latency_model.known_models import find_model
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler import (
     ProfiledMachine,
@@ -152,6 +154,19 @@ def test_datasheets(hardware: str, flop_per_s: float, source: str) -> None:
     datasheet = replace(MACHINE, hardware=hardware).datasheet
     assert datasheet.bf16_flop_per_s == flop_per_s
     assert source in datasheet.source
+
+
+def test_of_an_emulated_model_the_datasheet_is_that_of_the_real_one() -> None:
+    emulated = {"model": "llama-3.1-70b", "hardware": "h100", "tp_size": 4}
+    machine = replace(
+        MACHINE,
+        hardware="h100, emulated",
+        model_config={"architectures": ["EmulatedForCausalLM"], "emulation": emulated},
+    )
+    shape = find_model("llama-3.1-70b")
+    real = RooflineModel.from_datasheet(shape, find_hardware("h100"), tp_size=4)
+    batch = StepStats.of([(512, 0)], [1000] * 8)
+    assert machine.roofline().predict(batch) == real.predict(batch)
 
 
 def test_the_report_shows_errors_beside_the_noise(measurements: list[ShapeTiming]) -> None:

@@ -15,7 +15,6 @@ from sglang_coserve.core.latency_model import (
     LatencyModel,
     LatencyProfile,
     LinearModel,
-    ModelShape,
     RooflineModel,
     Sample,
     SampleTable,
@@ -83,8 +82,7 @@ def _attempt(kind: str, machine: ProfiledMachine, table: SampleTable, seed: int)
 
 def _form(kind: str, machine: ProfiledMachine) -> LatencyModel:
     if kind == RooflineModel.kind:
-        shape = ModelShape.from_config(machine.model_config)
-        return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)
+        return machine.roofline()
     features = FEATURE_SETS[kind]
     sizes = machine.captured_batch_sizes if features.replay_coefficients else ()
     return LinearModel.of(features, captured_batch_sizes=sizes)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from sglang_coserve.core.latency_model import HARDWARE, Hardware
+from sglang_coserve.core.latency_model import HARDWARE, Hardware, ModelShape, RooflineModel
+from sglang_coserve.core.latency_model.known_models import find_model
 
 __all__ = ["ProfiledMachine"]
 
@@ -26,7 +27,8 @@ class ProfiledMachine:
     """A model on a device, with everything that step times depend on."""
 
     hardware: str
-    """Name of the GPU, or of the CPU with its cores and the threads used."""
+    """Name of the GPU, or of the CPU with its cores and the threads used; of an emulated GPU it
+    says so."""
 
     model: str
     """Path or name of the model, as given to SGLang."""
@@ -53,3 +55,16 @@ class ProfiledMachine:
             return replace(_ANY_CPU, name=self.hardware)
         assumed = "an A100's peaks, assumed for an unknown GPU; only the start of a fit"
         return replace(HARDWARE["a100"], name=self.hardware, source=assumed)
+
+    def roofline(self) -> RooflineModel:
+        """Return the latency model of the datasheet; of an emulated model, that of the real one.
+
+        Raises:
+            ConfigError: the model's config.json has not what it needs.
+        """
+        emulated = self.model_config.get("emulation")
+        if isinstance(emulated, Mapping):
+            shape, tp_size = find_model(emulated["model"]), emulated["tp_size"]
+        else:
+            shape, tp_size = ModelShape.from_config(self.model_config), self.tp_size
+        return RooflineModel.from_datasheet(shape, self.datasheet, tp_size=tp_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,6 +31,8 @@ from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 
+logger = logging.getLogger(__name__)
+
 
 class CoserveEngine(Engine):
     """``sglang.Engine`` with online and offline requests.
@@ -51,6 +54,8 @@ class CoserveEngine(Engine):
     def __init__(self, *, coserve_config: CoserveConfig | None = None, **kwargs: Any) -> None:
         config = coserve_config or CoserveConfig()
         defaults = start_defaults(kwargs.get("model_path"))
+        if defaults.warning is not None:
+            logger.warning(defaults.warning)
         on_cpu = defaults.on_cpu
         if "server_args" not in kwargs:
             kwargs = {**defaults.flags, **kwargs}

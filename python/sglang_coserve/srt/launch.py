@@ -103,7 +103,7 @@ def launch_server(argv: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_S)
     install_paced_protocol()
     install_threaded_handlers(http_server.app)
-    _install_routes(http_server, server_args, defaults.emulated)
+    _install_routes(http_server, server_args, defaults)
     processes.watch_replicas()
     cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
     try:
@@ -177,7 +177,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
             setattr(ServerArgs, name, method)
 
 
-def _install_routes(http_server: Any, server_args: Any, emulated: str | None) -> None:
+def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults) -> None:
     """Add our middleware and routes, and a check of them before the port is opened."""
 
     async def status() -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _install_routes(http_server: Any, server_args: Any, emulated: str | None) ->
             "output_delay_ms": manager.coserve_output_delay.usual_s * 1e3,
             "batch_api": await batch_api_status(app),
             "background": background.state(),
-            "emulated": emulated,
+            "emulated": defaults.emulated,
         }
 
     app = http_server.app
@@ -219,13 +219,10 @@ def _install_routes(http_server: Any, server_args: Any, emulated: str | None) ->
         server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
     ) -> None:
         logger.info(compat.start_up_line())
-        if emulated is not None:
-            logger.warning(
-                "EMULATED: no GPU computes here, and figures are not of one: %s", emulated
-            )
-        warning = open_routes_warning(server_args.api_key, server_args.admin_api_key)
-        if warning is not None:
-            logger.warning(warning)
+        open_routes = open_routes_warning(server_args.api_key, server_args.admin_api_key)
+        for warning in (defaults.warning, open_routes):
+            if warning is not None:
+                logger.warning(warning)
         set_body_limits(app, body_limits(tokenizer_manager))
         # Again, because another process may have taken the port while the model was loaded.
         check_listen_address(server_args.host, server_args.port)

@@ -27,6 +27,13 @@ class StartDefaults:
     emulated: str | None = None
     """What is emulated; None: nothing is."""
 
+    @property
+    def warning(self) -> str | None:
+        """What the log must say of the model; None: nothing."""
+        if self.emulated is None:
+            return None
+        return f"EMULATED: no GPU computes here, and figures are not of one: {self.emulated}"
+
 
 def start_defaults(model_path: str | None) -> StartDefaults:
     """Set the environment that SGLang needs for a model on this machine; return the defaults.

@@ -11,8 +11,6 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model import (
     LatencyModel,
     LatencyProfile,
-    ModelShape,
-    RooflineModel,
 )
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler.machine import ProfiledMachine
@@ -62,7 +60,7 @@ def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
     machine = machine_of(scheduler)
     if config.latency_profile is not None:
         return _load(Path(config.latency_profile), machine).latency_model
-    return _datasheet_model(machine)
+    return machine.roofline()
 
 
 def _read(path: Path, tp_size: int) -> LatencyProfile:
@@ -109,7 +107,7 @@ def _measure(
 
 def _guess(machine: ProfiledMachine) -> LatencyProfile:
     try:
-        model = _datasheet_model(machine)
+        model = machine.roofline()
     except CoserveError as error:
         raise ConfigError(
             f"no latency model for {machine.model}: {error}; give a --latency-profile, or use "
@@ -119,8 +117,3 @@ def _guess(machine: ProfiledMachine) -> LatencyProfile:
     return LatencyProfile(
         model, None, machine.hardware, machine.model, machine.tp_size, machine.sglang_version
     )
-
-
-def _datasheet_model(machine: ProfiledMachine) -> RooflineModel:
-    shape = ModelShape.from_config(machine.model_config)
-    return RooflineModel.from_datasheet(shape, machine.datasheet, tp_size=machine.tp_size)

@@ -32,12 +32,14 @@ def machine_of(scheduler: Any) -> ProfiledMachine:
     """Return the device, the model and the settings that step times depend on."""
     server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
+    model_config = json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False))
+    emulated = model_config.get("emulation")
     return ProfiledMachine(
-        hardware=_hardware_name(),
+        hardware=_hardware_name() if emulated is None else f"{emulated['hardware']}, emulated",
         model=server_args.model_path,
         tp_size=server_args.tp_size,
         sglang_version=compat.installed_version() or "",
-        model_config=json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False)),
+        model_config=model_config,
         settings={name: getattr(server_args, name, None) for name in _SETTINGS},
         captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),
     )
