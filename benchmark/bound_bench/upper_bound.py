@@ -23,7 +23,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
 
-__all__ = ["Capacity", "OfflineShape", "Required", "offline_bound", "required"]
+__all__ = ["Capacity", "OfflineShape", "Required", "cached_tokens", "offline_bound", "required"]
 
 _HALVINGS: Final = 60
 """Of a bisection: as many as a float has bits."""
@@ -91,7 +91,7 @@ def required(
     Args:
         trace: In order of arrival.
         targets: Of each request.
-        window_s: From 0.
+        window_s: From 0; infinite: all of each request.
         late_share: Of the requests that ask for something within the window, so many may get
             nothing: of each sum the largest parts are left out.
     """
@@ -101,7 +101,7 @@ def required(
     spans: list[tuple[float, float, int]] = []
     seen: set[int] = set()
     for request in trace:
-        cached = _cached_tokens(request, seen)
+        cached = cached_tokens(request, seen)
         if request.arrival_s + targets.ttft_s > window_s:
             continue
         prompt, outputs = request.prompt_tokens, request.output_tokens
@@ -109,8 +109,9 @@ def required(
         decodes, keys, held = 0, 0, 0
         if targets.tpot_s is not None:
             first_s = request.arrival_s + targets.ttft_s
-            due = 1 + int((window_s - first_s) / targets.tpot_s + _ROUNDING)
-            outputs = min(outputs, due)
+            if window_s < math.inf:
+                due = 1 + int((window_s - first_s) / targets.tpot_s + _ROUNDING)
+                outputs = min(outputs, due)
             decodes = outputs - 1
             keys, held = _keys(prompt, outputs), _keys(tokens, outputs)
             end_s = first_s + decodes * targets.tpot_s
@@ -131,12 +132,18 @@ def offline_bound(
     offline: OfflineShape,
     online: Required,
     window_s: float,
+    *,
+    unfinished: bool = True,
 ) -> float:
     """Return the most offline tokens a second, prompt and output, that are possible.
 
     It holds for schedulers that keep what they begin: an offline request whose prompt was
     computed generates its output, or holds its KV when the window ends. 0 where even the
     online work does not fit.
+
+    ``unfinished=False``: none holds KV at the end. With all work of all online requests
+    (``required`` of an infinite window) that bounds a load that goes on for ever as in the window.
+    In a short window more is possible, by what is put off until it is over.
 
     Raises:
         ConfigError: the model is not convex.
@@ -145,7 +152,7 @@ def offline_bound(
     plan = _Plan(model, capacity, offline, online)
     if plan.least_s(0.0, 0.0) > window_s:
         return 0.0
-    held = min(capacity.kv_tokens / offline.prompt_tokens, float(capacity.requests))
+    held = min(capacity.kv_tokens / offline.prompt_tokens, float(capacity.requests)) * unfinished
 
     def most_tokens(unfinished: float) -> float:
         requests = _largest(lambda count: plan.least_s(count, unfinished) <= window_s)
@@ -208,7 +215,7 @@ def _keys(prompt_tokens: int, output_tokens: int) -> int:
     return decodes * (prompt_tokens + 1) + decodes * (decodes - 1) // 2
 
 
-def _cached_tokens(request: TraceRequest, seen: set[int]) -> int:
+def cached_tokens(request: TraceRequest, seen: set[int]) -> int:
     """Return the tokens of a prompt that an earlier one began with, and note its own."""
     prefix, cached = 0, 0
     for place, block in enumerate(request.hash_ids, start=1):

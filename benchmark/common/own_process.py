@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, Self
 
@@ -28,7 +28,11 @@ class OwnProcess:
     """Makes the object in a new process; a context that ends the process and its children."""
 
     def __init__(
-        self, make: Callable[..., Closable], *arguments: Any, stops_when_idle: bool = False
+        self,
+        make: Callable[..., Closable],
+        *arguments: Any,
+        stops_when_idle: bool = False,
+        preloaded: Sequence[str] = (),
     ) -> None:
         """Start, and wait until the object is made.
 
@@ -36,9 +40,13 @@ class OwnProcess:
             make: returns the object; it and its arguments are pickled.
             arguments: of ``make``.
             stops_when_idle: stop all its processes while none of its methods runs.
+            preloaded: modules that are imported once, in a process from which this one and
+                later ones fork; those of the first process started so count for all.
         """
         self._stops_when_idle = stops_when_idle
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if preloaded else "spawn")
+        if preloaded:
+            context.set_forkserver_preload([*preloaded])
         self._connection, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(remote, make, arguments))
         self._process.start()

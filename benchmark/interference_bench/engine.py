@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.load import Load, OnlineArrival
+from interference_bench.outcome import LiveRequest, OnlineOutcome, RunOutcome, outcome_of
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.control.bill import Delay, WorkMark
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.srt.emulation.device_clock import VirtualTime
 from sglang_coserve.srt.emulation.model_directory import (
     flag_defaults,
@@ -25,7 +29,14 @@ from sglang_coserve.srt.emulation.model_directory import (
     set_environment_defaults,
 )
 
-__all__ = ["CPU_SETTINGS", "CpuClockEngine", "OnlineOutcome", "RunOutcome", "settings_of"]
+__all__ = [
+    "CPU_SETTINGS",
+    "WARM_UP_S",
+    "CpuClockEngine",
+    "OnlineOutcome",
+    "RunOutcome",
+    "settings_of",
+]
 
 CPU_SETTINGS: Final[Mapping[str, Any]] = {
     "chunked_prefill_size": 2048,
@@ -33,62 +44,20 @@ CPU_SETTINGS: Final[Mapping[str, Any]] = {
 }
 """Fields of ``ServerArgs`` of an engine that computes on the CPU."""
 
-_WARM_UP_S: Final = 3.0
+WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
 
 _PROFILE_S: Final = 6.0
 
 
-@dataclass(slots=True)
-class RunOutcome:
-    """What a run brought, in seconds of CPU time."""
+class _HostWork(NamedTuple):
+    """Of the scheduler's thread."""
 
-    seconds: float
-    ttft_s: list[float]
-    gaps_s: list[float]
-    offline_tokens: int
-    """Prompt tokens of requests that had their first token, and output tokens."""
+    cpu_s: float = 0.0
+    num_steps: int = 0
 
-    num_unfinished: int
-    counters: dict[str, int] = field(default_factory=dict)
-    """What became of offline requests since the engine began, as in ``/coserve/status``."""
-
-    report: dict[str, Any] = field(default_factory=dict)
-    """The server's own account of what online requests got, and would have got alone."""
-
-    bill: dict[str, float] = field(default_factory=dict)
-    """What the server billed in this run, as in ``BillReport``; of requests that were late alone,
-    too."""
-
-    busy_s: float = 0.0
-    """In which a step ran."""
-
-    requests: list[OnlineOutcome] = field(default_factory=list)
-    """The online requests, in the order of their arrival."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineOutcome:
-    """What became of an online request."""
-
-    tenant: str | None
-    ttft_s: float | None
-    """None: it was refused."""
-
-    tpot_s: float | None
-    """None with fewer than two tokens."""
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that was sent."""
-
-    at_s: float
-    prompt_tokens: int
-    is_offline: bool
-    times_s: list[float] = field(default_factory=list)
-    is_finished: bool = False
-    tenant: str | None = None
+    def since(self, earlier: _HostWork) -> _HostWork:
+        return _HostWork(self.cpu_s - earlier.cpu_s, self.num_steps - earlier.num_steps)
 
 
 class CpuClockEngine:
@@ -119,8 +88,10 @@ class CpuClockEngine:
         os.sched_setaffinity(0, {core})
         os.environ["OMP_NUM_THREADS"] = "1"
         self._clock = VirtualTime(host_factor)
-        # Before SGLang, which keeps references to the other; until the process ends.
+        # Until the process ends. SGLang keeps references to the other, if it was imported before.
+        real_clock = time.perf_counter
         self._clock.install()
+        _replace_in_sglang(real_clock, self._clock)
         self._system = system
         self._emulation = read_emulation(model)
         usual = CPU_SETTINGS
@@ -130,10 +101,14 @@ class CpuClockEngine:
         settings, coserve = settings_of(system, targets_ms)
         self._scheduler = start_scheduler(model, {**usual, **flags, **settings}, coserve)
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._due: deque[tuple[float, str, OnlineArrival]] = deque()
         self._num_runs = 0
         self._busy_s = 0.0
+        self._num_steps = 0
+        self._bringing_s = 0.0
+        """CPU time in which the load was brought."""
+
         self._inbox: Any = None
         self._look: Callable[[], None] = lambda: None
         self._delays: list[Delay] = []
@@ -147,6 +122,11 @@ class CpuClockEngine:
 
         install(EmulatedDevice(self._clock))
 
+    def latency_model(self) -> LatencyModel:
+        """Return by what ours predicts steps now."""
+        model: LatencyModel = self._scheduler.parts.admission.latency_model()
+        return model
+
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
@@ -155,19 +135,33 @@ class CpuClockEngine:
         self._num_runs += 1
         self._live.clear()
         self._scheduler.flush_cache()
-        billed_before = self._billed()
-        begin_s = self._clock() + (_WARM_UP_S if load.offline_in_flight else 0.0)
-        for number, request in enumerate(load.online(self._vocab_size)):
+        billed_before, suspended_before = self._billed(), self._num_suspended()
+        online = load.online(self._vocab_size)
+        begin_s = self._clock() + (WARM_UP_S if load.offline_in_flight else 0.0)
+        for number, request in enumerate(online):
             rid = f"online-{self._num_runs}-{number}"
             self._due.append((begin_s + request.at_s, rid, request))
             self._clock.call_at(begin_s + request.at_s, self._look)
         num_online = len(self._due)
         prompts = load.offline_prompts(self._vocab_size)
         end_s, busy_s = begin_s + load.seconds, self._busy_s
+        work, within = self._host_work(), _HostWork()
 
         def receive() -> list[Any]:
-            nonlocal busy_s
+            nonlocal busy_s, work, within
             now_s = self._clock()
+            if now_s < begin_s:
+                work = self._host_work()
+            elif now_s < end_s:
+                within = self._host_work().since(work)
+            entered_s = time.thread_time()
+            try:
+                return brought(now_s)
+            finally:
+                self._bringing_s += time.thread_time() - entered_s
+
+        def brought(now_s: float) -> list[Any]:
+            nonlocal busy_s
             self._empty_inbox()
             messages = self._arrived(now_s)
             if now_s < begin_s:
@@ -184,8 +178,12 @@ class CpuClockEngine:
             return messages
 
         run_loop(self._scheduler, receive)
-        outcome = self._outcome(begin_s, end_s, num_online, self._busy_s - busy_s)
+        outcome = outcome_of([*self._live.values()], begin_s, end_s, num_online)
+        outcome.busy_s = self._busy_s - busy_s
+        self._add_own_account(outcome)
         outcome.bill = {name: s - billed_before[name] for name, s in self._billed().items()}
+        outcome.host_s, outcome.num_steps = within
+        outcome.num_suspended = self._num_suspended() - suspended_before
         return outcome
 
     # --- What comes ----------------------------------------------------------------------
@@ -195,7 +193,9 @@ class CpuClockEngine:
         while self._due and self._due[0][0] <= now_s:
             at_s, rid, request = self._due.popleft()
             tenant = request.tenant
-            self._live[rid] = _Live(at_s, len(request.prompt), is_offline=False, tenant=tenant)
+            self._live[rid] = LiveRequest(
+                at_s, len(request.prompt), is_offline=False, tenant=tenant
+            )
             message = self._message(rid, list(request.prompt), request.output_tokens)
             if tenant is not None and self._system.coserve is not None:
                 # As the server's middleware marks it.
@@ -209,7 +209,7 @@ class CpuClockEngine:
         for _ in range(load.offline_in_flight - running):
             rid = f"offline-{self._num_runs}-{len(self._live)}"
             prompt = next(prompts)
-            self._live[rid] = _Live(self._clock(), len(prompt), is_offline=True)
+            self._live[rid] = LiveRequest(self._clock(), len(prompt), is_offline=True)
             messages.append(self._message(rid, prompt, load.offline_output_tokens, is_offline=True))
         return messages
 
@@ -256,9 +256,11 @@ class CpuClockEngine:
                     new = len(req.output_ids) - len(live.times_s)
                     live.times_s += [now_s] * new
                     live.is_finished = req.finished()
+                    live.num_retracted = req.retraction_count
 
         def timed(*arguments: Any, **named: Any) -> Any:
             started_s = self._clock()
+            self._num_steps += 1
             try:
                 return run(*arguments, **named)
             finally:
@@ -299,7 +301,8 @@ class CpuClockEngine:
 
         def look() -> None:
             now_s = self._clock()
-            new = [due for due in self._due if due[0] <= now_s and due[1] not in reported]
+            come = takewhile(lambda due: due[0] <= now_s, self._due)
+            new = [due for due in come if due[1] not in reported]
             for at_s, rid, _ in new:
                 reported.add(rid)
                 inbox.put(None, (Arrival(rid, at_s),))
@@ -337,6 +340,15 @@ class CpuClockEngine:
 
         bill.charge = noted
 
+    def _host_work(self) -> _HostWork:
+        return _HostWork(time.thread_time() - self._bringing_s, self._num_steps)
+
+    def _num_suspended(self) -> int:
+        if self._system.coserve is None:
+            return 0
+        safepoints = self._scheduler.parts.runner.state().get("safepoints") or {}
+        return sum(safepoints.get("suspended", {}).values())
+
     def _billed(self) -> dict[str, float]:
         if self._system.coserve is None:
             return {}
@@ -348,42 +360,21 @@ class CpuClockEngine:
         sums = {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
         return {**sums, "late_only_s": late_s}
 
-    def _outcome(self, begin_s: float, end_s: float, num_online: int, busy_s: float) -> RunOutcome:
-        online = [live for live in self._live.values() if not live.is_offline]
-        offline_tokens = 0
-        for live in self._live.values():
-            if live.is_offline:
-                within = [at_s for at_s in live.times_s if begin_s <= at_s < end_s]
-                offline_tokens += len(within)
-                if live.times_s and begin_s <= live.times_s[0] < end_s:
-                    offline_tokens += live.prompt_tokens
-        gaps = [
-            after - before
-            for live in online
-            for before, after in zip(live.times_s, live.times_s[1:], strict=False)
-        ]
-        outcome = RunOutcome(
-            end_s - begin_s,
-            [live.times_s[0] - live.at_s for live in online if live.times_s],
-            gaps,
-            offline_tokens,
-            num_online - sum(live.is_finished for live in online),
-            busy_s=busy_s,
-            requests=[_online_outcome(live) for live in online],
-        )
-        if self._system.coserve is not None:
-            outcome.counters = dict(self._scheduler.parts.events)
-            outcome.report = self._scheduler.parts.admission.interference.monitor.report(
-                self._clock()
-            ).to_dict()
-        return outcome
+    def _add_own_account(self, outcome: RunOutcome) -> None:
+        if self._system.coserve is None:
+            return
+        outcome.counters = dict(self._scheduler.parts.events)
+        monitor = self._scheduler.parts.admission.interference.monitor
+        outcome.report = monitor.report(self._clock()).to_dict()
 
 
-def _online_outcome(live: _Live) -> OnlineOutcome:
-    times_s = live.times_s
-    ttft_s = times_s[0] - live.at_s if times_s else None
-    tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
-    return OnlineOutcome(live.tenant, ttft_s, tpot_s)
+def _replace_in_sglang(former: object, value: object) -> None:
+    """Let modules of SGLang that were imported before refer to ``value`` instead."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang."):
+            kept = [key for key, held in vars(module).items() if held is former]
+            for key in kept:
+                setattr(module, key, value)
 
 
 def settings_of(

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
-__all__ = ["FLOOD", "MODEST", "TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic"]
+__all__ = ["FLOOD", "MODEST", "TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic"]
 
 MODEST: Final = "modest"
 FLOOD: Final = "flood"
 """The tenants, where there are two."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineTraffic:
-    """What online requests are like; lengths are drawn evenly from the bounds."""
-
-    prompt_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-
-
-TRAFFIC: Final[Mapping[str, OnlineTraffic]] = {
-    "prompts": OnlineTraffic((32, 256), (1, 4)),
-    "outputs": OnlineTraffic((32, 256), (8, 48)),
-    "chat": OnlineTraffic((512, 2048), (64, 256)),
-}
-"""The last one is for a GPU, such as an emulated one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +26,48 @@ class OnlineArrival:
     tenant: str | None = None
 
 
+class Traffic(Protocol):
+    """What online requests are like."""
+
+    def arrivals(
+        self, rate_per_s: float, seconds: float, seed: int, vocab_size: int
+    ) -> Iterator[OnlineArrival]:
+        """Yield requests in the order of their arrival; the same seed gives the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTraffic:
+    """A Poisson process; lengths are drawn evenly from the bounds."""
+
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+    def arrivals(
+        self, rate_per_s: float, seconds: float, seed: int, vocab_size: int
+    ) -> Iterator[OnlineArrival]:
+        """See ``Traffic``."""
+        rng, at_s = random.Random(seed), 0.0
+        while (at_s := at_s + rng.expovariate(rate_per_s)) < seconds:
+            prompt = _tokens(rng, rng.randint(*self.prompt_tokens), vocab_size)
+            yield OnlineArrival(at_s, prompt, rng.randint(*self.output_tokens))
+
+
+TRAFFIC: Final[Mapping[str, OnlineTraffic]] = {
+    "prompts": OnlineTraffic((32, 256), (1, 4)),
+    "outputs": OnlineTraffic((32, 256), (8, 48)),
+    "chat": OnlineTraffic((512, 2048), (64, 256)),
+}
+"""The last one is for a GPU, such as an emulated one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What one run offers to an engine; the same seed gives the same requests."""
 
-    traffic: OnlineTraffic
+    traffic: Traffic
     rate_per_s: float
-    """Online requests, as a Poisson process."""
+    """Online requests."""
 
     seconds: float
     seed: int
@@ -62,28 +81,24 @@ class Load:
 
     def online(self, vocab_size: int) -> list[OnlineArrival]:
         """Return the online requests in the order of their arrival."""
+        whole = (self.seconds, self.seed, vocab_size)
+        modest = list(self.traffic.arrivals(self.rate_per_s, *whole))
         if not self.flood_per_s:
-            return self._of_one(self.rate_per_s, self.seed, vocab_size)
-        modest = self._of_one(self.rate_per_s, self.seed, vocab_size, MODEST)
-        flood = self._of_one(self.flood_per_s, self.seed + 2_000_003, vocab_size, FLOOD)
-        return sorted([*modest, *flood], key=lambda request: request.at_s)
-
-    def _of_one(
-        self, rate_per_s: float, seed: int, vocab_size: int, tenant: str | None = None
-    ) -> list[OnlineArrival]:
-        rng = random.Random(seed)
-        requests, at_s = [], 0.0
-        while (at_s := at_s + rng.expovariate(rate_per_s)) < self.seconds:
-            prompt = _tokens(rng, rng.randint(*self.traffic.prompt_tokens), vocab_size)
-            output_tokens = rng.randint(*self.traffic.output_tokens)
-            requests.append(OnlineArrival(at_s, prompt, output_tokens, tenant))
-        return requests
+            return modest
+        other = (self.seconds, self.seed + 2_000_003, vocab_size)
+        flood = self.traffic.arrivals(self.flood_per_s, *other)
+        both = [*_of_tenant(modest, MODEST), *_of_tenant(flood, FLOOD)]
+        return sorted(both, key=lambda request: request.at_s)
 
     def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:
         """Yield prompts without end; nothing if there are none."""
         rng = random.Random(self.seed + 1_000_003)
         while self.offline_prompt_tokens:
             yield _tokens(rng, self.offline_prompt_tokens, vocab_size)
+
+
+def _of_tenant(requests: Iterable[OnlineArrival], tenant: str) -> Iterator[OnlineArrival]:
+    return (replace(request, tenant=tenant) for request in requests)
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

@@ -77,6 +77,18 @@ def test_different_steps_are_those_of_requests_that_never_meet() -> None:
     assert required(trace, targets, 2.45).decodes == 9 + 4
     assert required(trace, targets, 100.0, late_share=0.34).steps == 10
     assert required(trace, SloTargets(tpot_s=0.1), 100.0) == Required()
+    assert required(trace, targets, math.inf) == online
+
+
+def test_for_ever_less_is_possible_than_in_a_window_after_which_much_is_left() -> None:
+    shape = OfflineShape(2048, 256)
+    in_window = offline_bound(MODEL, LARGE, shape, Required(), 10.0)
+    for_ever = [
+        offline_bound(MODEL, LARGE, shape, Required(), seconds, unfinished=False)
+        for seconds in (10.0, 1000.0)
+    ]
+    assert in_window > 1.05 * for_ever[0]
+    assert for_ever[0] == pytest.approx(for_ever[1], rel=1e-3)
 
 
 def test_a_shared_prefix_is_computed_once() -> None:

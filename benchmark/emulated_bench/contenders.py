@@ -1,0 +1,70 @@
+"""The systems that are compared at a GPU's scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from interference_bench.systems import EngineSystem
+from sglang_coserve.bench_serving import stock
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["ALONE", "DEFAULT", "PLAIN", "STOCK", "ours", "stock_settings"]
+
+PLAIN: Final = "plain SGLang alone"
+STOCK: Final = "stock"
+"""What the names of stock SGLang beside offline work begin with."""
+
+DEFAULT: Final = "ours, default"
+ALONE: Final = EngineSystem(has_offline=False)
+"""Stock SGLang as it starts, with online requests alone."""
+
+_POLICY: Final[Mapping[str, Any]] = {"offline_policy": "coserve"}
+
+
+def stock_settings(chunk_tokens: Sequence[int]) -> dict[str, EngineSystem]:
+    """Return the settings of stock SGLang that are tried: of decodes between chunks one size."""
+    found = {
+        f"{STOCK}, mixed chunks of {tokens:,}": EngineSystem(flags=stock.tuned(tokens))
+        for tokens in chunk_tokens
+    }
+    if stock.has_decode_interval():
+        tokens = max(chunk_tokens)
+        name = f"{STOCK}, decodes between chunks of {tokens:,}"
+        found[name] = EngineSystem(flags=stock.interleaved(tokens))
+    return found
+
+
+def ours(
+    alone: SloTargets, given: SloTargets, chunk_tokens: Sequence[int] = ()
+) -> dict[str, EngineSystem]:
+    """Return our default, and ours with two kinds of targets.
+
+    Args:
+        alone: P99 TTFT and P99 gap to keep, from online requests alone.
+        given: those that an operator would state.
+        chunk_tokens: sizes that are tried besides SGLang's own, with the latter targets.
+    """
+    stated = {**_POLICY, "slo": _slos(given)}
+    systems = {
+        DEFAULT: EngineSystem(coserve={**_POLICY, "online_slowdown": "10%"}),
+        "ours, 1.2 × alone": EngineSystem(coserve={**_POLICY, "slo": _slos(alone)}),
+        _name(given): EngineSystem(coserve=stated),
+    }
+    for tokens in chunk_tokens:
+        flags = {"chunked_prefill_size": tokens}
+        systems[f"{_name(given)}, chunks of {tokens:,}"] = EngineSystem(coserve=stated, flags=flags)
+    return systems
+
+
+def _name(targets: SloTargets) -> str:
+    assert targets.ttft_s is not None and targets.tpot_s is not None
+    return f"ours, {1e3 * targets.ttft_s:.0f} and {1e3 * targets.tpot_s:.0f} ms"
+
+
+def _slos(targets: SloTargets) -> tuple[str, ...]:
+    assert targets.ttft_s is not None and targets.tpot_s is not None
+    return (
+        f"ttft p99 <= {1e3 * targets.ttft_s:.3f}ms",
+        f"tbt p99 <= {1e3 * targets.tpot_s:.3f}ms",
+    )

@@ -1,0 +1,111 @@
+"""From what a run brought to its figures, and what was possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bound_bench.upper_bound import (
+    Capacity,
+    OfflineShape,
+    cached_tokens,
+    offline_bound,
+    required,
+)
+from interference_bench.engine import RunOutcome
+from interference_bench.load import Load
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.pipeline_baseline import baseline_of
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt.emulation.model_directory import flag_defaults
+from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.workload import TraceRequest
+
+__all__ = ["bound_per_s", "full_rate_per_s", "held_share", "row"]
+
+_LATE_SHARE = 0.01
+"""Of the requests, whose targets are P99s."""
+
+_ENDED_SHARE = 0.9
+"""Of requests that came at once: the last ones end in batches that are not full."""
+
+
+def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> float:
+    """Return the rate at which requests end that all come at once, in SGLang's own order.
+
+    By the latency model, on an engine that has nothing else to do, and keeps every prefix.
+    """
+    baseline = baseline_of(EngineSize(*_limits(emulation)))
+    seen: set[int] = set()
+    for number, request in enumerate(requests):
+        rid, tokens = str(number), request.prompt_tokens - cached_tokens(request, seen)
+        baseline.arrived(rid, 0.0, tokens)
+        baseline.produced(rid, request.output_tokens)
+        baseline.ended(rid)
+    predict = emulation.latency_model().predict
+    last_s = {str(token.key): token.at_s for token in baseline.advance(predict, math.inf)}
+    count = int(_ENDED_SHARE * len(requests))
+    return count / sorted(last_s.values())[count - 1]
+
+
+def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:
+    """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
+    steps = max(1, outcome.num_steps)
+    online = max(1, len(outcome.requests))
+    return {
+        "online": len(outcome.requests),
+        "unfinished": outcome.num_unfinished,
+        "seconds": outcome.seconds,
+        "ttft_p50_ms": _percentile_ms(outcome.ttft_s, 50),
+        "ttft_p99_ms": _percentile_ms(outcome.ttft_s, 99),
+        "itl_p50_ms": _percentile_ms(outcome.gaps_s, 50),
+        "itl_p99_ms": _percentile_ms(outcome.gaps_s, 99),
+        "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
+        "busy_share": outcome.busy_s / outcome.seconds,
+        "steps": outcome.num_steps,
+        "host_ms_per_step": 1e3 * outcome.host_s / steps,
+        "suspended": outcome.num_suspended,
+        "retracted": outcome.num_retracted,
+        "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted) / online,
+        "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},
+        "counters": outcome.counters,
+    }
+
+
+def held_share(outcome: RunOutcome, targets: SloTargets) -> float:
+    """Return the share of the requests whose TTFT and mean TPOT are within the targets."""
+    ttft_s, tpot_s = (math.inf if t is None else t for t in (targets.ttft_s, targets.tpot_s))
+    kept = [
+        one.ttft_s is not None and one.ttft_s <= ttft_s and (one.tpot_s or 0.0) <= tpot_s
+        for one in outcome.requests
+    ]
+    return sum(kept) / len(kept) if kept else math.nan
+
+
+def bound_per_s(
+    emulation: Emulation, requests: Sequence[TraceRequest], load: Load, targets: SloTargets
+) -> float:
+    """Return the most offline tokens/s beside this online load, if it went on for ever like this.
+
+    All work of all requests counts, and every offline request is complete.
+    """
+    capacity = Capacity(*_limits(emulation))
+    offline = OfflineShape(load.offline_prompt_tokens, load.offline_output_tokens)
+    online = required(requests, targets, math.inf, late_share=_LATE_SHARE)
+    model = emulation.latency_model()
+    return offline_bound(model, capacity, offline, online, load.seconds, unfinished=False)
+
+
+def _limits(emulation: Emulation) -> tuple[int, int, int]:
+    """Return the most tokens of a batch, requests, and tokens of KV."""
+    flags = flag_defaults(emulation)
+    names = ("chunked_prefill_size", "max_running_requests", "max_total_tokens")
+    batch_tokens, requests, kv_tokens = (int(flags[name]) for name in names)
+    return batch_tokens, requests, kv_tokens
+
+
+def _percentile_ms(values_s: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values_s, percent)) * 1e3 if values_s else math.nan

@@ -1,0 +1,115 @@
+"""What a run brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["LiveRequest", "OnlineOutcome", "RunOutcome", "outcome_of"]
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """What a run brought, in seconds of CPU time."""
+
+    seconds: float
+    ttft_s: list[float]
+    gaps_s: list[float]
+    offline_tokens: int
+    """Prompt tokens of requests that had their first token, and output tokens."""
+
+    num_unfinished: int
+    counters: dict[str, int] = field(default_factory=dict)
+    """What became of offline requests since the engine began, as in ``/coserve/status``."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+    """The server's own account of what online requests got, and would have got alone."""
+
+    bill: dict[str, float] = field(default_factory=dict)
+    """What the server billed in this run, as in ``BillReport``; of requests that were late alone,
+    too."""
+
+    busy_s: float = 0.0
+    """In which a step ran."""
+
+    requests: list[OnlineOutcome] = field(default_factory=list)
+    """The online requests, in the order of their arrival."""
+
+    host_s: float = 0.0
+    """CPU time of the scheduler's thread in the window, without bringing it requests."""
+
+    num_steps: int = 0
+    """Batches that it launched in the window."""
+
+    num_suspended: int = 0
+    """Steps that were suspended for an arrival."""
+
+    num_retracted: int = 0
+    """How often offline requests lost their memory, or their place in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineOutcome:
+    """What became of an online request."""
+
+    tenant: str | None
+    ttft_s: float | None
+    """None: it was refused."""
+
+    tpot_s: float | None
+    """None with fewer than two tokens."""
+
+    last_s: float | None = None
+    """When its last token came, after the beginning."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that was sent."""
+
+    at_s: float
+    prompt_tokens: int
+    is_offline: bool
+    times_s: list[float] = field(default_factory=list)
+    is_finished: bool = False
+    tenant: str | None = None
+    num_retracted: int = 0
+
+
+def outcome_of(
+    requests: Sequence[LiveRequest], begin_s: float, end_s: float, num_online: int
+) -> RunOutcome:
+    """Return what a run brought by what its requests got; the rest of it is for who watched it.
+
+    Args:
+        requests: All that were sent.
+        begin_s: Of the window in which offline tokens count.
+        end_s: Of it.
+        num_online: Requests that were to come.
+    """
+    online = [live for live in requests if not live.is_offline]
+    offline = [live for live in requests if live.is_offline]
+    offline_tokens = 0
+    for live in offline:
+        offline_tokens += sum(begin_s <= at_s < end_s for at_s in live.times_s)
+        if live.times_s and begin_s <= live.times_s[0] < end_s:
+            offline_tokens += live.prompt_tokens
+    return RunOutcome(
+        end_s - begin_s,
+        [live.times_s[0] - live.at_s for live in online if live.times_s],
+        [after - before for live in online for before, after in pairwise(live.times_s)],
+        offline_tokens,
+        num_online - sum(live.is_finished for live in online),
+        requests=[_online_outcome(live, begin_s) for live in online],
+        num_retracted=sum(live.num_retracted for live in offline),
+    )
+
+
+def _online_outcome(live: LiveRequest, begin_s: float) -> OnlineOutcome:
+    times_s = live.times_s
+    ttft_s = times_s[0] - live.at_s if times_s else None
+    tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
+    last_s = times_s[-1] - begin_s if times_s else None
+    return OnlineOutcome(live.tenant, ttft_s, tpot_s, last_s)

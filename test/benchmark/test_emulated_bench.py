@@ -1,0 +1,145 @@
+"""Traffic of traces, and the figures and tables of ``bench_emulated``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
+from emulated_bench.figures import bound_per_s, full_rate_per_s, held_share, row
+from emulated_bench.report import table
+from interference_bench.load import Load
+from interference_bench.outcome import OnlineOutcome, RunOutcome
+from interference_bench.traces import TRACES, TraceTraffic, fit_of, traffic_of
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt.emulation.settings import Emulation
+
+TARGETS = {"1.2 × alone": SloTargets(0.2, 0.02), "given": SloTargets(0.5, 0.05)}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[TraceTraffic]:
+    """40 requests, two in each second, of which all share their first block."""
+    rows = [
+        {
+            "timestamp": 500 * number,
+            "input_length": 40_000 if number == 1 else 600,
+            "output_length": 10,
+            "hash_ids": [7, 100 + number],
+        }
+        for number in range(40)
+    ]
+    path = tmp_path / str(TRACES["mooncake-conversation"])
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    yield traffic_of("mooncake-conversation", tmp_path)
+
+
+def test_a_piece_of_a_trace_comes_at_the_rate_asked_for(recorded: TraceTraffic) -> None:
+    requests = recorded.requests(rate_per_s=8.0, seconds=2.0, seed=0)
+    assert len(requests) == 16
+    assert [one.arrival_s for one in requests] == pytest.approx([n / 8 for n in range(16)])
+    later = recorded.requests(rate_per_s=8.0, seconds=2.0, seed=1)
+    assert later[0].arrival_s == 0.0
+    assert later[0].index > 0
+
+
+def test_prompts_share_what_the_trace_says(recorded: TraceTraffic) -> None:
+    first, _, third = [*recorded.arrivals(4.0, 1.0, 0, 2000)][:3]
+    assert first.prompt[:512] == third.prompt[:512]
+    assert first.prompt[512:] != third.prompt[512:]
+    assert min(first.prompt) >= 10
+
+
+def test_too_long_prompts_are_cut_and_counted(recorded: TraceTraffic) -> None:
+    cut = fit_of(recorded)
+    assert cut is not None
+    assert cut.prompts_cut == 1
+    assert recorded.requests(4.0, 1.0, 0)[1].prompt_tokens == 40_000 - cut.prompt_tokens_cut
+
+
+def test_what_a_trace_has_not_is_said(recorded: TraceTraffic, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="40 requests, and from number 5 on not 99"):
+        recorded.requests(99.0, 1.0, seed=1)
+    with pytest.raises(ConfigError, match=r"azure-conversation needs .*AzureLLM"):
+        traffic_of("azure-conversation", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["azure-code-like", "burstgpt-like"])
+def test_made_traffic_has_the_published_mean(name: str, tmp_path: Path) -> None:
+    requests = traffic_of(name, tmp_path).requests(100.0, 50.0, seed=3)
+    assert len(requests) == pytest.approx(5000, rel=0.15)
+    mean = sum(one.prompt_tokens for one in requests) / len(requests)
+    assert mean == pytest.approx({"azure-code-like": 2048, "burstgpt-like": 2747}[name], rel=0.05)
+
+
+def outcome(**values: Any) -> RunOutcome:
+    requests = [
+        OnlineOutcome(None, 0.1, 0.01, 1.0),
+        OnlineOutcome(None, 0.3, 0.01, 2.0),
+        OnlineOutcome(None, 0.3, 0.06, 3.0),
+        OnlineOutcome(None, None, None),
+    ]
+    usual = {"requests": requests, "host_s": 0.3, "num_steps": 100, "num_suspended": 2}
+    given = {"offline_tokens": 20_000, "num_unfinished": 1, **usual, **values}
+    return RunOutcome(10.0, [0.1, 0.3, 0.3], [0.01, 0.06], **given)
+
+
+def test_a_request_that_was_refused_keeps_no_target() -> None:
+    found = row(outcome(), TARGETS)
+    assert found["attained"] == {"1.2 × alone": 0.25, "given": 0.5}
+    assert found["offline_tokens_per_s"] == 2000
+    assert found["host_ms_per_step"] == pytest.approx(3.0)
+    assert found["preemptions_per_online_request"] == 0.5
+    assert held_share(outcome(), SloTargets()) == 0.75
+
+
+def test_full_load_keeps_the_device_busy(tmp_path: Path) -> None:
+    emulation = Emulation.of("llama-3.1-8b", "h100")
+    traffic = traffic_of("azure-code-like", tmp_path)
+    at_once = traffic.requests(300.0, 1.0, 0)
+    rate_per_s = full_rate_per_s(emulation, at_once)
+    mean = sum(one.prompt_tokens for one in at_once) / len(at_once)
+    prompt_s = emulation.latency_model().predict(StepStats.of([(round(mean), 0)]))
+    assert 0.5 / prompt_s < rate_per_s < 1 / prompt_s
+
+
+def test_the_bound_is_lower_beside_more_online_requests(tmp_path: Path) -> None:
+    emulation = Emulation.of("llama-3.1-8b", "h100")
+    traffic = traffic_of("azure-code-like", tmp_path)
+    bounds = []
+    for rate_per_s in (1.0, 4.0):
+        load = Load(traffic, rate_per_s, 30.0, 0, 2048, 128, 200)
+        requests = traffic.requests(rate_per_s, 30.0, 0)
+        bounds.append(bound_per_s(emulation, requests, load, TARGETS["given"]))
+    assert bounds[0] > bounds[1] > 10_000
+
+
+def test_the_table_has_the_stock_setting_that_counts_and_the_one_with_most_tokens() -> None:
+    names = [PLAIN, *ours(TARGETS["given"], TARGETS["given"]), *stock_settings([512, 1024, 2048])]
+    tokens = {name: 10_000 + 1_000 * number for number, name in enumerate(names)}
+    rows = [
+        {"system": name, "repeat": 0, **row(outcome(offline_tokens=10 * tokens[name]), TARGETS)}
+        for name in names
+    ]
+    counts, most = names[4], names[-1]
+    lines = table(
+        [
+            {
+                "traffic": "traffic",
+                "load": 0.5,
+                "rows": rows,
+                "bound_tokens_per_s": [20_000.0],
+                "stock_that_counts": counts,
+            }
+        ]
+    ).splitlines()[2:]
+    systems = [line.split(" | ")[1] for line in lines]
+    assert systems == [*names[:5], most]
+    default = next(line for line in lines if DEFAULT in line)
+    assert f"| 11,000 | {11_000 / tokens[most]:.2f} | 0.55 |" in default
