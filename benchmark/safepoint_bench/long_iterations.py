@@ -18,7 +18,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run the scheduler's process, in which every offline prefill gets all tokens there are."""
     from sglang_coserve.core.planning import offline_phase
 
-    offline_phase.best_prefill_tokens = lambda batch: batch.free_tokens
+    vars(offline_phase)["efficient_tokens"] = lambda batch: batch.free_tokens
     processes.run_scheduler_process(*args, **kwargs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from sglang_coserve.core.control.allowance import Allowance
@@ -169,22 +168,13 @@ def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_bo
     found.produced("a", 0.5)
     unknown_s = found.allowance.arrival_s
     found.advance(predict, 9.0)
-    assert found.allowance.arrival_s < unknown_s
+    assert found.allowance.arrival_s > unknown_s
 
 
 def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:
     kept = late_and_alone(0.25, 0.375, has_baseline=False)
     assert late_and_alone(0.5, has_baseline=False).arrival_s < kept.arrival_s
     assert late_and_alone(0.25, 0.75, has_baseline=False).gap_share < kept.gap_share
-
-
-@pytest.mark.parametrize("numbers", [[1], [1, 9], [3] * 100 + [5] * 400])
-def test_gaps_per_request_are_those_of_the_requests_that_ended_lately(numbers: list[int]) -> None:
-    found = followed()
-    for number, gaps in enumerate(numbers):
-        serve(found, *range(1, gaps + 2), rid=str(number))
-        found.advance(predict, 1e9)
-    assert found.gaps_per_request == pytest.approx(np.mean(numbers[-400:]), rel=0.01)
 
 
 @pytest.mark.parametrize("target_s", [5e-324 / 1e3, 5e-324, 1e-313, 1e-309, 1e-6, 1e308])

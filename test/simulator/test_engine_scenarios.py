@@ -176,7 +176,7 @@ def safepoints(**config: float) -> ExecutorConfig:
 def test_an_arrival_suspends_offline_work_and_loses_none_of_it() -> None:
     # 80 ms; the arrival at 20 ms is served from the safepoint after layer 4 on, at 32 ms.
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
-    engine, executor = engine_of(background, request, config=safepoints())
+    engine, executor = engine_of(background, request, policy="ooco", config=safepoints())
     run_out(engine, executor)
     assert engine.counters.suspensions == 1
     assert ms(request.token_times_s) == [42]
@@ -203,7 +203,7 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
         policy="coserve",
         config=safepoints(),
         targets=targets,
-        scheduler_config=SchedulerConfig(margin=0.0),
+        scheduler_config=SchedulerConfig(),
     )
     run_out(engine, executor)
     gaps_s = [b - a for a, b in pairwise(request.token_times_s)]
@@ -219,7 +219,7 @@ def test_a_suspended_step_is_dropped_for_memory_only() -> None:
     # 600 tokens of prompt are in flight when 500 tokens of an online one arrive.
     background, request = offline("f", 600, 1), online("n", 500, 1, arrival_s=0.1)
     config = replace(safepoints(), max_batch_tokens=600, kv_capacity_tokens=1000)
-    engine, executor = engine_of(background, request, config=config)
+    engine, executor = engine_of(background, request, policy="ooco", config=config)
     run_out(engine, executor)
     assert engine.counters.drops == 1
     assert background.dropped_tokens == 600

@@ -67,15 +67,19 @@ def test_a_report_of_two_policies(tmp_path: Path) -> None:
     assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(slices))
 
 
-def test_slos_bound_offline_work_as_they_do_on_a_server(tmp_path: Path) -> None:
+def test_slos_bound_what_offline_work_adds_as_they_do_on_a_server(tmp_path: Path) -> None:
     slos = ("--slo", "ttft p99 <= +10%", "--slo", "tbt p99 <= +10%")
-    throughput = {}
+    p99_ms = {}
     for name, arguments in (("bounded", slos), ("free", ())):
         run("--policy", "coserve", *arguments, output=tmp_path / name)
         report = json.loads((tmp_path / name / "report.json").read_text())
-        throughput[name] = report["results"][0]["offline"]["throughput"]["total_tokens_per_s"]
+        (result,) = report["results"]
+        latency = result["online"]["latency"]
+        p99_ms[name] = [latency[value]["p99"] for value in ("ttft_ms", "itl_ms")]
+        assert result["offline"]["throughput"]["total_tokens_per_s"] > 0
         assert report["settings"]["slo"] == list(arguments[1::2])
-    assert 0 < throughput["bounded"] < throughput["free"]
+    for bounded, free in zip(p99_ms["bounded"], p99_ms["free"], strict=True):
+        assert bounded < 0.9 * free
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:

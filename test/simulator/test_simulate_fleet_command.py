@@ -44,9 +44,9 @@ def test_a_fleet_is_compared_with_as_many_engines_alone(tmp_path: Path) -> None:
 
 
 def test_outages_cost_what_they_take_away() -> None:
-    _, whole = cells(simulated("--engines", "2"))
-    outages = ("--kill", "0@1+1", "--drain", "1@2.5+1")
-    _, hurt = cells(simulated("--engines", "2", *outages, "--router", "least_load"))
+    two = ("--engines", "2", "--router", "least_load")
+    _, whole = cells(simulated(*two))
+    _, hurt = cells(simulated(*two, "--kill", "0@0.5+2.5", "--drain", "1@3.2+0.5"))
     assert whole["given back"] == whole["online lost"] == "0"
     assert int(hurt["given back"]) > 0
     assert float(hurt["of alone %"]) < float(whole["of alone %"])

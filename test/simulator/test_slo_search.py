@@ -68,7 +68,7 @@ def test_the_budget_is_the_largest_that_meets_every_slo() -> None:
     met = [trial for trial in found.trials if trial.is_met]
     assert budget_s == max(trial.budget_s or 0.0 for trial in met)
     assert not found.is_limit
-    # Twice as long as online alone needs: what the tolerance says, less the margin.
+    # Twice as long as online alone needs: what the tolerance says, less the reserve.
     assert found.online_only is not None
     tpot_alone_s = found.online_only.measurement.latency.tpot.mean_s
     assert tpot_alone_s is not None

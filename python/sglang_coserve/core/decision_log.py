@@ -32,8 +32,8 @@ class Subject(Enum):
         "Offline work beside online requests limited to {value} a step: online tokens are due then."
     )
     BESIDE_ARRIVALS = (
-        "Steps with offline work limited to {value}: an online request that arrives meanwhile "
-        "may not wait longer."
+        "Offline work limited to {value} a step: an online request that arrives meanwhile may not "
+        "wait longer for it."
     )
     UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
     NONE_BESIDE = "Online steps without offline work in them: they left no time for it."
@@ -101,8 +101,8 @@ def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> Deci
         return Decision(Subject.NONE_BESIDE)
     if math.isinf(plan.budget_s):
         return Decision(Subject.UNLIMITED, max(plan.predicted_s - plan.expected.online_part_s, 0))
-    if plan.budget_s == arrival_s:
-        return Decision(Subject.BESIDE_ARRIVALS, plan.budget_s)
+    if math.isclose(allowed_s, arrival_s):
+        return Decision(Subject.BESIDE_ARRIVALS, arrival_s)
     return Decision(Subject.BESIDE_TOKENS, max(allowed_s, 0.0))
 
 

@@ -16,7 +16,7 @@ from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 
-__all__ = ["Policy", "SlicingPolicy"]
+__all__ = ["Policy"]
 
 
 class Policy(ABC):
@@ -55,24 +55,3 @@ class Policy(ABC):
 
     def finished(self) -> None:  # noqa: B027
         """Record that an admitted offline request has ended."""
-
-
-class SlicingPolicy(Policy):
-    """A policy whose offline work may run in steps of its own between those of online decodes.
-
-    Online and offline work are composed separately: the online half is enough to decide whether
-    offline work does better in the same step or in its own.
-    """
-
-    @abstractmethod
-    def compose_online(self, batch: StepBuilder, context: PlanContext) -> None:
-        """Add the online work, and set ``batch.offline_budget_s``."""
-
-    @abstractmethod
-    def compose_offline(self, batch: StepBuilder, context: PlanContext) -> None:
-        """Add offline work within ``batch.offline_budget_s``."""
-
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
-        """See ``Policy.compose``."""
-        self.compose_online(batch, context)
-        self.compose_offline(batch, context)

@@ -18,17 +18,14 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
     is_stuck,
     longest_s,
-    mixed_share,
-    offline_lane_view,
     offline_until_s,
     reaches_safepoint,
-    share_in_lane,
     stop_share,
 )
 from sglang_coserve.core.planning.offline_candidates import OfflineCandidates
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.policy import Policy, SlicingPolicy
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.resume_cost import ResumeCost
@@ -88,10 +85,15 @@ class Scheduler:
         self._learned_alone = LearnedModel(model, refines=refines)
         """Learned only from steps without offline work; predicts the steps of the baseline."""
 
+        self._mixes_decodes = engine is not None and engine.mixes_decodes
         self._service_time = ServiceTime()
         self._resume_cost = ResumeCost()
         fair = self._config.online_order is OnlineOrder.VTC
         self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
+        self._added_s = 0.0
+        """What the last step added to the TTFT of requests that wait now, with all the steps
+        before it in which some waited."""
+
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._work = WorkLog()
@@ -171,17 +173,15 @@ class Scheduler:
         shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._build(self._compose(shared, context))
-        until_s = offline_until_s(shared, context.gap_share, self._config.margin)
+        until_s = offline_until_s(shared, context)
         if until_s is not None:
-            plan = self._plan_before(until_s, shared, context)
+            plan = self._plan_before(until_s, snapshot, context)
             if plan is not None:
                 return plan
-        if isinstance(self._policy, SlicingPolicy):
+        if snapshot.suspended is not None:
             has_prompts = bool(shared.requests.online_prefills or snapshot.waiting)
-            can_resume = snapshot.suspended is not None and not is_stuck(
-                shared, context.gap_share, self._config.margin
-            )
-            # Otherwise no part of an offline-lane step fits between two decodes, and paused
+            can_resume = not is_stuck(shared, context)
+            # Otherwise no part of the suspended step fits between two decodes, and paused
             # offline decodes may join the online ones.
             if has_prompts or can_resume:
                 shared = self._builder(snapshot, context, rides=False)
@@ -209,6 +209,8 @@ class Scheduler:
             if chunk.rid in self._queue:
                 self._queue.take(chunk.rid)
         self._waiting_order.started(plan.expected.waiting_users)
+        before_s = self._added_s if plan.expected.waits_online else 0.0
+        self._added_s = before_s + plan.expected.added_s
 
     def update(self, result: StepResult) -> None:
         """Learn from the result of a step in flight. O(online requests of the step).
@@ -264,64 +266,40 @@ class Scheduler:
             self._queue.remove(rid)
 
     def _plan_before(
-        self, until_s: float, mixed: StepBuilder, context: PlanContext
+        self, until_s: float, snapshot: EngineSnapshot, context: PlanContext
     ) -> StepPlan | None:
-        """Return the plan of a step before the online decodes are due; None if they are next.
-
-        ``mixed`` is an empty batch of the shared lane.
-        """
-        snapshot = mixed.snapshot
-        left_s = until_s - snapshot.now_s
+        """Return the plan of an offline-lane step that may run until ``until_s``; None if a
+        suspended one reaches no safepoint until then."""
         suspended = snapshot.suspended
-        if suspended is not None:
-            whole_s = self.model.predict(suspended.batch)
-            if not reaches_safepoint(suspended.batch, whole_s, snapshot, left_s):
-                return None
-            return StepPlan(
-                step=suspended.step,
-                lane=Lane.OFFLINE,
-                resumes=True,
-                until_s=until_s,
-                batch=suspended.batch,
-                predicted_s=(1 - suspended.done_share) * whole_s,
-            )
-        if math.isinf(until_s):
+        if suspended is None:
             return self._build(self._compose_offline(snapshot, context), until_s)
-        if not isinstance(self._policy, SlicingPolicy):
+        whole_s = self.model.predict(suspended.batch)
+        left_s = until_s - snapshot.now_s
+        if not reaches_safepoint(suspended.batch, whole_s, snapshot, left_s):
             return None
-        self._policy.compose_online(mixed, context)
-        at_most = share_in_lane(mixed, left_s)
-        beside = mixed_share(
-            mixed,
-            self._config.min_chunk_tokens,
-            at_most,
-            has_prompts=bool(mixed.requests.offline_prefills or len(self._queue)),
+        return StepPlan(
+            step=suspended.step,
+            lane=Lane.OFFLINE,
+            resumes=True,
+            until_s=until_s,
+            batch=suspended.batch,
+            predicted_s=(1 - suspended.done_share) * whole_s,
         )
-        if beside < at_most:
-            alone = self._compose_offline(snapshot, context)
-            if reaches_safepoint(alone.work.stats, alone.work.predicted_s, snapshot, left_s) and (
-                beside < share_in_lane(mixed, left_s, alone)
-            ):
-                return self._build(alone, until_s)
-        self._policy.compose_offline(mixed, context)
-        return self._build(mixed)
 
     def _compose_offline(self, snapshot: EngineSnapshot, context: PlanContext) -> StepBuilder:
         """Compose a step of the offline lane."""
-        seen = offline_lane_view(snapshot, self._config.headroom_tokens)
-        context = replace(context, waiting=())
         most_s = longest_s(self.model, context.targets, context.arrival_s, snapshot)
-        alone = self._builder(seen, context, Lane.OFFLINE)
+        alone = self._builder(snapshot, context, Lane.OFFLINE)
         alone.offline_budget_s = most_s / snapshot.stop_share
         self._compose(alone, context)
         if alone.work.predicted_s > most_s and stop_share(alone.work.stats, snapshot) == 1:
             # Without a prefill it cannot be suspended and would run to its end.
-            alone = self._builder(seen, context, Lane.OFFLINE)
+            alone = self._builder(snapshot, context, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, context)
-        if alone.work.stats.is_empty and (seen.admitted or len(self._queue)):
+        if alone.work.stats.is_empty and (snapshot.admitted or len(self._queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
-            alone = self._compose(self._builder(seen, context, Lane.OFFLINE), context)
+            alone = self._compose(self._builder(snapshot, context, Lane.OFFLINE), context)
         return alone
 
     def _builder(
@@ -339,7 +317,6 @@ class Scheduler:
             partial(self._policy.victims, model=self.model),
             lane,
             rides=rides,
-            mean_due_s=self._interference.mean_due_s,
         )
 
     def _compose(self, batch: StepBuilder, context: PlanContext) -> StepBuilder:
@@ -357,10 +334,14 @@ class Scheduler:
             targets=self._allowance.targets,
             step=self._next_step,
             arrival_s=self._arrival_s,
-            gap_share=self._allowance.gap_share,
-            shed_share=self._allowance.shed_share,
-            shed_pace=self._allowance.shed_pace,
-            gaps_per_request=self._interference.gaps_per_request,
+            prompt_s=max(min(self._allowance.prompt_s, self._arrival_s) - self._added_s, 0.0),
+            mixing_s=max(self._arrival_s - self._added_s, 0.0),
+            gap_s=self._allowance.gap_s,
+            timely=1 / (1 + self._learned.error.reserve),
+            is_plain=self._allowance.is_relative
+            and not self._queue.num_running
+            and not len(self._queue),
+            mixes_decodes=self._mixes_decodes,
         )
 
     def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
@@ -369,7 +350,7 @@ class Scheduler:
 
     @property
     def _arrival_s(self) -> float:
-        """Longest time that an arriving request may wait for a step that cannot be suspended."""
+        """Longest time that offline work may add to the TTFT of a request that arrives now."""
         return self._config.arrival_wait_s or self._allowance.arrival_s
 
     def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:

@@ -44,26 +44,21 @@ class SchedulerConfig:
     ``None``: only the targets bound it. Online work alone may exceed it."""
 
     arrival_wait_s: float | None = None
-    """Longest step with offline work, because an online request that arrives meanwhile waits for
-    its end. A step without online work may always take ``least_offline_s``. ``None``: learned so
-    that 99% of the requests meet the TTFT target (``Allowance``); infinite without a target."""
-
-    margin: float = 0.05
-    """Share of every latency budget that is left free for prediction error."""
+    """Longest time that offline work may add to a step, because an online request that arrives
+    meanwhile waits for its end. A step without online work may always take ``least_offline_s``.
+    ``None``: what the TTFT target leaves (``Allowance``); infinite without a target."""
 
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT
 
-    min_online_chunk_tokens: int = 128
-    """Under ``Overload.BEST_EFFORT``: least prefill tokens of the first waiting online request in
-    every step, even if decodes then miss their target. 0: decodes come first."""
-
     min_chunk_tokens: int = 16
     """Smallest chunk into which an offline prefill is cut."""
 
-    headroom_tokens: int = 64
+    headroom_tokens: int = 512
     """KV kept free for each running request when a new offline request is admitted, so that it is
-    not retracted again at once."""
+    not retracted again at once; at most an eighth of all KV. Simulated on an H100 at 80% load,
+    prompts of 2,048 and outputs of 64 tokens: 6,079 offline tokens/s and 52 retractions, with 64
+    tokens 4,798 and 228."""
 
     max_offline_requests: int | None = None
     """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
@@ -91,8 +86,6 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"scheduler: {name} is {value}: use a positive time or None")
-        if not 0 <= self.margin < 1:
-            raise ConfigError(f"scheduler: margin is {self.margin}: use a number from 0 to below 1")
         if self.utility_ratio is not None and not 0 <= self.utility_ratio <= 1:
             raise ConfigError(
                 f"scheduler: utility_ratio is {self.utility_ratio}: use a number from 0 to 1"
@@ -103,7 +96,6 @@ class SchedulerConfig:
                 "use at least 1, or None"
             )
         for name, least in (
-            ("min_online_chunk_tokens", 0),
             ("min_chunk_tokens", 1),
             ("headroom_tokens", 0),
             ("max_picks", 1),

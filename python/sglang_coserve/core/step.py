@@ -63,6 +63,13 @@ class ExpectedResult:
     is_deadline_bound: bool = False
     """Online work was left out of the step because a deadline would be missed."""
 
+    added_s: float = 0.0
+    """How much later than without offline work the step makes first tokens: its online prompts',
+    and that of a request that arrives during the step."""
+
+    waits_online: bool = False
+    """Online prompts waited when it was planned."""
+
     waiting_users: frozenset[str | None] | None = None
     """Users with online requests waiting at the time of the plan; None without a fair order."""
 

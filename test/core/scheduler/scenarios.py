@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines, parse_slo
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
@@ -131,18 +132,19 @@ def scheduler(
     targets: SloTargets = TARGETS,
     slos: Sequence[str] = (),
     model: LinearModel = MODEL,
+    engine: EngineSize | None = None,
     **config: object,
 ) -> Scheduler:
-    """A scheduler with a margin of 0, so that budgets are the numbers of the scenario.
+    """A scheduler whose predictions are right, so that budgets are the numbers of the scenario.
 
     ``slos`` stand in the place of ``targets``.
     """
     if isinstance(policy, str):
         policy = make_policy(policy)
-    settings = SchedulerConfig(**{"margin": 0.0, **config})  # type: ignore[arg-type]
+    settings = SchedulerConfig(**config)  # type: ignore[arg-type]
     queue = OfflineQueue(policy.queue_config())
     promised = tuple(map(parse_slo, slos)) or deadlines(targets)
-    made = Scheduler(policy, model, promised, queue, settings)
+    made = Scheduler(policy, model, promised, queue, settings, engine=engine)
     if all(slo.limit_s is not None for slo in promised):
         _open_gaps(made)
     for request in waiting:

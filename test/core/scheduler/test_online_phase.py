@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from core.scheduler.scenarios import (
@@ -12,13 +10,14 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
+    ran,
     rids,
     scheduler,
     snapshot,
 )
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
@@ -58,7 +57,6 @@ def test_a_chunk_is_as_long_as_the_decodes_allow() -> None:
     decodes = StepStats().with_decode(decode.computed_tokens)
     assert plan.predicted_s <= 0.1
     assert MODEL.predict(decodes.with_prefill(chunk.tokens + 1, 0)) > 0.1
-    assert plan.expected.is_deadline_bound
 
 
 def test_a_late_token_shortens_the_chunk() -> None:
@@ -74,54 +72,62 @@ def test_requests_have_targets_of_their_own() -> None:
     assert 0.04 < plan.predicted_s <= 0.05
 
 
-def test_a_later_prompt_does_not_make_an_earlier_one_late() -> None:
-    """The first prompt is due in 60 ms and takes 30: the second gets what is left."""
-    first, second = online(200, arrival_s=-0.94), online(5000, arrival_s=-0.1)
-    plan = scheduler("coserve", targets=SloTargets(ttft_s=1.0)).plan(
-        snapshot(first, second), NO_CACHE
-    )
-    assert [chunk.rid for chunk in plan.prefills] == [*rids([first, second])]
-    assert 0.05 < plan.predicted_s <= 0.06
-
-
-def test_nobody_is_left_behind_to_be_late_for_another_who_is_in_time() -> None:
-    """Each takes 30 ms, both 50, and one is due in 45. Next, the other one would be done in 60."""
-    core = scheduler("coserve", targets=SloTargets(ttft_s=1.0))
-    for due_s, runs in ((0.07, 1), (0.055, 2)):
-        requests = online(200, arrival_s=-0.955), online(200, arrival_s=due_s - 1.0)
-        plan = core.plan(snapshot(*requests), NO_CACHE)
-        whole = [chunk for chunk in plan.prefills if chunk.tokens == 200]
-        assert [chunk.rid for chunk in whole] == [*rids(requests[:runs])]
-
-
 def many_decodes(count: int = 100, **fields: object) -> list[Request]:
     """Take 20 ms a step, of which 10 ms are for them."""
     return [online(10, DECODING, **fields) for _ in range(count)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("due_s", "goes_first"), [(0.045, False), (0.035, True)])
-def test_prompts_go_first_where_the_decodes_beside_them_would_make_one_late(
-    due_s: float, goes_first: bool
+# --- Prompts before decodes, or beside them ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("mixes_decodes", "decodes"), [(False, 0), (True, 100)])
+def test_without_offline_work_and_targets_of_its_own_the_order_is_that_of_plain_sglang(
+    mixes_decodes: bool, decodes: int
 ) -> None:
-    """The prompt takes 20 ms alone, 30 beside the decodes."""
-    prompt = online(100, arrival_s=due_s - 1.0)
-    plan = scheduler("coserve", queued()).plan(snapshot(*many_decodes(), prompt), NO_CACHE)
+    """Whole prompts, up to SGLang's chunk; decodes beside them only where SGLang mixes them."""
+    prompts = [online(3000), online(3000)]
+    core = scheduler(
+        "coserve",
+        slos=("ttft p99 <= +10%", "tbt p99 <= +10%"),
+        engine=EngineSize(mixes_decodes=mixes_decodes),
+    )
+    plan = core.plan(snapshot(*many_decodes(), *prompts, max_batch_tokens=8192), NO_CACHE)
+    assert [chunk.tokens for chunk in plan.prefills] == [3000, 3000]
+    assert plan.batch.decode_requests == decodes
+    assert plan.skips_decodes is not mixes_decodes
+
+
+@pytest.mark.parametrize(("more_s", "goes_first"), [(0.011, False), (0.009, True)])
+def test_prompts_are_mixed_with_decodes_as_far_as_that_delays_them_by_what_may_be_added(
+    more_s: float, goes_first: bool
+) -> None:
+    """The prompt takes 20 ms alone, 30 beside the decodes, which can wait for both."""
+    prior_s = MODEL.predict(StepStats.of([(1, 0)]))
+    targets = SloTargets(ttft_s=prior_s + more_s, tpot_s=0.1)
+    requests = [*many_decodes(), online(100)]
+    plan = scheduler("coserve", queued(), targets=targets).plan(snapshot(*requests), NO_CACHE)
     assert plan.skips_decodes == goes_first
     assert plan.batch.decode_requests == (0 if goes_first else 100)
     assert not plan.pause
-    assert (plan.budget_s == 0) == goes_first
+    assert plan.budget_s == 0 or not goes_first
 
 
-@pytest.mark.parametrize(("arrival_wait_s", "goes_first"), [(0.041, False), (0.039, True)])
-def test_prompts_go_first_where_one_that_arrives_meanwhile_would_wait_too_long(
-    arrival_wait_s: float, goes_first: bool
-) -> None:
-    """The prompt takes 20 ms, and a step of the decodes as long."""
-    targets = SloTargets(ttft_s=1.0, tpot_s=1.0)
+def test_what_was_added_to_waiting_prompts_is_added_once() -> None:
+    """The step before took 80 ms for offline work; a prompt of 20 ms came meanwhile."""
+    targets = SloTargets(ttft_s=0.1, tpot_s=0.1)
     requests = [*many_decodes(), online(100)]
-    core = scheduler("coserve", targets=targets, arrival_wait_s=arrival_wait_s)
-    plan = core.plan(snapshot(*requests), NO_CACHE)
-    assert plan.skips_decodes == goes_first
+    for had_offline in (False, True):
+        core = scheduler("coserve", *([queued(8000)] if had_offline else []), targets=targets)
+        before = snapshot(online(10, DECODING))
+        ran(core, core.plan(before, NO_CACHE), before)
+        assert core.plan(snapshot(*requests), NO_CACHE).skips_decodes is had_offline
+
+
+def test_decodes_that_are_due_let_prompts_go_first() -> None:
+    """Not even one token fits into the 5 ms that they have."""
+    due = many_decodes(last_token_s=-0.095)
+    plan = scheduler("coserve").plan(snapshot(*due, online(100)), NO_CACHE)
+    assert plan.skips_decodes
 
 
 def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
@@ -130,43 +136,6 @@ def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
     plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
     assert not plan.skips_decodes
     assert plan.predicted_s <= 0.1
-
-
-def with_gaps(core: Scheduler, gaps: int) -> Scheduler:
-    """One request has ended that had so many gaps between its tokens."""
-    request = online(10)
-    core.arrived(request.info)
-    for number in range(gaps + 1):
-        core.interference.produced(request.info.rid, 0.01 * number)
-    core.finish(request.info.rid)
-    core.interference.advance(MODEL.predict, math.inf)
-    return core
-
-
-@pytest.mark.parametrize(("num_due", "waits"), [(0, True), (49, True), (50, False)])
-def test_decodes_wait_where_their_late_gaps_are_a_smaller_part_of_all_than_a_first_token(
-    num_due: int, waits: bool
-) -> None:
-    """The prompt has 35 ms; it takes 20 ms alone, and as long as the decodes, some of which are
-    due in 39 ms, twice that beside them."""
-    prompt = online(100, arrival_s=0.035 - 1.0)
-    due = many_decodes(num_due, last_token_s=-0.061)
-    requests = [*due, *many_decodes(100 - num_due), prompt]
-    plan = with_gaps(scheduler("coserve"), 50).plan(snapshot(*requests), NO_CACHE)
-    assert plan.skips_decodes == waits
-    assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
-
-
-def test_no_gap_is_longer_than_both_targets_together() -> None:
-    """Eleven prompts of 110 ms each; a gap may last 1.1 s and has lasted 0.4 s. Not to cut a
-    prompt, a batch may take a tenth more than it should."""
-    prompts = [online(1000) for _ in range(11)]
-    decode = online(10, DECODING, last_token_s=-0.4)
-    plan = scheduler("coserve").plan(snapshot(decode, *prompts), NO_CACHE)
-    assert plan.skips_decodes
-    assert 0.5 < plan.predicted_s <= 0.7 * 1.1
-    overdue = decode._replace(last_token_s=-1.1)
-    assert not scheduler("coserve").plan(snapshot(overdue, *prompts), NO_CACHE).skips_decodes
 
 
 def test_prompts_that_are_late_either_way_do_not_go_first() -> None:
@@ -212,72 +181,6 @@ def test_offline_work_leaves_a_first_token_in_time() -> None:
 def test_an_iteration_budget_bounds_online_chunks_too() -> None:
     plan = scheduler("coserve", iteration_budget_s=0.03).plan(snapshot(online(5000)), NO_CACHE)
     assert 0.02 < plan.predicted_s <= 0.03
-
-
-def test_a_margin_is_left_free() -> None:
-    plan = scheduler("coserve", margin=0.5).plan(
-        snapshot(online(state=DECODING), online(5000, ttft_s=10.0)), NO_CACHE
-    )
-    assert 0.04 < plan.predicted_s <= 0.05
-
-
-def test_offline_work_gets_the_part_of_a_gap_that_harm_has_left_it() -> None:
-    """The decode is due in 100 ms; late gaps that were not late alone take from that."""
-    core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
-    seen = snapshot(online(state=DECODING))
-    first_s = core.plan(seen, NO_CACHE).predicted_s
-    request = online(10)
-    core.arrived(request.info)
-    for number in range(3):
-        core.interference.produced(request.info.rid, 0.2 * number)
-    core.interference.advance(MODEL.predict, 1.0)
-    harmed_s = core.plan(seen, NO_CACHE).predicted_s
-    assert first_s == pytest.approx(0.1, abs=0.001)
-    assert harmed_s < 0.97 * first_s
-
-
-@pytest.mark.parametrize(
-    ("slo", "budget_s"), [("tpot p99 <= 100ms", 0.05), ("tbt p99 <= 100ms", 0.1)]
-)
-def test_what_is_promised_of_the_mean_gap_is_made_up_for(slo: str, budget_s: float) -> None:
-    """The only gap so far took 150 ms. The next token is due 200 ms after the first, if the mean
-    is to be 100 ms; a gap that is too long stays so."""
-    core = scheduler("coserve", queued(5000), slos=(slo,))
-    request = online(10, DECODING, generated=2, last_token_s=0.15)
-    core.arrived(request.info)
-    for at_s in (0.0, 0.15):
-        core.interference.produced(request.info.rid, at_s)
-    plan = core.plan(snapshot(request, now_s=0.15), NO_CACHE)
-    assert plan.budget_s == pytest.approx(budget_s)
-
-
-def test_a_request_is_held_to_its_own_mean_gap() -> None:
-    core = scheduler("coserve", queued(5000), slos=("tbt p99 <= 100ms",))
-    request = online(10, DECODING, generated=2, last_token_s=0.1, tpot_s=0.08)
-    core.arrived(request.info)
-    for at_s in (0.0, 0.1):
-        core.interference.produced(request.info.rid, at_s)
-    plan = core.plan(snapshot(request, now_s=0.1), NO_CACHE)
-    assert plan.budget_s == pytest.approx(0.06)
-
-
-OVERLOADED = [online(1000, DECODING, tpot_s=0.005) for _ in range(4)]
-
-
-def test_best_effort_feeds_a_prompt_past_late_decodes() -> None:
-    targets = SloTargets(tpot_s=0.1)
-    plan = scheduler("coserve", targets=targets, min_online_chunk_tokens=64).plan(
-        snapshot(*OVERLOADED, online(500)), NO_CACHE
-    )
-    assert [chunk.tokens for chunk in plan.prefills] == [64]
-
-
-def test_without_the_floor_late_decodes_come_first() -> None:
-    plan = scheduler("coserve", min_online_chunk_tokens=0).plan(
-        snapshot(*OVERLOADED, online(500)), NO_CACHE
-    )
-    assert not plan.prefills
-    assert plan.batch.decode_requests == 4
 
 
 def test_shedding_refuses_what_cannot_make_it() -> None:

@@ -8,7 +8,6 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, online, rids, scheduler, s
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
-from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -45,51 +44,15 @@ def test_who_has_begun_is_not_refused(policy: str) -> None:
     assert {chunk.rid for chunk in plan.prefills} >= {*rids([begun])}
 
 
-def first_tokens(brain: Scheduler, ttft_s: float, count: int) -> None:
-    info = online(200).info
-    for _ in range(count):
-        brain.interference.allowance.first_token(info, ttft_s, None, 0.0)
-
-
-def test_room_is_left_for_steps_that_take_longer_than_predicted() -> None:
-    """After ten late first tokens; a hundredth of them may be late."""
-    brain = shedding()
-    first_tokens(brain, 1.1, 10)
-    assert plan_with_slack(brain, 0.04).shed == ("prompt",)
-    first_tokens(brain, 0.9, 2000)
-    assert plan_with_slack(brain, 0.04).shed == ()
-
-
 def test_prompts_leave_the_decodes_in_time() -> None:
     """Not even for a first token that would be late otherwise a decode waits."""
     targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
     decodes = [online(10, DECODING) for _ in range(100)]
     prompt = online(100, arrival_s=0.025 - 1.0)
-    best_effort = scheduler("coserve", targets=targets)
-    assert best_effort.plan(snapshot(*decodes, prompt), NO_CACHE).skips_decodes
     plan = shedding(targets=targets).plan(snapshot(*decodes, prompt), NO_CACHE)
     assert plan.shed == (*rids([prompt]),)
     assert plan.batch.decode_requests == 100
     assert not plan.skips_decodes
-
-
-def test_the_pace_of_decodes_is_kept_too() -> None:
-    """After ten requests that were too slow, a prompt gets less beside decodes."""
-    targets = SloTargets(ttft_s=10.0, tpot_s=0.1)
-    brain = shedding(targets=targets)
-
-    def predicted_s() -> float:
-        return brain.plan(snapshot(online(10, DECODING), online(5000)), NO_CACHE).predicted_s
-
-    before_s = predicted_s()
-    assert 0.09 < before_s <= 0.1
-    for _ in range(10):
-        brain.interference.allowance.finished(_info(), 0.2, None, 0.0)
-    assert predicted_s() < before_s / 2
-
-
-def _info() -> RequestInfo:
-    return online(10).info
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,8 @@ slo_targets = st.builds(
 configs = st.builds(
     SchedulerConfig,
     iteration_budget_s=st.sampled_from([None, 0.015]),
-    margin=st.sampled_from([0.0, 0.1]),
     online_order=st.sampled_from(OnlineOrder),
     overload=st.sampled_from(Overload),
-    min_online_chunk_tokens=st.sampled_from([0, 32]),
     headroom_tokens=st.sampled_from([0, 8]),
     max_picks=st.sampled_from([1, 64]),
 )

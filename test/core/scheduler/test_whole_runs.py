@@ -121,7 +121,7 @@ def test_a_burst_is_served_as_if_it_were_alone() -> None:
     """Offline work costs the online tokens nothing beyond their targets."""
 
     def token_times(num_offline: int) -> list[float]:
-        engine = engine_of("coserve", margin=0.0)
+        engine = engine_of("coserve")
         for _ in range(num_offline):
             arrive(engine, RequestClass.OFFLINE, 100, 200)
         for _ in range(5):

@@ -53,13 +53,3 @@ def test_each_decode_takes_a_slot() -> None:
     plan = scheduler("coserve").plan(seen, NO_CACHE)
     assert plan.retract
     assert plan.batch.decode_requests + len(plan.retract) == len(requests)
-
-
-def test_online_requests_keep_their_slots_beside_the_offline_lane() -> None:
-    from sglang_coserve.core.planning.lanes import offline_lane_view
-
-    seen = snapshot(
-        online(100, DECODING), offline(100), window_tokens=WINDOW, free_window_tokens=100
-    )
-    assert offline_lane_view(seen, 30).free_window_tokens == 70
-    assert offline_lane_view(seen, 300).free_window_tokens == 0

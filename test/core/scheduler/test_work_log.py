@@ -106,12 +106,12 @@ def test_a_step_between_two_online_tokens_says_whether_it_fits(
     assert log.totals.offline_s == predicted_s
 
 
-def test_who_arrives_meanwhile_limits_a_step_without_decodes() -> None:
-    """One prompt is computed; an eighth of the TTFT target of 1 s is left to who comes next."""
-    brain = scheduler("coserve", queued(8000))
-    seen = snapshot(online(10), offline(10, DECODING))
+def test_who_arrives_meanwhile_limits_a_step() -> None:
+    """One request is served; who comes next may wait 20 ms for offline work."""
+    brain = scheduler("coserve", queued(8000), arrival_wait_s=0.02)
+    seen = snapshot(online(10, DECODING), offline(10, DECODING))
     ran(brain, brain.plan(seen, NO_CACHE), seen)
-    assert any("125 ms" in text and "arrives meanwhile" in text for text in texts(brain))
+    assert any("20 ms" in text and "arrives meanwhile" in text for text in texts(brain))
 
 
 def test_no_time_beside_online_requests_is_told() -> None:

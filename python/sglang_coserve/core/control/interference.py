@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from sglang_coserve.core.bottleneck import fixed_s
 from sglang_coserve.core.control.allowance import Allowance
@@ -17,15 +16,11 @@ from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
-from sglang_coserve.core.snapshot import Request, RequestInfo
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import JobTokens
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["Interference"]
-
-
-_FEW_REQUESTS: Final = 64
-"""Requests in the moving average of gaps per request."""
 
 
 @dataclass(slots=True)
@@ -78,12 +73,10 @@ class Interference:
         """By number: those that have not been judged."""
 
         self._num_arrived = 0
-        self._num_judged = 0
         self._online_s = 0.0
         """Total time that the steps so far spent on online requests."""
 
         self._now_s = -math.inf
-        self._gaps_per_request = 0.0
 
     @classmethod
     def of(
@@ -111,7 +104,7 @@ class Interference:
 
     @property
     def allowance(self) -> Allowance:
-        """The bounds on offline work, learned from the harm."""
+        """The bounds on offline work."""
         return self._allowance
 
     @property
@@ -128,11 +121,6 @@ class Interference:
     def bill(self) -> Bill | None:
         """How much later than alone requests were; None without a baseline."""
         return None if self._baseline is None else self._bill
-
-    @property
-    def gaps_per_request(self) -> float:
-        """Mean number of gaps between tokens per request, of recent requests; at least 1."""
-        return max(self._gaps_per_request, 1.0)
 
     def __len__(self) -> int:
         return len(self._watched)
@@ -160,22 +148,6 @@ class Interference:
         self._live[info.rid] = self._watched[number] = _Watched(info, number, work, work)
         if self._baseline is not None:
             self._baseline.arrived(number, info.arrival_s, info.prompt_tokens, cached_tokens)
-
-    def mean_due_s(self, requests: Iterable[Request]) -> float:
-        """Return when the first next token is due, for each mean gap so far to stay within target.
-
-        Infinite if none of them has both a token and a TPOT target. O(requests).
-        """
-        watched_by_rid, default_s = self._live, self._allowance.tpot_target_s
-        first_s = math.inf
-        for request in requests:
-            info = request.info
-            watched = watched_by_rid.get(info.rid)
-            target_s = info.tpot_target_s or default_s
-            if watched is not None and watched.tokens and target_s is not None:
-                # More than ``watched.tokens`` if its last token is in flight.
-                first_s = min(first_s, watched.first_s + request.generated_tokens * target_s)
-        return first_s
 
     def worked(
         self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
@@ -300,10 +272,6 @@ class Interference:
                 measured.last_s,
             )
             self._bill.charge(delay, watched.arrived_work, watched.first_work)
-        self._num_judged += 1
-        gaps = measured.tokens - 1
-        weight = 1 / min(self._num_judged, _FEW_REQUESTS)
-        self._gaps_per_request += weight * (gaps - self._gaps_per_request)
         self._monitor.finished(watched.info, measured, alone)
         if self._baseline is not None and alone is None:
             return  # Its delay may have any reason: nothing is learned from it.

@@ -6,47 +6,41 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
-from typing import Final
 
 from sglang_coserve.core.bottleneck import least_offline_s
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.planning.efficiency import efficient_tokens
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = [
-    "best_prefill_tokens",
     "decode_offline",
     "longest_prefix",
     "prefill_offline",
     "serve_offline",
 ]
 
-_SMALLEST_PREFILL_TOKENS: Final = 128
-"""Prefill sizes down to this are compared for throughput."""
 
-
-def serve_offline(
-    batch: StepBuilder, context: PlanContext, *, for_throughput: bool = False
-) -> None:
+def serve_offline(batch: StepBuilder, context: PlanContext, *, efficiently: bool = False) -> None:
     """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
 
-    With ``for_throughput`` the batch has the highest predicted throughput (ConServe
-    §4.2): all decodes, since one more costs less than the average, and the number of prefill
-    tokens that gives the most tokens per second. It may take ``least_offline_s`` whatever the
-    budget is, because a shorter step is mostly fixed cost.
+    With ``efficiently``, the batch has all decodes, since one more costs less than the average, and
+    only as many prefill tokens as a high throughput needs (ConServe §4.2). Without online
+    requests it may take ``least_offline_s`` whatever the budget is, because a shorter step is
+    mostly fixed cost.
 
     Without online requests, a budget that not even the smallest batch keeps is ignored:
     it would stop the engine and help nobody.
     """
     free_tokens = batch.free_tokens
-    if for_throughput:
+    if efficiently and not batch.requests.has_online:
         batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
     decode_offline(batch, batch.requests.offline_decodes)
-    if for_throughput:
-        batch.limit_tokens(best_prefill_tokens(batch))
+    if efficiently:
+        batch.limit_tokens(efficient_tokens(batch))
     prefill_offline(batch, context)
     if batch.work.stats.is_empty and not batch.requests.has_online:
         batch.offline_budget_s = math.inf
@@ -93,21 +87,6 @@ def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
         batch.offline_budget_s,
         key=lambda count: batch.work.predict_with_decodes(count, contexts[count]),
     )
-
-
-def best_prefill_tokens(batch: StepBuilder) -> int:
-    """Return the prefill tokens with the most tokens per second, among all that fit and halves.
-
-    Computed for a single prompt without context: with more tokens its attention costs
-    more than amortizing the fixed cost of the step gains.
-    """
-    if batch.free_tokens <= 0:
-        return 0
-    sizes = [batch.free_tokens]
-    while sizes[-1] > _SMALLEST_PREFILL_TOKENS:
-        sizes.append(sizes[-1] // 2)
-    decodes = batch.work.stats.compute_tokens
-    return max(sizes, key=lambda size: (decodes + size) / batch.work.predict_with_prefill(size, 0))
 
 
 def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
@@ -172,7 +151,8 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
             ):
                 continue
         kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
-        if not batch.memory.has_room(kv_tokens + config.headroom_tokens * num_requests, slots=1):
+        spare_tokens = batch.memory.headroom_tokens(config.headroom_tokens, num_requests)
+        if not batch.memory.has_room(kv_tokens + spare_tokens, slots=1):
             return
         if not _add(
             batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True

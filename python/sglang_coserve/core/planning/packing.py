@@ -181,7 +181,7 @@ class Packing:
         if candidate.is_new and not candidate.is_online:
             seen = self._batch.snapshot
             num_requests = len(seen.admitted) + len(seen.elsewhere) + self._slots
-            kv_tokens += self._headroom_tokens * num_requests
+            kv_tokens += self._batch.memory.headroom_tokens(self._headroom_tokens, num_requests)
         return self._batch.memory.has_room(
             kv_tokens, self._slots + candidate.is_new, requests=self._num_chosen + 1
         )

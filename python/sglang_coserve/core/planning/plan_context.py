@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.offline_queue import OfflineQueue
@@ -31,17 +31,25 @@ class PlanContext:
     """Number of the step; together with the seed it makes random draws reproducible."""
 
     arrival_s: float
-    """Longest time that a request arriving during the step may wait for its end."""
+    """Longest time, in seconds, that offline work may add to the TTFT of a request that arrives
+    now."""
 
-    gap_share: float
-    """Share of the online decodes' slack that offline work may take."""
+    prompt_s: float
+    """Longest time, in seconds, that the step may add to the TTFT of the requests that wait."""
 
-    shed_share: float
-    """Under ``Overload.SHED``: share of the time until its TTFT deadline that a request's first
-    token may be predicted to take; above it the request is refused."""
+    mixing_s: float
+    """Longest time, in seconds, that decodes in the same step may."""
 
-    shed_pace: float
-    """Under ``Overload.SHED``: share of the TPOT slack that a step may take."""
+    gap_s: Callable[[float], float]
+    """Returns the longest time, in seconds, that offline work may add to a step whose online
+    decodes could wait so much longer: see ``Allowance``."""
 
-    gaps_per_request: float
-    """Mean number of gaps between the tokens of an online request."""
+    timely: float
+    """Share of a time until which a step must be predicted to end, to end in that time."""
+
+    is_plain: bool
+    """Online work runs as in plain SGLang: no offline work is there, and no target asks for
+    other latencies."""
+
+    mixes_decodes: bool
+    """Plain SGLang would run decodes in the same step as prompts, instead of after them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.decode_deadlines import DecodeDeadlines
@@ -41,7 +41,6 @@ class StepBuilder:
         lane: Lane = Lane.SHARED,
         *,
         rides: bool = True,
-        mean_due_s: Callable[[Sequence[Request]], float],
     ) -> None:
         """Start with an empty batch. O(requests).
 
@@ -52,8 +51,6 @@ class StepBuilder:
             victim_order: Order in which offline requests are retracted.
             lane: Lane of the step.
             rides: Paused offline decodes may join a step of the shared lane.
-            mean_due_s: Returns when the first next token of some online requests is due for each
-                mean gap to stay within target.
         """
         self.snapshot = snapshot
         self.lane = lane
@@ -65,6 +62,8 @@ class StepBuilder:
         """An online prompt got fewer tokens than it could use, so offline work gets none."""
         self.is_deadline_bound = False
         self.online_part_s = 0.0
+        self.prompts_s = 0.0
+        """Predicted latency of the step's online prompts alone."""
         self.skips_decodes = False
         """The step runs prompts only: no request decodes in it."""
         self.admits_offline = True
@@ -77,16 +76,12 @@ class StepBuilder:
         self.requests = StepRequests(snapshot, lane, rides=rides)
         self.work = StepWork(model)
         self.memory = StepMemory(self.requests, victim_order)
-        self.deadlines = DecodeDeadlines(self.requests, targets.tpot_s, mean_due_s)
+        self.deadlines = DecodeDeadlines(self.requests, targets.tpot_s)
 
-    def reserve_rest_for_online(self, *, by_deadline: bool) -> None:
-        """Leave no budget for offline work, since an online prompt got less than it could use.
-
-        ``by_deadline``: the prompt was cut because a deadline would have been missed otherwise.
-        """
+    def reserve_rest_for_online(self) -> None:
+        """Leave no budget for offline work, since an online prompt got less than it could use."""
         self.has_left_over_online = True
         self.offline_budget_s = 0.0
-        self.is_deadline_bound |= by_deadline
 
     def limit_tokens(self, tokens: int) -> None:
         """Add at most ``tokens`` more tokens to the batch."""
@@ -192,10 +187,21 @@ class StepBuilder:
             batch=self.work.stats,
             predicted_s=self.work.predicted_s,
             budget_s=self.offline_budget_s,
-            expected=ExpectedResult(self.online_part_s, self.is_deadline_bound, waiting_users),
+            expected=ExpectedResult(
+                online_part_s=self.online_part_s,
+                is_deadline_bound=self.is_deadline_bound,
+                added_s=self._added_s(),
+                waits_online=self.requests.has_online_prompts,
+                waiting_users=waiting_users,
+            ),
         )
 
     # --- inside ---
+
+    def _added_s(self) -> float:
+        """Return what the step adds to first tokens: all but its prompts, or its online work."""
+        online_s = self.prompts_s if self.requests.has_online_prompts else self.online_part_s
+        return max(self.work.predicted_s - online_s, 0.0)
 
     def _move(self, request: Request) -> RequestState | None:
         """Return the state that a decode request enters; None if its state does not change."""

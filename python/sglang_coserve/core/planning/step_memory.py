@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Retraction
 
 __all__ = ["StepMemory", "VictimOrder"]
+
+_HEADROOM_OF: Final = 8
+"""An engine with little KV keeps this part of it free, not all."""
 
 VictimOrder = Callable[[StepRequests], Sequence[Request]]
 """Returns the offline requests in the order in which they are to be retracted."""
@@ -98,6 +102,14 @@ class StepMemory:
             and self.free_slots >= slots
             and self._free_window_tokens >= self._window_kv(kv_tokens, slots, requests)
         )
+
+    def headroom_tokens(self, per_request: int, requests: int) -> int:
+        """Return the KV to keep free for running requests: so much for each, up to an eighth of
+        all KV. O(requests)."""
+        seen = self._requests.snapshot
+        held_tokens = sum([request.computed_tokens for request in seen.admitted])
+        kv_tokens = seen.free_kv_tokens + seen.evictable_kv_tokens + held_tokens
+        return min(per_request * requests, kv_tokens // _HEADROOM_OF)
 
     # --- what it takes ---
 

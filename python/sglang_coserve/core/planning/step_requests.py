@@ -67,6 +67,16 @@ class StepRequests:
         )
 
     @property
+    def online_prompts(self) -> list[Request]:
+        """Online requests without a first token, in order of arrival."""
+        return [*self.online_prefills, *self.snapshot.waiting]
+
+    @property
+    def has_online_prompts(self) -> bool:
+        """True when an online prompt waits, or is computed in part."""
+        return bool(self.online_prefills or self.snapshot.waiting)
+
+    @property
     def offline(self) -> list[Request]:
         """All offline requests."""
         return self.offline_decodes + self._staying_decodes + self.offline_prefills

@@ -26,7 +26,7 @@ def serve_by_priority(
     # added after the online prefills, because those may still retract them.
     reserved_tokens = len(batch.requests.offline_decodes)
     batch.limit_tokens(max(max_tokens - batch.work.stats.decode_requests - reserved_tokens, 0))
-    prefill_online(batch, context, math.inf, keeps_ttft=False, may_retract=may_retract)
+    prefill_online(batch, context, math.inf, may_retract=may_retract)
     left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens

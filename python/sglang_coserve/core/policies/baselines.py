@@ -36,7 +36,7 @@ class OnlineOnlyPolicy(Policy):
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         decode_online(batch)
-        prefill_online(batch, context, math.inf, keeps_ttft=False)
+        prefill_online(batch, context, math.inf)
         batch.offline_budget_s = 0.0
 
 

@@ -63,7 +63,7 @@ class BrosPolicy(Policy):
         mean_iteration_s = self._mean_iteration_s or 0.0
         online = _by_urgency(batch, context, mean_iteration_s)
         bound_s = min(_least_residual_s(batch, online), batch.deadlines.elsewhere_s)
-        bound_s *= 1 - context.config.margin
+        bound_s *= context.timely
         batch.offline_budget_s = bound_s
 
         packing = Packing(

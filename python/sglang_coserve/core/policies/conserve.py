@@ -44,6 +44,6 @@ class ConservePolicy(Policy):
         decode_online(batch)
         if batch.requests.has_online:
             tbt_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
-            budget_s = tbt_s * (1 - context.config.margin)
-            prefill_online(batch, context, budget_s, keeps_ttft=False)
-        serve_offline(batch, context, for_throughput=not batch.requests.has_online)
+            budget_s = tbt_s * context.timely
+            prefill_online(batch, context, budget_s)
+        serve_offline(batch, context, efficiently=not batch.requests.has_online)

@@ -11,13 +11,13 @@ from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import serve_online
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.policy import SlicingPolicy
+from sglang_coserve.core.policy import Policy
 
 __all__ = ["CoservePolicy"]
 
 
 @dataclass
-class CoservePolicy(SlicingPolicy):
+class CoservePolicy(Policy):
     """Token-level packing under the deadlines of the requests themselves.
 
     - From ConServe: a chunk is as long as a context-aware model allows, to the
@@ -47,10 +47,7 @@ class CoservePolicy(SlicingPolicy):
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
         return OfflineQueueConfig(utility_ratio=self.utility_ratio, seed=seed)
 
-    def compose_online(self, batch: StepBuilder, context: PlanContext) -> None:
-        """See ``SlicingPolicy.compose_online``."""
+    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+        """See ``Policy.compose``."""
         serve_online(batch, context, context.config.iteration_budget_s or math.inf)
-
-    def compose_offline(self, batch: StepBuilder, context: PlanContext) -> None:
-        """See ``SlicingPolicy.compose_offline``."""
-        serve_offline(batch, context, for_throughput=not batch.requests.has_online)
+        serve_offline(batch, context, efficiently=True)

@@ -61,7 +61,7 @@ class FcfsPolicy(Policy):
                 request.length_tokens,
                 request.cached_tokens,
                 is_new=True,
-                headroom_tokens=headroom_tokens * num_requests,
+                headroom_tokens=batch.memory.headroom_tokens(headroom_tokens, num_requests),
             ):
                 return
             num_requests += 1

@@ -66,5 +66,5 @@ class HygenPolicy(Policy):
         decode_online(batch)
         # Decodes do not count towards the chunk size: leave tokens for the offline ones.
         batch.limit_tokens(self.chunk_tokens + len(batch.requests.offline_decodes))
-        prefill_online(batch, context, budget_s * (1 - context.config.margin), keeps_ttft=False)
+        prefill_online(batch, context, budget_s * context.timely)
         serve_offline(batch, context)

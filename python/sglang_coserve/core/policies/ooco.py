@@ -86,12 +86,12 @@ class OocoPolicy(Policy):
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         tpot_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
-        budget_s = tpot_s * (1 - context.config.margin)
+        budget_s = tpot_s * context.timely
         if self.role is Role.RELAXED or not batch.requests.has_online:
             budget_s = math.inf
         decode_online(batch)
         if self.role is not Role.STRICT:
-            prefill_online(batch, context, budget_s, keeps_ttft=False)
+            prefill_online(batch, context, budget_s)
             if self.role is Role.RELAXED and batch.chunks:
                 # A step with an online prefill has no offline work.
                 batch.offline_budget_s = 0.0

@@ -23,7 +23,6 @@ from sglang_coserve.core.recording.events import (
 from sglang_coserve.core.recording.line_format import (
     EVENTS,
     FORMAT,
-    NAMES_OF_8,
     VERSION,
     AddedLine,
     ArrivedLine,
@@ -72,14 +71,12 @@ def _read_setup(source: str, line: str) -> SchedulerSetup:
     fields = _object(source, line)
     if fields.get("format") != FORMAT:
         raise InputFileError(f"{source}: format: expected {FORMAT!r}, which --record-plans writes")
-    if fields.get("version") not in (8, VERSION):
+    if fields.get("version") != VERSION:
         raise InputFileError(
             f"{source}: version: {fields.get('version')!r:.40} is not {VERSION}, which this "
             "version reads: replay it with the version of sglang_coserve that recorded it, or "
             "record again"
         )
-    _rename(fields.get("engine"))
-    _rename(fields.get("config"))
     header = _read(Header, fields, source)
     profile = to_json(header.profile).decode()
     return SchedulerSetup(
@@ -108,9 +105,6 @@ class _EventDecoder:
         """
         fields = _object(source, line)
         name = fields.pop("event", None)
-        _rename(fields)
-        _rename(fields.get("result"))
-        _drop_seen_s(fields.get("new"))
         kind = EVENTS.get(name) if isinstance(name, str) else None
         if kind is None:
             raise InputFileError(
@@ -193,21 +187,6 @@ def _read_queued(source: str, fields: dict[str, Any]) -> QueuedRequest:
     except CoserveError as error:
         raise InputFileError(f"{source}: request.token_ids: {error}") from error
     return _read(QueuedRequest, {**request, "token_ids": tokens.hex()}, source, "request")
-
-
-def _rename(fields: object) -> None:
-    """Give fields that version 8 named differently their names of today."""
-    if isinstance(fields, dict):
-        for old, new in NAMES_OF_8.items():
-            if old in fields:
-                fields[new] = fields.pop(old)
-
-
-def _drop_seen_s(infos: object) -> None:
-    """Drop ``seen_s``, which older recordings have in requests, and which no plan used."""
-    for info in infos if isinstance(infos, list) else ():
-        if isinstance(info, dict):
-            info.pop("seen_s", None)
 
 
 def _object(source: str, line: str) -> dict[str, Any]:

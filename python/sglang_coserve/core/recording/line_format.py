@@ -33,7 +33,6 @@ from sglang_coserve.core.step import ServedRequest
 __all__ = [
     "EVENTS",
     "FORMAT",
-    "NAMES_OF_8",
     "STATE_LETTERS",
     "VERSION",
     "AddedLine",
@@ -46,18 +45,7 @@ __all__ = [
 ]
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 9
-
-NAMES_OF_8: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "rows": "admitted",
-        "max_rows": "max_requests",
-        "max_offline_rows": "max_offline_requests",
-        "given_up": "dropped",
-        "beside": "overlapping",
-    }
-)
-"""Names of fields in version 8, which differs in nothing else, and those of today."""
+VERSION: Final = 10
 
 EVENTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

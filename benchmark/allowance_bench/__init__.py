@@ -1,1 +1,0 @@
-"""The allowance on a queue with one server."""

@@ -1,0 +1,161 @@
+"""What one SLO lets offline work add to the latencies of online requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from sglang_coserve.core.control.credit import Credit
+from sglang_coserve.core.control.recent_values import RecentValues
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic
+
+__all__ = ["LatencyAccount", "LatencyPair"]
+
+_WINDOW_S: Final = 300.0
+_LEAST_VALUES: Final = 400
+"""The baseline's latencies of the last five minutes count, and at least so many, four of which are
+in the tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md,
+"Changing traffic", also for what shorter ones cost."""
+
+_LEAST_GAPS: Final = 4000
+"""The same for gaps between tokens: a step that is too long makes those of all decodes late."""
+
+_RENEWED_SHARE: Final = 1 / 128
+"""Statistics are computed again when this share of the values is new."""
+
+_TOLERATED: Final[Mapping[Statistic, float]] = MappingProxyType(
+    {Statistic.P50: 0.5, Statistic.P90: 0.1, Statistic.P99: 0.01, Statistic.MEAN: 0.01}
+)
+"""Shares of values that may be late. A mean has none: there it is by how much it may be exceeded,
+or undercut, before the account is full."""
+
+_LEAST_ADDED: Final = 1 / 22
+"""Least share of an absolute target that offline work may add where the baseline leaves nothing:
+half of what +10% adds. A target that cannot be met must not end offline work, which is not why."""
+
+_LEAST_SHARE: Final = 1 / 8
+"""Least share of ``safe_s`` that is added with a debt. Noise of the machine makes debts, too, and
+they must not end offline work, which is then not what makes requests late."""
+
+_MISSED_ADDED: Final = 0.1
+"""An absolute target that half of the baseline's values miss counts as +10%."""
+
+_LEAST_S: Final = 1e-6
+
+
+class LatencyPair(NamedTuple):
+    """A TTFT, a TPOT or a gap, as measured and in the baseline, in seconds."""
+
+    own_target_s: float | None
+    """The target that the request brought along, if any."""
+
+    measured_s: float
+    alone_s: float | None
+    """The latency in the no-interference baseline; None if unknown."""
+
+
+class LatencyAccount:
+    """Computes an SLO's target, and what offline work may add to any one latency.
+
+    ``safe_s`` is the target less the same statistic of the baseline: whatever adds no more to any
+    latency keeps the SLO, without any learning. The late values that the SLO tolerates are spent
+    from a credit account, whose debt in turn reduces what may be added.
+    """
+
+    def __init__(self, slo: Slo, prior_s: float) -> None:
+        """Start without values; ``prior_s`` is the baseline's statistic until one is known."""
+        self._slo = slo
+        self._tolerated = _TOLERATED[slo.statistic]
+        self._credit = Credit(self._tolerated)
+        self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        self._strictness = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        """Inverse of what each request's own target leaves; 0 for none."""
+
+        self._has_own = False
+        self._late_alone_share = 0.0
+        """Share of the baseline's values that are late; at most half of what is tolerated, so that
+        a target that cannot be met leaves the other half to offline work."""
+
+        self._num_new = 0
+        self._least_window = _LEAST_GAPS if slo.latency is Latency.TBT else _LEAST_VALUES
+        self.target_s = math.inf
+        """Limit of a latency that is in time; infinite without one."""
+
+        self.safe_s = math.inf
+        """What offline work may add to any latency with the SLO still kept."""
+
+        self._own_safe_s = math.inf
+        """What may be added to all but the strictest hundredth of what requests ask for."""
+
+        self._renew(prior_s, 0.0)
+
+    @property
+    def level(self) -> float:
+        """The credit, from -1 to 1: see ``Credit``."""
+        return self._credit.level
+
+    def added_s(self, most_s: float) -> float:
+        """Return how much offline work may add to a latency, if ``most_s`` is all there is.
+
+        ``safe_s``, and a share of the rest as large as the credit; less than it with a debt.
+        """
+        surely_s, level = self.surely_s, self._credit.level
+        if level > 0 and surely_s < most_s:
+            surely_s += level * (most_s - surely_s)
+        return min(surely_s, most_s, self._own_safe_s)
+
+    @property
+    def surely_s(self) -> float:
+        """What offline work may add to every latency: ``safe_s``, or less with a debt; infinite
+        if nothing bounds it."""
+        safe_s, level = min(self.safe_s, self._own_safe_s), self._credit.level
+        return safe_s if level >= 0 or math.isinf(safe_s) else safe_s * max(1 + level, _LEAST_SHARE)
+
+    def observe(self, values: Mapping[LatencyPair, int], now_s: float) -> None:
+        """Record values that became known together, with the count of each. Amortized O(values)."""
+        late, judged = 0.0, 0
+        for value, count in values.items():
+            own_s, measured_s, alone_s = value
+            if own_s is not None and (alone_s or 0.0) > own_s:
+                own_s = None  # It could not be met.
+            target_s = own_s or self.target_s
+            judged += count
+            if self._slo.statistic is Statistic.MEAN:
+                late += count * (measured_s / target_s - 1)
+            else:
+                late += count * ((measured_s > target_s) - ((alone_s or 0.0) > target_s))
+            if alone_s is not None:
+                self._alone.add(alone_s, now_s, count)
+                self._num_new += count
+            self._has_own |= own_s is not None
+            if self._has_own:
+                left_s = 0.0 if own_s is None else own_s - (alone_s or 0.0)
+                least_s = 0.0 if own_s is None else max(own_s * _LEAST_ADDED, _LEAST_S)
+                strictness = 0.0 if own_s is None else 1 / max(left_s, least_s)
+                self._strictness.add(strictness, now_s, count)
+        known = self._alone.count
+        if self._slo.limit_s is not None or known * self._tolerated >= 1:
+            late += judged * self._late_alone_share
+            self._credit.observe(late, judged, max(known, self._least_window))
+        if self._num_new > _RENEWED_SHARE * known:
+            self._num_new = 0
+            statistic_s = self._alone.statistic(self._slo.statistic)
+            self._renew(statistic_s, self._alone.statistic(Statistic.P50))
+            late_alone_share = self._alone.share_above(self.target_s)
+            most = self._tolerated / 2 if self._slo.tolerance is None else 1.0
+            self._late_alone_share = min(late_alone_share, most)
+
+    def _renew(self, alone_s: float, median_s: float) -> None:
+        limit_s = self._slo.limit_over_value(alone_s)
+        if self._slo.limit_s is None:
+            self.safe_s = limit_s - alone_s
+        elif median_s > limit_s:
+            self.safe_s = alone_s * _MISSED_ADDED
+            limit_s = alone_s + self.safe_s
+        else:
+            self.safe_s = max(limit_s - alone_s, limit_s * _LEAST_ADDED)
+        self.target_s = limit_s
+        if self._has_own:
+            self._own_safe_s = 1 / self._strictness.statistic(Statistic.P99)
