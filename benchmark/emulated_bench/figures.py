@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from bound_bench.upper_bound import (
     Capacity,
     OfflineShape,
@@ -17,6 +15,7 @@ from bound_bench.upper_bound import (
 )
 from interference_bench.engine import RunOutcome
 from interference_bench.load import Load
+from interference_bench.report import figures
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.metrics import SloTargets
@@ -56,22 +55,15 @@ def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any
     steps = max(1, outcome.num_steps)
     online = max(1, len(outcome.requests))
     return {
+        **figures(outcome),
         "online": len(outcome.requests),
-        "unfinished": outcome.num_unfinished,
         "seconds": outcome.seconds,
-        "ttft_p50_ms": _percentile_ms(outcome.ttft_s, 50),
-        "ttft_p99_ms": _percentile_ms(outcome.ttft_s, 99),
-        "itl_p50_ms": _percentile_ms(outcome.gaps_s, 50),
-        "itl_p99_ms": _percentile_ms(outcome.gaps_s, 99),
-        "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
-        "busy_share": outcome.busy_s / outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / steps,
         "suspended": outcome.num_suspended,
         "retracted": outcome.num_retracted,
         "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted) / online,
         "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},
-        "counters": outcome.counters,
     }
 
 
@@ -105,7 +97,3 @@ def _limits(emulation: Emulation) -> tuple[int, int, int]:
     names = ("chunked_prefill_size", "max_running_requests", "max_total_tokens")
     batch_tokens, requests, kv_tokens = (int(flags[name]) for name in names)
     return batch_tokens, requests, kv_tokens
-
-
-def _percentile_ms(values_s: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values_s, percent)) * 1e3 if values_s else math.nan

@@ -15,10 +15,15 @@ from interference_bench.engine import RunOutcome
 from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
 from sglang_coserve.bench_serving.stock import best_setting
 
-__all__ = ["held_to_stock", "print_table", "row", "searched"]
+__all__ = ["figures", "held_to_stock", "print_table", "row", "searched"]
 
 
 def row(outcome: RunOutcome) -> dict[str, Any]:
+    """Return the figures of one run, and the server's own report."""
+    return {**figures(outcome), "report": outcome.report}
+
+
+def figures(outcome: RunOutcome) -> dict[str, Any]:
     """Return the figures of one run."""
     return {
         "online": len(outcome.ttft_s),
@@ -30,7 +35,6 @@ def row(outcome: RunOutcome) -> dict[str, Any]:
         "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
         "busy_share": outcome.busy_s / outcome.seconds,
         "counters": outcome.counters,
-        "report": outcome.report,
     }
 
 

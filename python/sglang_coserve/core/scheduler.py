@@ -179,7 +179,7 @@ class Scheduler:
             if plan is not None:
                 return plan
         if snapshot.suspended is not None:
-            has_prompts = bool(shared.requests.online_prefills or snapshot.waiting)
+            has_prompts = shared.requests.has_online_prompts
             can_resume = not is_stuck(shared, context)
             # Otherwise no part of the suspended step fits between two decodes, and paused
             # offline decodes may join the online ones.

@@ -91,11 +91,6 @@ class LatencyAccount:
 
         self._renew(prior_s, 0.0)
 
-    @property
-    def level(self) -> float:
-        """The credit, from -1 to 1: see ``Credit``."""
-        return self._credit.level
-
     def added_s(self, most_s: float) -> float:
         """Return how much offline work may add to a latency, if ``most_s`` is all there is.
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from sglang_coserve.core.planning.step_builder import StepBuilder
 
-__all__ = ["efficient_s", "efficient_tokens"]
+__all__ = ["efficient_tokens"]
 
 _ENOUGH: Final = 0.95
 """Share of the highest throughput that is enough. A longer step gains little, and stretches the
@@ -24,27 +24,12 @@ def efficient_tokens(batch: StepBuilder) -> int:
     Beside the work that the batch has already. Computed for a single prompt without context. O(log
     tokens) predictions.
     """
-    return _efficient(batch)[0]
-
-
-def efficient_s(batch: StepBuilder) -> float:
-    """Return the predicted time of the batch with ``efficient_tokens``."""
-    return _efficient(batch)[1]
-
-
-def _efficient(batch: StepBuilder) -> tuple[int, float]:
-    most = batch.free_tokens
-    if most <= 0:
-        return 0, batch.work.predicted_s
-    sizes = [most]
+    if batch.free_tokens <= 0:
+        return 0
+    sizes = [batch.free_tokens]
     while sizes[-1] > _FEWEST_TOKENS:
         sizes.append(int(sizes[-1] / _RATIO))
     decodes = batch.work.stats.compute_tokens
-    times_s = [batch.work.predict_with_prefill(size, 0) for size in sizes]
-    rates = [(decodes + size) / time_s for size, time_s in zip(sizes, times_s, strict=True)]
+    rates = [(decodes + size) / batch.work.predict_with_prefill(size, 0) for size in sizes]
     enough = _ENOUGH * max(rates)
-    return min(
-        (size, time_s)
-        for size, time_s, rate in zip(sizes, times_s, rates, strict=True)
-        if rate >= enough
-    )
+    return min(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)

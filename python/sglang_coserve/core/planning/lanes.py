@@ -33,7 +33,7 @@ def offline_until_s(batch: StepBuilder, context: PlanContext) -> float | None:
         context: What offline work may add.
     """
     seen = batch.snapshot
-    if batch.requests.online_prefills or seen.waiting:
+    if batch.requests.has_online_prompts:
         return None
     if not batch.requests.online_decodes:
         return math.inf
@@ -96,9 +96,5 @@ def longest_s(
 
 
 def _left_s(batch: StepBuilder, context: PlanContext, slack_s: float) -> float:
-    decodes = batch.requests.online_decodes
-    keys = len(decodes) + sum([request.computed_tokens for request in decodes])
-    decodes_s = batch.model.predict(
-        StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
-    )
+    decodes_s = batch.model.predict(batch.requests.online_decode_stats)
     return context.gap_s(slack_s * context.timely - decodes_s)

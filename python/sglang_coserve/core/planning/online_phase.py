@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain
 
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Lane
-from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
 
@@ -24,8 +23,7 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
     bounded by the slack of the decodes and by what a request that arrives during the step may
     wait (``Allowance``).
     """
-    prompts_alone = _is_prompts_first(batch, context)
-    if prompts_alone:
+    if _is_prompts_first(batch, context):
         _prefill_before_decodes(batch, context)
     else:
         decode_online(batch)
@@ -40,8 +38,9 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
         stats = batch.work.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
         arrival_s = max(context.prompt_s - (online_s - batch.prompts_s), 0.0)
-        due_s = min([slack_s(batch, request) for request in batch.requests.online_prompts])
-        batch.offline_budget_s = min(batch.offline_budget_s, due_s * context.timely)
+        if batch.offline_budget_s > 0:  # Otherwise prompts were left over, perhaps thousands.
+            due_s = min([slack_s(batch, one) for one in batch.requests.online_prompts()])
+            batch.offline_budget_s = min(batch.offline_budget_s, due_s * context.timely)
     batch.offline_budget_s = min(
         batch.offline_budget_s, budget_s * context.timely, online_s + min(added_s, arrival_s)
     )
@@ -67,32 +66,38 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     but spreads prompts over several steps, each only as long as the decodes can wait, and delays
     the prompts by the decodes of each. This delay comes out of what offline work may add
     (``arrival_s``). Where nothing asks for shorter gaps than plain SGLang has, and no offline
-    work is there, its order is kept. O(requests).
+    work is there, its order is kept. O(requests), and of those that wait only as many as fit a
+    step, or as can be delayed so long.
     """
     requests, memory = batch.requests, batch.memory
     decodes = requests.online_decodes
-    prompts = requests.online_prompts
-    if not decodes or not prompts or context.config.overload is Overload.SHED:
+    sheds = context.config.overload is Overload.SHED
+    if not decodes or not requests.has_online_prompts or sheds:
         return False
     if not memory.has_room(memory.kv_to_decode(decodes), requests=len(decodes)):
         return False
     if context.is_plain:
         return not context.mixes_decodes
     step_s = batch.deadlines.slack_s * context.timely
-    if math.isinf(step_s):
+    if math.isinf(step_s) or batch.free_tokens <= 0:
         return False
-    tokens = sum([request.tokens_to_compute for request in prompts])
+    sums = accumulate(request.tokens_to_compute for request in requests.online_prompts())
+    tokens = 0
+    for tokens in sums:
+        if tokens >= batch.free_tokens:
+            break
     step_tokens = min(tokens, batch.free_tokens)
     if not step_tokens:
         return False
-    alone_s = batch.work.predict_with_prefill(step_tokens, 0) * tokens / step_tokens
-    keys = len(decodes) + sum([request.computed_tokens for request in decodes])
-    mixed = StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
+    mixed = requests.online_decode_stats
     chunk_tokens = batch.model.max_prefill_tokens(mixed, 0, step_tokens, step_s)
     if not chunk_tokens:
         return True
-    mixed_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) * tokens / chunk_tokens
-    return mixed_s - alone_s > context.mixing_s
+    mixed_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
+    token_s = mixed_s - batch.work.predict_with_prefill(step_tokens, 0) / step_tokens
+    if token_s <= 0 or math.isinf(context.mixing_s):
+        return False
+    return any(total * token_s > context.mixing_s for total in chain([tokens], sums))
 
 
 def decode_online(batch: StepBuilder) -> None:
@@ -124,9 +129,7 @@ def prefill_online(
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
         more_s = batch.targets.ttft_s / 2 * context.timely
     # If all prompts together fit, this one prediction replaces one for each request.
-    all_s = batch.work.predict_with_whole(
-        chain(batch.requests.online_prefills, batch.snapshot.waiting), batch.free_tokens
-    )
+    all_s = batch.work.predict_with_whole(batch.requests.online_prompts(), batch.free_tokens)
     for request, is_new in _prefills(batch, context):
         rest_tokens = request.tokens_to_compute
         cached_tokens = request.computed_tokens or request.cached_tokens

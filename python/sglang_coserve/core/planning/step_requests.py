@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane
+from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["StepRequests"]
 
@@ -62,14 +65,26 @@ class StepRequests:
     @property
     def has_online(self) -> bool:
         """True when an online request waits or runs, in this or another micro-batch."""
-        return bool(self.online_decodes or self.online_prefills or self.snapshot.waiting) or any(
-            request.info.is_online for request in self.snapshot.elsewhere
+        return (
+            bool(self.online_decodes)
+            or self.has_online_prompts
+            or any(request.info.is_online for request in self.snapshot.elsewhere)
         )
 
+    def online_prompts(self) -> Iterator[Request]:
+        """Yield the online requests without a first token, in order of arrival.
+
+        Those that wait are described when they are reached, so only a few should be.
+        """
+        yield from self.online_prefills
+        yield from self.snapshot.waiting
+
     @property
-    def online_prompts(self) -> list[Request]:
-        """Online requests without a first token, in order of arrival."""
-        return [*self.online_prefills, *self.snapshot.waiting]
+    def online_decode_stats(self) -> StepStats:
+        """Sums over a step of the online decodes alone. O(requests)."""
+        decodes = self.online_decodes
+        keys = len(decodes) + sum([request.computed_tokens for request in decodes])
+        return StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
 
     @property
     def has_online_prompts(self) -> bool:
