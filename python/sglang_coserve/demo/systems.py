@@ -52,7 +52,7 @@ OURS: Final = DemoSystem("coserve", "sglang_coserve", is_ours=True)
 def stock_chunk_tokens(*, on_gpu: bool) -> int:
     """Return the chunk size with which stock SGLang's P99 TTFT is best at our offline rate.
 
-    With the demo's model on a CPU it is the best of 128 to 2,048 (docs/benchmarks.md), with
+    With the demo's model on a CPU it is the best of 128 to 2,048 (tag ``measurements-1``), with
     Llama-3.1-8B on an emulated H100 better than 2,048.
     """
     return 512 if on_gpu else 256

@@ -126,7 +126,7 @@ def prefill_online(
     more_s = math.inf
     if config.online_order is OnlineOrder.VTC and batch.targets.ttft_s is not None:
         # A request of another tenant may arrive, wait for this step and then take a step as long.
-        # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (bench_overload.py).
+        # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (measurements-1).
         more_s = batch.targets.ttft_s / 2 * context.timely
     # If all prompts together fit, this one prediction replaces one for each request.
     all_s = batch.work.predict_with_whole(batch.requests.online_prompts(), batch.free_tokens)

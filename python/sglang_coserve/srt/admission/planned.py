@@ -53,7 +53,7 @@ its cache holds of them."""
 
 _RESUME_S: Final = 1.6e-3
 """The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
-CPU (``bench_suspension``)."""
+CPU (tag ``measurements-1``)."""
 
 
 class PlannedAdmission:
