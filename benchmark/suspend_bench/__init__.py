@@ -1,1 +1,0 @@
-"""A scheduler whose steps are suspended on purpose."""
