@@ -18,7 +18,6 @@ ELSEWHERE: Final = {
     "client",
     "demo",
     "simulator",
-    "slo_search",
     "small_model.py",
     "streamed_load.py",
     "workload",

@@ -130,7 +130,7 @@ def test_an_emulated_gpu_is_compared_the_same_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    # The other one is tested at ``coserve profile slo``, and both do the same.
+    # Both do the same.
     "signum",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.heavy)],
 )

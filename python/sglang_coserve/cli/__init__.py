@@ -17,7 +17,6 @@ from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.jobs import jobs
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
-from sglang_coserve.cli.profile_slo import SLO_SETTINGS, profile_slo
 from sglang_coserve.cli.replay import replay
 from sglang_coserve.cli.say import say
 from sglang_coserve.cli.serve import PASS_THROUGH, serve
@@ -48,8 +47,7 @@ app.command()(results)
 app.add_typer(jobs, name="jobs")
 app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
-app.command("profile slo", cls=SeveralSlosCommand, context_settings=SLO_SETTINGS)(profile_slo)
-app.command()(simulate)
+app.command(cls=SeveralSlosCommand)(simulate)
 app.command("simulate fleet")(simulate_fleet)
 app.command()(replay)
 app.command("what-if", cls=SeveralSlosCommand)(what_if)

@@ -13,8 +13,7 @@ __all__ = ["CommandGroup", "SeveralSlosCommand"]
 class CommandGroup(TyperGroup):
     """Commands of which some have names of two words.
 
-    ``profile slo`` stands beside ``profile``, which leaves unknown arguments to
-    SGLang: as a command in a group of that name it would need its own parser.
+    ``simulate fleet`` stands beside ``simulate``, which is a command and not a group.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from sglang_coserve.cli.simulation_flags import (
     SloTtftMs,
     TimeLimit,
 )
+
+if TYPE_CHECKING:
+    from sglang_coserve.simulator import RunControl, SimulationOptions
 
 __all__ = ["simulate"]
 
@@ -98,6 +102,14 @@ def simulate(
         float, typer.Option(min=0, help="Coefficient of variation of step times.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same event log.")] = 0,
+    find_budget: Annotated[
+        bool,
+        typer.Option(
+            "--find-budget",
+            help="Find the largest --iteration-budget-ms with which --policy coserve or hygen"
+            " meets every --slo; written to budget.json.",
+        ),
+    ] = False,
     event_log: Annotated[
         bool, typer.Option(help="Write events-POLICY.jsonl: some 50 MB for 1,000 s.")
     ] = False,
@@ -108,7 +120,8 @@ def simulate(
     """Compare policies on a modelled machine. Every result is simulated.
 
     Ctrl-C and --time-limit end the run and report what was simulated so far.
-    Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
+    Exits with 0, with 1 when no budget meets the SLOs, with 2 when a flag or file cannot be
+    used, with 130 after Ctrl-C.
     """
     from sglang_coserve.simulator import (
         RunControl,
@@ -145,6 +158,9 @@ def simulate(
         noise=noise,
         seed=seed,
     )
+    if find_budget:
+        _find_budget(options, output, RunControl(time_limit, show=not quiet))
+        return
     with RunControl(time_limit, show=not quiet) as control:
         results = compare(options, output, control, event_log=event_log, chrome_trace=chrome_trace)
     if results:
@@ -153,3 +169,20 @@ def simulate(
         say(f"report: {page}")
     if control.is_interrupted:
         raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
+
+
+def _find_budget(options: SimulationOptions, directory: Path, control: RunControl) -> None:
+    from sglang_coserve.simulator.find_budget import BudgetSearch
+
+    search = BudgetSearch(options, control)
+    directory.mkdir(parents=True, exist_ok=True)
+    with control:
+        search.run()
+    report = directory / "budget.json"
+    report.write_text(json.dumps(search.to_dict(), indent=2, allow_nan=False) + "\n", "utf-8")
+    say(search.to_text(), newline=False)
+    say(f"report: {report}")
+    if control.is_interrupted:
+        raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
+    if search.problem is not None:
+        raise typer.Exit(exit_codes.SOME_FAILED)

@@ -177,8 +177,8 @@ class CoserveConfig(BatchApiConfig):
     iteration_budget_ms: Annotated[float | None, POSITIVE] = setting(
         None,
         "Longest step, as predicted, that offline work may make, in milliseconds; coserve "
-        "profile slo finds the one that just meets given SLOs. By default the deadlines of the "
-        "online requests alone decide.",
+        "simulate --find-budget finds the one that just meets given SLOs. By default the "
+        "deadlines of the online requests alone decide.",
         type=float,
         metavar="MS",
     )

@@ -6,6 +6,7 @@
   ``running_step``: its state; ``prefix_cache``, ``kv_pool``, ``checkpoint``, ``host_loads``: the
   location of KV.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
+- ``find_budget``: the largest step budget that meets the SLOs.
 - ``recorded_traffic``, ``what_if``: a recording of the engine, replayed with changes.
 - ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.
 

@@ -1,0 +1,323 @@
+"""Finds the largest step budget that meets every SLO in simulation (HyGen §4.2)."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from sglang_coserve.core.budget_search import search_budget
+from sglang_coserve.core.control.slo import (
+    SloCheck,
+    SloResult,
+    format_slo,
+    parse_slo,
+    request_targets,
+)
+from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.errors import ConfigError, InfeasibleError
+from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report
+from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.simulator.report import text_table
+from sglang_coserve.simulator.result import LABEL
+from sglang_coserve.simulator.run import Workload, simulate
+from sglang_coserve.simulator.run_control import RunControl
+
+__all__ = ["BudgetSearch", "Trial"]
+
+_ALONE: Final = "online_only"
+_POLICIES: Final = ("coserve", "hygen")
+"""Policies that observe a step budget."""
+
+_HIGHEST: Final = 2.0
+"""Highest budget to try, relative to the largest limit of the SLOs: a statistic allows some steps
+to be longer than itself. Smaller limits do not count, since without running online requests they do
+not bound a step."""
+
+_LADDER_STEP: Final = 2.0
+"""Least ratio between budgets of the ladder; larger if the ladder would need more than half of the
+runs."""
+
+_MAX_RUNS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One simulated run, judged by the SLOs."""
+
+    budget_s: float | None
+    """Step budget of the run; None for online requests alone."""
+
+    latency: LatencyReport
+    """Of the online requests."""
+
+    offline_tokens_per_s: float
+    results: tuple[SloResult, ...]
+
+    @property
+    def is_met(self) -> bool:
+        """True when every SLO was met."""
+        return all(result.is_met for result in self.results)
+
+    @property
+    def excess(self) -> float:
+        """measured / limit - 1 of the worst SLO; negative if all are met."""
+        return max(result.excess for result in self.results)
+
+
+class BudgetSearch:
+    """Finds the budget; completed runs remain available when it ends early.
+
+    A budget bounds online prefills as well, so a budget that is too small also misses TTFT
+    targets: the SLOs may be met only in the middle of the range, which bisection of the whole
+    range would miss. So budgets are first lowered step by step from the top, until one meets the
+    SLOs; then ``search_budget`` searches between that one and the one above it.
+    """
+
+    def __init__(self, options: SimulationOptions, control: RunControl) -> None:
+        """``control`` may end the search early.
+
+        Raises:
+            ConfigError: ``options`` name no SLO, no offline requests, or not one policy that
+                takes a budget.
+        """
+        names = [name.strip() for name in options.policy.split(",") if name.strip() != _ALONE]
+        if len(names) != 1 or names[0] not in _POLICIES:
+            raise ConfigError(
+                f"--policy {options.policy}: a budget is found for one policy that takes one: "
+                f"{' or '.join(_POLICIES)}"
+            )
+        if not options.slo:
+            raise ConfigError("--find-budget needs --slo: without an SLO any budget would do")
+        if options.offline == "none":
+            raise ConfigError("--offline none: without offline requests no budget is needed")
+        self._options = options
+        self._control = control
+        self._policy = names[0]
+        self._slos = tuple(map(parse_slo, options.slo))
+        self._trials: dict[float, Trial] = {}
+        self.online_only: Trial | None = None
+        """The run with online requests alone."""
+
+        self.budget_s: float | None = None
+        """The budget found."""
+
+        self.is_limit = False
+        """True if the largest budget tried met the SLOs, so a larger one might as well."""
+
+        self.problem: str | None = None
+        """Why there is no budget; None if there is one, or if the search ended early."""
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All runs with a budget so far, in order."""
+        return tuple(self._trials.values())
+
+    @property
+    def least_budget_s(self) -> float:
+        """The smallest useful budget: the time of an online decode and an offline chunk.
+
+        Raises:
+            ConfigError: the trace has no request in the simulated time.
+        """
+        online = self._options.online_trace()
+        if not online:
+            raise ConfigError("no online request to simulate: use a longer duration or rate")
+        context_tokens = sum(request.prompt_tokens for request in online) // len(online)
+        setup = self._options.setup(self._policy)
+        chunk_tokens = setup.scheduler.min_chunk_tokens
+        return setup.model.predict(StepStats.of([(chunk_tokens, 0)], [context_tokens]))
+
+    def run(self) -> None:
+        """Search in at most 16 runs and the one of online requests alone.
+
+        Raises:
+            CoserveError: a file cannot be used, or an SLO is a tolerance over a latency that
+                online requests alone did not have.
+        """
+        try:
+            self._search(self._options.workload())
+        except _EndedEarlyError:
+            pass
+        except InfeasibleError as error:
+            self.problem = str(error)
+
+    def server_flags(self) -> list[str] | None:
+        """Return the flags of a server with this budget, tolerances as limits; None without one."""
+        if self.budget_s is None or self.online_only is None:
+            return None
+        profile = self._options.profile
+        limits_s = [max(round(r.limit_s, 6), 1e-6) for r in self.online_only.results]
+        slos = [
+            format_slo(replace(slo, limit_s=limit_s, tolerance=None))
+            for slo, limit_s in zip(self._slos, limits_s, strict=True)
+        ]
+        return [
+            *("--offline-policy", self._policy),
+            *(("--latency-profile", str(profile)) if profile else ()),
+            *("--slo", *slos),
+            *("--iteration-budget-ms", f"{self.budget_s * 1e3:.4g}"),
+        ]
+
+    def to_text(self) -> str:
+        """Return the table of all runs, the result, and the command line to serve with."""
+        text = ""
+        if (alone := self.online_only) is not None:
+            columns = ("", "budget ms", *map(format_slo, self._slos), "met", "offline tok/s")
+            runs = [(f"run {number}", trial) for number, trial in enumerate(self.trials, start=1)]
+            rows = [("online only", alone), *runs]
+            text = text_table(columns, [_cells(name, trial) for name, trial in rows])
+        return f"{text}{self._verdict()}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings, the runs and the result for JSON; times are in milliseconds."""
+        return {
+            "label": LABEL,
+            "settings": self._options.to_dict(),
+            "budget_ms": _ms(self.budget_s),
+            "is_limit": self.is_limit,
+            "problem": self.problem,
+            "serve": self._command(),
+            "online_only": None if self.online_only is None else _to_dict(self.online_only),
+            "runs": [_to_dict(trial) for trial in self.trials],
+        }
+
+    def _search(self, workload: Workload) -> None:
+        alone = self._simulate(workload, _ALONE, SloTargets(), None)
+        check = SloCheck(self._slos, alone.latency)
+        self.online_only = replace(alone, results=check.results(alone.latency))
+        targets = request_targets(self._slos, alone.latency)
+
+        def trial(budget_s: float) -> Trial:
+            if budget_s not in self._trials:
+                run = self._simulate(workload, self._policy, targets, budget_s)
+                self._trials[budget_s] = replace(run, results=check.results(run.latency))
+            return self._trials[budget_s]
+
+        ladder = self._ladder(check)
+        met = next((place for place, budget_s in enumerate(ladder) if trial(budget_s).is_met), None)
+        if met is None:
+            raise InfeasibleError(self._nearest(self.online_only))
+        if met == 0:
+            self.budget_s, self.is_limit = ladder[0], True
+            return
+        # Both bounds were run already, so they need no new run.
+        self.budget_s = search_budget(
+            lambda budget_s: trial(budget_s).latency,
+            check,
+            ladder[met],
+            ladder[met - 1],
+            max_runs=2 + _MAX_RUNS - len(self._trials),
+        ).budget_s
+
+    def _ladder(self, check: SloCheck) -> list[float]:
+        least_s = self.least_budget_s
+        budget_s = max(_HIGHEST * max(s.limit_over(check.online_only) for s in self._slos), least_s)
+        step = max(_LADDER_STEP, (budget_s / least_s) ** (1 / (_MAX_RUNS // 2)))
+        ladder = []
+        # The factor avoids a budget that equals the last one but for rounding.
+        while budget_s > least_s * 1.001:
+            ladder.append(budget_s)
+            budget_s /= step
+        return [*ladder, least_s]
+
+    def _simulate(
+        self, workload: Workload, policy: str, targets: SloTargets, budget_s: float | None
+    ) -> Trial:
+        name = policy if budget_s is None else f"{policy}, {budget_s * 1e3:.3g} ms"
+        setup = self._options.setup(policy)
+        # As on the server, the scheduler has the SLOs as limits, and the budget.
+        setup = replace(
+            setup,
+            slos=(),
+            targets=targets,
+            scheduler=replace(setup.scheduler, iteration_budget_s=budget_s),
+        )
+        self._control.begin(name, workload.interval_s)
+        result = simulate(workload, setup, make_policy(policy), on_progress=self._control.tick)
+        if self._control.should_stop:
+            raise _EndedEarlyError
+        offline = result.offline_throughput.total_tokens_per_s
+        return Trial(budget_s, latency_report(result.online), offline, ())
+
+    def _nearest(self, alone: Trial) -> str:
+        best = min(self.trials, key=lambda trial: trial.excess)
+        reached = f"meet them: {_values(alone)}"
+        if not alone.is_met:
+            reached = f"do not meet them either: {_values(alone)}"
+        nearest = " ".join(
+            f"'{format_slo(replace(r.slo, limit_s=_rounded_up_s(r.measured_s), tolerance=None))}'"
+            for r in best.results
+            if not r.is_met
+        )
+        assert best.budget_s is not None
+        return (
+            f"the best was {best.budget_s * 1e3:.4g} ms with {_values(best)}; online requests "
+            f"alone {reached}. The nearest SLO that a run kept: {nearest}; or lower the online load"
+        )
+
+    def _verdict(self) -> str:
+        if self.problem is not None:
+            return f"no budget: {self.problem}"
+        if self.budget_s is None:
+            return "no budget: the search ended early"
+        limit = ", the largest tried: the scheduler meets the SLOs without it"
+        return (
+            f"budget: {self.budget_s * 1e3:.4g} ms {LABEL}{limit if self.is_limit else ''}; "
+            f"serve with\n  {self._command()}"
+        )
+
+    def _command(self) -> str | None:
+        flags = self.server_flags()
+        return None if flags is None else shlex.join(["coserve", "serve", *flags])
+
+
+class _EndedEarlyError(Exception):
+    """Ctrl-C, or the time limit."""
+
+
+def _rounded_up_s(measured_s: float | None) -> float:
+    """So that the run that it is taken from meets the SLO that is proposed."""
+    return math.ceil((measured_s or 0.0) * 1e5) / 1e5
+
+
+def _values(trial: Trial) -> str:
+    return ", ".join(map(str, trial.results))
+
+
+def _cells(name: str, trial: Trial) -> Sequence[str]:
+    budget = "-" if trial.budget_s is None else f"{trial.budget_s * 1e3:.2f}"
+    met = "yes" if trial.is_met else "no"
+    return (name, budget, *map(_cell, trial.results), met, f"{trial.offline_tokens_per_s:,.0f}")
+
+
+def _cell(result: SloResult) -> str:
+    if result.measured_s is None:
+        return "-"
+    comparison = "<=" if result.is_met else ">"
+    return f"{result.measured_s * 1e3:.1f} {comparison} {result.limit_s * 1e3:.1f} ms"
+
+
+def _to_dict(trial: Trial) -> dict[str, Any]:
+    return {
+        "budget_ms": _ms(trial.budget_s),
+        "is_met": trial.is_met,
+        "slos": [
+            {
+                "slo": format_slo(result.slo),
+                "limit_ms": _ms(result.limit_s),
+                "value_ms": _ms(result.measured_s),
+                "is_met": result.is_met,
+            }
+            for result in trial.results
+        ],
+        "offline_tokens_per_s": trial.offline_tokens_per_s,
+        "online": trial.latency.to_dict(),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
