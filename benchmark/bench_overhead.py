@@ -5,18 +5,20 @@
         --systems coserve fifo --settings '{"enable_metrics": true}'
 
 Every system is a real SGLang scheduler with a small model and the real event loop, in a
-process of its own. 32 requests run: 8 online decodes, and offline requests of 64 prompt and
-16 to 48 output tokens, so that in most steps one of them ends and another begins. The
-others wait: behind our schedulers in the offline queue, with stock SGLang in its own. With
-``--online`` those are online requests that all came at once, and wait in SGLang's queue everywhere.
+process of its own. 32 requests run (``--running``): a quarter of them online decodes, the others
+offline requests of 64 prompt and 16 to 48 output tokens, so that in most steps one of them ends
+and another begins. More wait: behind our schedulers in the offline queue, with stock SGLang in
+its own. With ``--online`` those are online requests that all came at once, and wait in SGLang's
+queue everywhere.
 
 The systems run in turn, some dozens of passes each, again and again, before more requests
 are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build the batch, and
 takes finished requests out of the running one, which SGLang would do a moment later; what it
-takes beyond that is our overhead, and ``core.plan`` is a part of it; "again" is the same plan
-made once more, which counts as no part of anything. A step lasts from one pass to the
-next. On a CPU, where one thread does all of this, it is that thread's CPU time that is
-measured: what else runs on the machine does not count. "metrics" is what gathering and
+takes beyond that is our overhead: the account of the last step, the snapshot of the engine, the
+plan, and the rest, which carries it out. "plan_again" is the same plan made once more, which counts
+as no part of anything; "around" is what ours takes of a step outside of the pass. A step lasts from
+one pass to the next. On a CPU, where one thread does all of this, it is that thread's CPU time that
+is measured: what else runs on the machine does not count. "metrics" is what gathering and
 publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
 """
 
@@ -55,7 +57,7 @@ def main() -> None:
             system = SYSTEMS[name]
             system = replace(system, flags={**options.settings, **system.flags})
             engines[name] = stack.enter_context(
-                OwnProcess(TimedEngine, system, model, options.online)
+                OwnProcess(TimedEngine, system, model, options.running, options.online)
             )
         with Progress(console=console, transient=True) as progress:
             num_steps = len(options.waiting) * len(engines) * (options.rounds + 1)
@@ -70,7 +72,10 @@ def main() -> None:
                         passes = engine.call("run", num_waiting, options.passes, options.limit_s)
                         measured.setdefault((name, num_waiting), []).append(passes)
     rows = [
-        {**summary(name, num_waiting, rounds), "arrival_us": arrival_us[name, num_waiting]}
+        {
+            **summary(name, options.running, num_waiting, rounds),
+            "arrival_us": arrival_us[name, num_waiting],
+        }
         for (name, num_waiting), rounds in sorted(
             measured.items(), key=lambda item: (options.systems.index(item[0][0]), item[0][1])
         )
@@ -86,6 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=list(DEFAULT_SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--waiting", nargs="+", type=int, default=[100, 1000, 10_000, 100_000])
+    parser.add_argument("--running", type=int, default=32, help="requests that run at a time")
     parser.add_argument(
         "--online", action="store_true", help="online requests wait, not offline ones"
     )

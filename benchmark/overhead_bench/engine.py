@@ -6,18 +6,20 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
-from overhead_bench.systems import RUNNING, OverheadSystem
+from overhead_bench.systems import OverheadSystem
 from sglang_coserve.srt.cpu import defaults as cpu
 
 __all__ = ["Pass", "TimedEngine"]
 
-ONLINE: Final = 8
+ONLINE_SHARE: Final = 1 / 4
+"""Of the requests that run."""
+
 ONLINE_OUTPUT_TOKENS: Final = 3000
 """Longer than the benchmark."""
 
@@ -29,22 +31,20 @@ WARM_UP_PASSES: Final = 8
 
 @dataclass
 class Pass:
-    """One scheduling pass."""
+    """One scheduling pass, and the step after it."""
 
-    whole_s: float
-    stock_s: float
-    """Of it, in SGLang's own code; see ``bench_overhead``."""
-
-    plan_s: float
-    """Of it, in ``core.plan``."""
+    spent_s: dict[str, float]
+    """What its parts took, each without the others: "stock" (SGLang's own code), "account" (for the
+    last step), "snapshot", "plan", and "rest", what carries the plan out."""
 
     again_s: float
-    """Of it, in the same plan once more, at once: what it takes when a forward pass has not just
-    filled the processor's caches with something else."""
+    """What the same plan took once more, at once: when a forward pass has not just filled the
+    processor's caches with something else."""
 
     admits: bool
-    metrics_s: float = 0.0
-    """Of the step after it, in what gathers and publishes metrics, where they are wanted."""
+    around_s: dict[str, float] = field(default_factory=dict)
+    """What ours takes of the step outside of the pass: "around", and "metrics" to gather them and
+    publish them where they are wanted."""
 
     iteration_s: float = 0.0
 
@@ -52,10 +52,13 @@ class Pass:
 class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(self, system: OverheadSystem, model: Path, online_waits: bool = False) -> None:
-        """``online_waits``: online requests wait, not offline ones."""
+    def __init__(
+        self, system: OverheadSystem, model: Path, running: int, online_waits: bool = False
+    ) -> None:
+        """``running`` requests run at a time; ``online_waits``: online ones wait, not offline."""
         self._online_waits = online_waits
-        self.scheduler = start(system, model)
+        num_online = int(running * ONLINE_SHARE)
+        self.scheduler = start(system, model, running, num_online)
         self._is_stock = system.policy is None
         self._is_planned = system.policy not in (None, "fifo")
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
@@ -65,10 +68,10 @@ class TimedEngine:
         self._passes: list[Pass] = []
         self._pass_started_s = self._away_s = 0.0
         self._spent_s: dict[str, float] = defaultdict(float)
-        self._being_timed: set[str] = set()
+        self._part, self._since_s = "", 0.0
         self._pending: list[Any] = []
         self._time_passes()
-        for _ in range(ONLINE):
+        for _ in range(num_online):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
 
     def close(self) -> None:
@@ -115,10 +118,18 @@ class TimedEngine:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.managers.scheduler import Scheduler
 
-        for kind, name in ((Scheduler, "get_new_batch_prefill"), (ScheduleBatch, "filter_batch")):
-            setattr(kind, name, self._timed("stock", getattr(kind, name)))
+        scheduler, around = self.scheduler, "get_next_batch_to_run process_batch_result run_batch"
+        for name in around.split():
+            self._time("", Scheduler, name)
+            if not self._is_stock:
+                self._time("around", scheduler, name)
+        self._time("stock", Scheduler, "get_new_batch_prefill")
+        self._time("stock", ScheduleBatch, "filter_batch")
         if self._is_planned:
-            core = self.scheduler.parts.admission.core
+            admission = scheduler.parts.admission
+            self._time("account", admission, "_account")
+            self._time("snapshot", admission, "_snapshot")
+            core = admission.core
             first, again = self._timed("plan", core.plan), self._timed("again", core.plan)
 
             def plan_twice(*arguments: Any) -> Any:
@@ -127,46 +138,48 @@ class TimedEngine:
 
             core.plan = plan_twice
         if not self._is_stock:
-            status = self.scheduler.parts.status
-            for name in ("launched", "processed"):
-                setattr(status, name, self._timed("metrics", getattr(status, name)))
-        whole = self._timed("whole", self.scheduler.get_new_batch_prefill)
+            self._time("metrics", scheduler.parts.status, "launched")
+            self._time("metrics", scheduler.parts.status, "processed")
+        whole = self._timed("rest", scheduler.get_new_batch_prefill)
 
         def one_pass(running_batch: Any) -> Any:
             now_s = self._clock_s()
             if self._passes:
-                again_s = self._passes[-1].again_s
-                self._passes[-1].iteration_s = now_s - self._pass_started_s - self._away_s - again_s
-                self._passes[-1].metrics_s = self._spent_s["metrics"]
+                last = self._passes[-1]
+                last.iteration_s = now_s - self._pass_started_s - self._away_s - last.again_s
+                last.around_s = {part: self._spent_s[part] for part in ("around", "metrics")}
             self._pass_started_s, self._away_s = now_s, 0.0
             self._spent_s.clear()
             result = whole(running_batch)
-            spent_s, admits = self._spent_s, result.batch_to_run is not None
-            self._passes.append(
-                Pass(
-                    spent_s["whole"] - spent_s["again"],
-                    spent_s["stock"],
-                    spent_s["plan"],
-                    spent_s["again"],
-                    admits,
-                )
-            )
+            spent_s = dict(self._spent_s)
+            again_s = spent_s.pop("again", 0.0)
+            spent_s.pop("", None)
+            spent_s.pop("around", None)  # The begin of the round, which is the last one's.
+            self._passes.append(Pass(spent_s, again_s, result.batch_to_run is not None))
+            self._spent_s.clear()
             return result
 
-        self.scheduler.get_new_batch_prefill = one_pass
+        scheduler.get_new_batch_prefill = one_pass
+
+    def _time(self, part: str, owner: Any, name: str) -> None:
+        setattr(owner, name, self._timed(part, getattr(owner, name)))
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add what ``function`` takes to a part of the pass; once, if it is called within it."""
+        """Add what ``function`` takes to a part, without what it spends in other parts."""
+
+        def switch(part: str) -> str:
+            now_s = self._clock_s()
+            last, self._part = self._part, part
+            self._spent_s[last] += now_s - self._since_s
+            self._since_s = now_s
+            return last
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            if part in self._being_timed:
+            outer = switch(part)
+            try:
                 return function(*arguments, **named)
-            self._being_timed.add(part)
-            started_s = self._clock_s()
-            result = function(*arguments, **named)
-            self._spent_s[part] += self._clock_s() - started_s
-            self._being_timed.remove(part)
-            return result
+            finally:
+                switch(outer)
 
         return timed
 
@@ -190,11 +203,11 @@ class TimedEngine:
         self.scheduler.process_input_requests([request])
 
 
-def start(system: OverheadSystem, model: Path) -> Any:
-    """Return a scheduler with as many places as run at a time."""
+def start(system: OverheadSystem, model: Path, running: int, num_online: int) -> Any:
+    """Return a scheduler with as many places as run at a time, and KV for all of them."""
     settings = {
-        "max_running_requests": RUNNING,
-        "max_total_tokens": 32768,
+        "max_running_requests": running,
+        "max_total_tokens": 256 * running + (ONLINE_OUTPUT_TOKENS + 72) * num_online,
         "chunked_prefill_size": 512,
         **({} if cpu.has_cuda() else {"sleep_on_idle": False}),
         **system.flags,

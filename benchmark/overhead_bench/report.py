@@ -10,32 +10,41 @@ from rich.console import Console
 from rich.table import Table
 
 from overhead_bench.engine import Pass
-from overhead_bench.systems import RUNNING, SYSTEMS
+from overhead_bench.systems import SYSTEMS
 
 __all__ = ["draw", "print_table", "summary"]
 
 TARGET_MS: Final = 0.5
+_PARTS: Final = ("account", "snapshot", "plan", "rest", "plan_again", "around")
 
 
-def summary(name: str, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, Any]:
+def summary(name: str, running: int, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, Any]:
     """Return the figures of one system; times in ms, the spread over the rounds' medians."""
     passes = [one for passes in rounds for one in passes]
-    parts = {"pass": [p.whole_s for p in passes], "iteration": [p.iteration_s for p in passes]}
+    whole_s = [sum(p.spent_s.values()) for p in passes]
+    parts = {"pass": whole_s, "iteration": [p.iteration_s for p in passes]}
     if SYSTEMS[name].policy is not None:
-        parts["overhead"] = [p.whole_s - p.stock_s for p in passes]
-    if any(p.plan_s for p in passes):
-        parts["plan"] = [p.plan_s for p in passes]
+        stock_s = [p.spent_s.get("stock", 0.0) for p in passes]
+        parts["overhead"] = [
+            one_s - of_it_s for one_s, of_it_s in zip(whole_s, stock_s, strict=True)
+        ]
+        for part in ("account", "snapshot", "plan", "rest"):
+            parts[part] = [p.spent_s.get(part, 0.0) for p in passes]
         parts["plan_again"] = [p.again_s for p in passes]
+        parts["around"] = [sum(p.around_s.values()) for p in passes]
     added = parts.get("overhead", parts["pass"])
-    round_medians = [float(np.median([p.whole_s for p in one])) * 1e3 for one in rounds]
+    round_medians = [
+        float(np.median([sum(p.spent_s.values()) for p in one])) * 1e3 for one in rounds
+    ]
     return {
         "system": name,
+        "running": running,
         "waiting": num_waiting,
         "passes": len(passes),
         "admitting": sum(p.admits for p in passes),
         **{f"{part}_ms": statistics_ms(times_s) for part, times_s in parts.items()},
         "round_medians_ms": round_medians,
-        "metrics_share": sum(p.metrics_s for p in passes) / sum(parts["iteration"]),
+        "metrics_share": sum(p.around_s["metrics"] for p in passes) / sum(parts["iteration"]),
         "share": sum(added) / sum(parts["iteration"]),
     }
 
@@ -52,26 +61,27 @@ def statistics_ms(times_s: list[float]) -> dict[str, float]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the figures in ms, the share in percent."""
-    table = Table(title=f"Scheduling pass, ms; {RUNNING} requests run")
-    headings = ["system", "waiting", "passes", "median", "P99", "mean", "ours: median", "P99"]
-    for heading in [*headings, "mean", "plan", "again", "iteration", "share %", "metrics %"]:
+    table = Table(title="Scheduling pass, ms")
+    headings = ["system", "running", "waiting", "passes", "median", "P99", "mean", "ours: median"]
+    headings += ["P99", "mean", *_PARTS, "iteration", "share %", "metrics %"]
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for row in rows:
         whole, ours = row["pass_ms"], row.get("overhead_ms")
         names = ("median", "p99", "mean")
         table.add_row(
             row["system"],
+            f"{row['running']}",
             f"{row['waiting']:,}",
             str(row["passes"]),
             *(f"{whole[name]:.3f}" for name in names),
             *(f"{ours[name]:.3f}" if ours else "" for name in names),
-            f"{row['plan_ms']['median']:.3f}" if "plan_ms" in row else "",
-            f"{row['plan_again_ms']['median']:.3f}" if "plan_again_ms" in row else "",
+            *(f"{row[f'{part}_ms']['median']:.3f}" if ours else "" for part in _PARTS),
             f"{row['iteration_ms']['median']:.1f}",
             f"{100 * row['share']:.2f}",
             f"{100 * row['metrics_share']:.2f}",
         )
-    Console(width=140).print(table)
+    Console(width=180).print(table)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["DEFAULT_SYSTEMS", "RUNNING", "SYSTEMS", "OverheadSystem"]
-
-RUNNING: Final = 32
-"""Requests that run at a time, on every system."""
+__all__ = ["DEFAULT_SYSTEMS", "SYSTEMS", "OverheadSystem"]
 
 
 @dataclass(frozen=True)
