@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from core.scheduler.scenarios import NO_CACHE, scheduler, snapshot
+from core.scheduler.scenarios import NO_CACHE, online, queued, scheduler, snapshot
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
@@ -69,6 +71,24 @@ def test_a_plan_describes_the_requests_that_fit_a_step(
     assert [chunk.rid for chunk in plan.prefills][:2] == ["r0", "r1"]
     assert 0 < looks["output"] < 20
     assert [request.info.rid for request in waiting[-2:]] == ["r4998", "r4999"]
+
+
+@pytest.mark.parametrize("free_kv_tokens", [100_000, 50])
+def test_a_plan_beside_decodes_does_not_look_through_a_queue_that_may_wait(
+    queue: list[Any], looks: Counter[str], free_kv_tokens: int
+) -> None:
+    ledger = NoCacheLedger(None)
+    for req in queue:
+        ledger.add(req, 0.0)
+    looks.clear()
+    decodes = [online(state=RequestState.DECODING) for _ in range(8)]
+    seen = snapshot(*decodes, max_batch_tokens=1000, free_kv_tokens=free_kv_tokens)
+    seen = replace(seen, waiting=ledger.waiting_requests(queue))
+    targets = SloTargets(ttft_s=1e6, tpot_s=1e3)
+    plan = scheduler("coserve", queued(), targets=targets).plan(seen, NO_CACHE)
+    assert not plan.skips_decodes
+    assert plan.batch.decode_requests == len(decodes)
+    assert 0 < looks["output"] < 30
 
 
 def test_the_queue_is_searched_no_further_than_what_was_chosen(

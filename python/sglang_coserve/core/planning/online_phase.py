@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate, chain
 
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
@@ -38,8 +37,10 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
         stats = batch.work.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
         arrival_s = max(context.prompt_s - (online_s - batch.prompts_s), 0.0)
-        if batch.offline_budget_s > 0:  # Otherwise prompts were left over, perhaps thousands.
-            due_s = min([slack_s(batch, one) for one in batch.requests.online_prompts()])
+        if batch.offline_budget_s > 0:
+            # Where memory was short, thousands may wait: those behind wait for later steps, too.
+            first = batch.requests.first_prompts(batch.snapshot.max_batch_tokens)
+            due_s = min([slack_s(batch, one) for one in first])
             batch.offline_budget_s = min(batch.offline_budget_s, due_s * context.timely)
     batch.offline_budget_s = min(
         batch.offline_budget_s, budget_s * context.timely, online_s + min(added_s, arrival_s)
@@ -67,7 +68,7 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     the prompts by the decodes of each. This delay comes out of what offline work may add
     (``arrival_s``). Where nothing asks for shorter gaps than plain SGLang has, and no offline
     work is there, its order is kept. O(requests), and of those that wait only as many as fit a
-    step, or as can be delayed so long.
+    step: those behind are taken to be as long.
     """
     requests, memory = batch.requests, batch.memory
     decodes = requests.online_decodes
@@ -81,11 +82,8 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     step_s = batch.deadlines.slack_s * context.timely
     if math.isinf(step_s) or batch.free_tokens <= 0:
         return False
-    sums = accumulate(request.tokens_to_compute for request in requests.online_prompts())
-    tokens = 0
-    for tokens in sums:
-        if tokens >= batch.free_tokens:
-            break
+    first = requests.first_prompts(batch.free_tokens)
+    tokens = sum([request.tokens_to_compute for request in first])
     step_tokens = min(tokens, batch.free_tokens)
     if not step_tokens:
         return False
@@ -97,7 +95,8 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     token_s = mixed_s - batch.work.predict_with_prefill(step_tokens, 0) / step_tokens
     if token_s <= 0 or math.isinf(context.mixing_s):
         return False
-    return any(total * token_s > context.mixing_s for total in chain([tokens], sums))
+    all_tokens = tokens * requests.num_online_prompts / len(first)
+    return all_tokens * token_s > context.mixing_s
 
 
 def decode_online(batch: StepBuilder) -> None:

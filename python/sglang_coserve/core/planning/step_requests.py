@@ -79,6 +79,21 @@ class StepRequests:
         yield from self.online_prefills
         yield from self.snapshot.waiting
 
+    def first_prompts(self, tokens: int) -> list[Request]:
+        """Return the first online prompts that have so many tokens together, or all. O(tokens)."""
+        first: list[Request] = []
+        for request in self.online_prompts():
+            first.append(request)
+            tokens -= request.tokens_to_compute
+            if tokens <= 0:
+                break
+        return first
+
+    @property
+    def num_online_prompts(self) -> int:
+        """How many online requests have no first token."""
+        return len(self.online_prefills) + len(self.snapshot.waiting)
+
     @property
     def online_decode_stats(self) -> StepStats:
         """Sums over a step of the online decodes alone. O(requests)."""
