@@ -326,6 +326,7 @@ class Scheduler:
         return batch
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
+        arrival_s = self._arrival_s
         return PlanContext(
             config=self._config,
             queue=self._queue,
@@ -333,9 +334,9 @@ class Scheduler:
             waiting=self._waiting_order.ordered(snapshot.waiting),
             targets=self._allowance.targets,
             step=self._next_step,
-            arrival_s=self._arrival_s,
-            prompt_s=max(min(self._allowance.prompt_s, self._arrival_s) - self._added_s, 0.0),
-            mixing_s=max(self._arrival_s - self._added_s, 0.0),
+            arrival_s=arrival_s,
+            prompt_s=max(min(self._allowance.prompt_s, arrival_s) - self._added_s, 0.0),
+            mixing_s=max(arrival_s - self._added_s, 0.0),
             gap_s=self._allowance.gap_s,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative

@@ -131,11 +131,11 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
         return
     if batch.work.predicted_s >= batch.offline_budget_s:
         return
-    seen = (*batch.snapshot.admitted, *batch.snapshot.elsewhere)
-    num_requests = len(seen) + len(batch.chunks)
+    seen = batch.snapshot
+    num_requests = len(seen.admitted) + len(seen.elsewhere) + len(batch.chunks)
     picks = config.max_picks
     if config.max_offline_requests is not None:
-        held = sum(not request.info.is_online for request in seen)
+        held = sum(not request.info.is_online for request in (*seen.admitted, *seen.elsewhere))
         picks = min(picks, max(config.max_offline_requests - held, 0))
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)

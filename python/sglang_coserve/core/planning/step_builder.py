@@ -72,7 +72,6 @@ class StepBuilder:
 
         self._shed: list[str] = []
         self._chunks: dict[str, PrefillChunk] = {}
-        self._decoding: set[str] = set()
         self.requests = StepRequests(snapshot, lane, rides=rides)
         self.work = StepWork(model)
         self.memory = StepMemory(self.requests, victim_order)
@@ -96,7 +95,6 @@ class StepBuilder:
         self.work.add_decodes(requests)
         self.memory.take_for_decodes(requests)
         self.free_tokens -= len(requests)
-        self._decoding.update([request.info.rid for request in requests])
 
     # --- prefills ---
 
@@ -141,20 +139,20 @@ class StepBuilder:
         A decode that cannot pause is retracted instead. All but its last page stays in the prefix
         cache as long as there is room, so that little is computed again.
         """
-        memory = self.memory
+        memory, seen = self.memory, self.requests
         assert memory.free_kv_tokens >= 0, f"KV over capacity by {-memory.free_kv_tokens} tokens"
-        if self.lane is Lane.OFFLINE and not self._decoding:
+        num_decodes = sum(map(len, memory.decodes))
+        if self.lane is Lane.OFFLINE and not num_decodes:
             self.skips_decodes = True
+        all_go_on = self.lane is Lane.SHARED and num_decodes == seen.num_decodes
+        all_stay = self.skips_decodes or (all_go_on and not seen.has_paused)
+        decoding = set[str]() if all_stay else memory.decoding()
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        retractions, decoding, skips_decodes = (
-            memory.retractions,
-            self._decoding,
-            self.skips_decodes,
-        )
+        retractions = memory.retractions
         stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
-        for request in self.snapshot.admitted:
+        for request in seen.prefills if all_stay else self.snapshot.admitted:
             info, state, _, _, _, _ = request
             rid = info.rid
             if state is stays_as and rid in decoding:
@@ -162,9 +160,7 @@ class StepBuilder:
             if rid in retractions:
                 continue
             if state is _DECODING or state is _PAUSED:
-                if skips_decodes:
-                    continue
-                move = self._move(request)
+                move = self._move(request, is_added=rid in decoding)
                 if move is _PAUSED:
                     pause.append(rid)
                 elif move is _DECODING:
@@ -203,9 +199,9 @@ class StepBuilder:
         online_s = self.prompts_s if self.requests.has_online_prompts else self.online_part_s
         return max(self.work.predicted_s - online_s, 0.0)
 
-    def _move(self, request: Request) -> RequestState | None:
+    def _move(self, request: Request, *, is_added: bool) -> RequestState | None:
         """Return the state that a decode request enters; None if its state does not change."""
-        is_added, is_paused = request.info.rid in self._decoding, request.state is _PAUSED
+        is_paused = request.state is _PAUSED
         if self.lane is Lane.OFFLINE:
             if is_added:
                 return None if is_paused else _PAUSED

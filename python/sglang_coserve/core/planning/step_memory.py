@@ -48,13 +48,17 @@ class StepMemory:
         self._window_tokens = snapshot.window_tokens
         self._requests = requests
         self._victim_order = victim_order
-        self._added: set[str] = set()
-        """The requests in the step, which are not retracted."""
+        self.decodes: list[Sequence[Request]] = []
+        """The decodes in the step, which are not retracted."""
+        self._prefilled: set[str] = set()
+        """The prefills in the step, which neither are."""
         self._victims: Sequence[Request] | None = None
         self.retractions: dict[str, Retraction] = {}
         """The retractions so far, by request, in order."""
         self._asked_kv: tuple[Sequence[Request], int, int] = ((), 0, 0)
         """Cache of ``kv_to_decode``: the list last asked for, its length, and the result."""
+        self._kv_tokens: int | None = None
+        """All KV of the engine, once it was asked for."""
         self._kv_elsewhere = 0
         """KV of offline requests in other micro-batches, which only their own plans can retract."""
         if snapshot.elsewhere:
@@ -105,17 +109,18 @@ class StepMemory:
 
     def headroom_tokens(self, per_request: int, requests: int) -> int:
         """Return the KV to keep free for running requests: so much for each, up to an eighth of
-        all KV. O(requests)."""
-        seen = self._requests.snapshot
-        held_tokens = sum([request.computed_tokens for request in seen.admitted])
-        kv_tokens = seen.free_kv_tokens + seen.evictable_kv_tokens + held_tokens
-        return min(per_request * requests, kv_tokens // _HEADROOM_OF)
+        all KV. O(requests) the first time."""
+        if self._kv_tokens is None:
+            seen = self._requests.snapshot
+            held_tokens = sum([request.computed_tokens for request in seen.admitted])
+            self._kv_tokens = seen.free_kv_tokens + seen.evictable_kv_tokens + held_tokens
+        return min(per_request * requests, self._kv_tokens // _HEADROOM_OF)
 
     # --- what it takes ---
 
     def take_for_decodes(self, requests: Sequence[Request]) -> None:
         """Take the KV for one more token of each request. O(requests)."""
-        self._added.update([request.info.rid for request in requests])
+        self.decodes.append(requests)
         self._take(kv_tokens := self.kv_to_decode(requests), kv_tokens)
 
     def take_for_prefill(self, rid: str, tokens: int, kv_tokens: int, *, is_new: bool) -> None:
@@ -126,7 +131,7 @@ class StepMemory:
             decodes_kv = self.kv_to_decode(self._requests.offline_decodes)
             left = self._free_window_tokens - decodes_kv
             window_tokens = max(min(tokens, left), min(kv_tokens, self._window_tokens))
-        self._added.add(rid)
+        self._prefilled.add(rid)
         self._take(kv_tokens, window_tokens)
         self.free_slots -= is_new
 
@@ -201,12 +206,17 @@ class StepMemory:
             self.retract(victim, 0)
         self.free_kv_tokens = max(self.free_kv_tokens, 0)
 
+    def decoding(self) -> set[str]:
+        """Return the ids of the decodes in the step. O(decodes)."""
+        return {request.info.rid for decodes in self.decodes for request in decodes}
+
     def _remaining_victims(self) -> Iterator[Request]:
         if self._victims is None:
             self._victims = self._victim_order(self._requests)
+        added = self.decoding() | self._prefilled
         for request in self._victims:
             rid = request.info.rid
-            if not (rid in self.retractions or rid in self._added):
+            if not (rid in self.retractions or rid in added):
                 yield request
 
     def _own_kv(self, request: Request) -> int:

@@ -40,18 +40,25 @@ class StepRequests:
         """Offline requests whose prefill is unfinished, the running one first."""
         self._staying_decodes: list[Request] = []
         """Paused offline decodes that do not join this step."""
+        self.prefills: list[Request] = []
+        """All whose prefill is unfinished, in order of admission."""
+        self.has_paused = False
         online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
         is_alone = lane is Lane.OFFLINE
         num_steady = 0
         for request in snapshot.admitted:
             info, state, _, _, _, _ = request
-            if state is not _DECODING and state is not _PAUSED:
+            if state is _PAUSED:
+                self.has_paused = True
+            elif state is not _DECODING:
+                self.prefills.append(request)
                 prefills = (
                     self.online_prefills if info.request_class is _ONLINE else self.offline_prefills
                 )
                 # The engine runs one unfinished prefill at a time: it continues first.
                 prefills.insert(0 if state is _PREFILLING else len(prefills), request)
-            elif info.request_class is _ONLINE:
+                continue
+            if info.request_class is _ONLINE:
                 online_decodes.append(request)
             elif state is _PAUSED and not (is_alone or (rides and info.can_pause)):
                 # One that cannot pause would have to be retracted whenever it does not fit.
@@ -110,3 +117,8 @@ class StepRequests:
     def offline(self) -> list[Request]:
         """All offline requests."""
         return self.offline_decodes + self._staying_decodes + self.offline_prefills
+
+    @property
+    def num_decodes(self) -> int:
+        """How many requests decode or are paused."""
+        return len(self.snapshot.admitted) - len(self.prefills)
