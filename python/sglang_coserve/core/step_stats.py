@@ -94,6 +94,7 @@ class StepStats(NamedTuple):
         stats = cls()
         for tokens, context_tokens in prefills:
             stats = stats.with_prefill(tokens, context_tokens)
-        for context_tokens in decodes:
-            stats = stats.with_decode(context_tokens)
-        return stats
+        contexts = list(decodes)
+        return stats._replace(
+            decode_requests=len(contexts), decode_context_tokens=sum(contexts) + len(contexts)
+        )

@@ -13,6 +13,7 @@ from sglang_coserve.core.engine_load import (
     WantedLines,
     wanted_lines,
 )
+from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_rate import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
@@ -75,6 +76,8 @@ class LoadReporter:
         )
         self._share = OnlineShare()
         self._last: ReportedLoad | None = None
+        self._rated: tuple[LatencyModel | None, float | None] = (None, None)
+        """The model that a rate was computed of last, and the rate."""
 
     def held(self) -> HeldKv:
         """Return who holds KV now. O(requests + nodes of the radix tree above them)."""
@@ -123,15 +126,16 @@ class LoadReporter:
     def rate_alone_per_s(self) -> float | None:
         """Return the tokens a second that offline work would get of the engine alone, now; None if
         that is not known. Under ``fifo`` this reads the profile."""
-        model = self._admission.latency_model()
-        if model is None:
-            return None
-        return expected_tokens_per_s(
-            model,
-            kv_tokens=self._pools.total_tokens,
-            max_requests=self._max_offline,
-            chunk_tokens=self._chunk_tokens,
-        )
+        model, (rated, rate) = self._admission.latency_model(), self._rated
+        if model is not None and model is not rated:
+            rate = expected_tokens_per_s(
+                model,
+                kv_tokens=self._pools.total_tokens,
+                max_requests=self._max_offline,
+                chunk_tokens=self._chunk_tokens,
+            )
+            self._rated = model, rate
+        return None if model is None else rate
 
     def _wants(self, held: HeldKv) -> WantedLines | None:
         """Return the lines to take over: while none wait, and there is time for more."""
