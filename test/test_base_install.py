@@ -109,7 +109,7 @@ def test_neither_torch_nor_sglang_is_there(base: Path) -> None:
     assert not names & {"torch", "sglang", "transformers", "scipy", "matplotlib", "ray"}
 
 
-@pytest.mark.parametrize("command", ["gateway", "submit", "simulate", "top", "what-if"])
+@pytest.mark.parametrize("command", ["gateway", "submit", "simulate", "top"])
 def test_commands_say_how_they_are_used(base: Path, command: str) -> None:
     assert "--help" in run_tool("coserve", command, "--help", path=base)
 

@@ -25,7 +25,6 @@ from sglang_coserve.cli.simulate_fleet import simulate_fleet
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.cli.top import top
 from sglang_coserve.cli.version import version
-from sglang_coserve.cli.what_if import what_if
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["app", "main"]
@@ -50,7 +49,6 @@ app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command(cls=SeveralSlosCommand)(simulate)
 app.command("simulate fleet")(simulate_fleet)
 app.command()(replay)
-app.command("what-if", cls=SeveralSlosCommand)(what_if)
 app.command()(make_model)
 app.command()(version)
 

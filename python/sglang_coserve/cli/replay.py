@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,17 +29,28 @@ def replay(
         str | None, typer.Option(metavar="NAME", help="Decide by another policy than the server.")
     ] = None,
     plans: Annotated[bool, typer.Option("--plans", help="Show every plan.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Only write the traffic there, as traces and a profile for coserve simulate.",
+        ),
+    ] = None,
 ) -> None:
     """Make recorded scheduling decisions again and compare.
 
     Every plan starts from the recorded state of the engine: with --policy this shows
-    what that policy would decide next, not where it would lead (see coserve simulate).
+    what that policy would decide next, not where it would lead. For that, --export the
+    traffic, and run the command that it prints with other settings.
     Exits with 0, with 1 when the same policy decides differently, with 2 when a file or
     flag cannot be used.
     """
     from sglang_coserve.core import recording as records
     from sglang_coserve.errors import InputFileError
 
+    if export is not None:
+        _export(recording, export)
+        return
     report = records.ReplayReport()
     clock = _Stopwatch()
     try:
@@ -58,6 +70,19 @@ def replay(
         say(report.table(setup.policy, policy or setup.policy))
     elif report.num_different:
         raise typer.Exit(exit_codes.SOME_FAILED)
+
+
+def _export(recording: Path, directory: Path) -> None:
+    from sglang_coserve.errors import InputFileError
+    from sglang_coserve.simulator.recorded_traffic import read_traffic
+
+    try:
+        with recording.open(encoding="utf-8", errors="replace") as lines:
+            traffic = read_traffic(lines, str(recording))
+    except OSError as error:
+        raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
+    flags = traffic.export(directory)
+    say(f"as recorded:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
 
 
 class _Stopwatch:

@@ -1,4 +1,4 @@
-"""Flags that ``coserve simulate``, ``simulate fleet`` and ``what-if`` have in common."""
+"""Flags that ``coserve simulate`` and ``simulate fleet`` have in common."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
   location of KV.
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
 - ``find_budget``: the largest step budget that meets the SLOs.
-- ``recorded_traffic``, ``what_if``: a recording of the engine, replayed with changes.
+- ``recorded_traffic``: a recording of the engine, as traces.
 - ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.
 
 All output is marked as simulated.

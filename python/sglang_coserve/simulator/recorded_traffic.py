@@ -1,23 +1,17 @@
-"""The traffic of a server's ``--record-plans``, to be simulated again.
-
-Requests arrive when they arrived, with the outputs that they had; the machine takes for a
-step what the measured steps teach the latency model. Left out is what the recording does not
-have: prompts of online requests are known by their length alone, so what the prefix cache
-held of one need not be computed, and nobody else finds it there.
-"""
+"""The traffic of a server's ``--record-plans``, as traces that ``coserve simulate`` reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Final
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from sglang_coserve.core.latency_model import LatencyModel, Sample
+from sglang_coserve.core.control.slo import format_slo
+from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.core.learned_model import LearnedModel
-from sglang_coserve.core.offline_queue import PackedTokens, QueuedRequest, pack_tokens
+from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
 from sglang_coserve.core.recording import SchedulerSetup, read_recording
 from sglang_coserve.core.recording.events import (
@@ -28,226 +22,140 @@ from sglang_coserve.core.recording.events import (
     Planned,
     Updated,
 )
-from sglang_coserve.core.request import Ending, RequestClass
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
+from sglang_coserve.core.request import Ending
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.profiler import write_profile
+from sglang_coserve.workload import BLOCK_TOKENS
 
 __all__ = ["RecordedTraffic", "read_traffic"]
 
-_FIRST_MADE: Final = 1 << 31
-"""Token ids from here on are in no prompt."""
-
 
 @dataclass(slots=True)
-class _Online:
-    info: RequestInfo
-    cached_tokens: int
-    token_times_s: list[float] = field(default_factory=list)
-    ending: Ending | None = None
+class _Request:
+    arrival_s: float
+    prompt_tokens: int
+    max_new_tokens: int
+    token_ids: PackedTokens | None = None
+    """None for online requests, of whose prompts a recording has the length alone."""
 
-
-@dataclass(slots=True)
-class _Offline:
-    request: QueuedRequest
     generated_tokens: int = 0
-    ending: Ending | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTraffic:
-    """What a server was sent, what became of it, and what its machine is like."""
-
-    setup: SchedulerSetup
-    engine: EngineSnapshot
-    """The first one: what does not change of it."""
-
-    true_model: LatencyModel
-    """As the measured steps taught it."""
-
-    noise_cv: float
-    """Coefficient of variation of the steps' times around that."""
-
-    began_s: float
-    interval_s: float
-    online: tuple[_Online, ...]
-    offline: tuple[_Offline, ...]
+    has_ended: bool = False
 
     @property
-    def timelines(self) -> list[RequestTimeline]:
-        """The online requests as they were served, timed in the scheduler."""
+    def output_tokens(self) -> int:
+        """What it generated, or may have: of one that still ran nothing else is known."""
+        most = max(1, self.max_new_tokens)
+        return min(max(1, self.generated_tokens), most) if self.has_ended else most
+
+
+class RecordedTraffic:
+    """What a server was sent, with the lengths of the outputs that it had."""
+
+    def __init__(self, setup: SchedulerSetup) -> None:
+        self._setup = setup
+        self._learned = LearnedModel(setup.profile.latency_model, refines=True)
+        self._online: list[_Request] = []
+        self._offline: list[_Request] = []
+        # A name may be another request's once its first one has ended.
+        self._live: dict[str, _Request] = {}
+
+    def export(self, directory: Path) -> list[str]:
+        """Write ``online.jsonl``, ``offline.jsonl`` and ``profile.json``.
+
+        The traces are in Mooncake's format. Each begins with a request of no tokens at the
+        earliest arrival, so that their times stay together; simulations leave it out. The
+        profile has the latency model as the recorded steps have refined it.
+
+        Returns:
+            The flags of ``coserve simulate`` for the same traffic, machine and policy.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        began_s = min(each.arrival_s for each in (*self._online, *self._offline))
+        blocks: dict[bytes, int] = {}
+        for name, requests in (("online", self._online), ("offline", self._offline)):
+            rows: list[Mapping[str, Any]] = [
+                {"timestamp": 0, "input_length": 0, "output_length": 0}
+            ]
+            requests.sort(key=lambda each: each.arrival_s)
+            rows += [_row(each, began_s, blocks) for each in requests]
+            text = "".join(f"{json.dumps(row)}\n" for row in rows)
+            (directory / f"{name}.jsonl").write_text(text, "utf-8")
+        setup = self._setup
+        profile = replace(setup.profile, latency_model=self._learned.model)
+        write_profile(profile, directory / "profile.json")
         return [
-            RequestTimeline(
-                rid=each.info.rid,
-                arrival_s=each.info.arrival_s - self.began_s,
-                token_times_s=tuple(time_s - self.began_s for time_s in each.token_times_s),
-                prompt_tokens=each.info.prompt_tokens,
-                outcome=Outcome.FINISHED
-                if each.ending is Ending.COMPLETE
-                else Outcome.UNFINISHED
-                if each.ending is None
-                else Outcome.FAILED,
-            )
-            for each in self.online
+            *("--trace", str(directory / "online.jsonl")),
+            *("--offline", str(directory / "offline.jsonl"), "--backlog", "0"),
+            *("--profile", str(directory / "profile.json")),
+            *("--kv-capacity-tokens", str(setup.engine.kv_tokens), "--page-tokens", "1"),
+            *("--max-running", str(setup.engine.max_requests)),
+            *("--max-batch-tokens", str(setup.engine.chunk_tokens)),
+            *("--policy", setup.policy),
+            *(("--slo", *map(format_slo, setup.slos)) if setup.slos else ()),
         ]
 
-    @property
-    def offline_tokens(self) -> int:
-        """Prompt and output tokens of the offline requests, as far as they came."""
-        return sum(
-            each.request.num_prompt_tokens + each.generated_tokens
-            for each in self.offline
-            if each.generated_tokens
-        )
-
-    def online_requests(self) -> list[SimRequest]:
-        """Return the online requests, to be served once."""
-        return [self._online_request(number, each) for number, each in enumerate(self.online)]
-
-    def offline_requests(self, more: float = 0.0) -> list[SimRequest]:
-        """Return the offline requests, and such a part of them once more; fewer if negative.
-
-        Those are spread evenly, arrive with the ones they are copies of, and share no prefix.
-        """
-        made: list[SimRequest] = []
-        due = 0.0
-        for each in self.offline:
-            due += 1 + more
-            for copy in range(int(due)):
-                made.append(self._offline_request(len(made), each, copy))
-            due -= int(due)
-        return made
-
-    def _online_request(self, number: int, each: _Online) -> SimRequest:
-        info = each.info
-        prompt_tokens = max(1, info.prompt_tokens - each.cached_tokens)
-        most = max(1, info.max_new_tokens)
-        output = most if each.ending is None else len(each.token_times_s)
-        return SimRequest(
-            replace(
-                info,
-                rid=f"online-{number}",
-                prompt_tokens=prompt_tokens,
-                max_new_tokens=most,
-                arrival_s=info.arrival_s - self.began_s,
-            ),
-            min(max(output, 1), most),
-            partial(_unshared, 2 * number, prompt_tokens),
-            2 * number,
-        )
-
-    def _offline_request(self, number: int, each: _Offline, copy: int) -> SimRequest:
-        request = each.request
-        most = max(1, request.max_new_tokens)
-        output = most if each.ending is None else each.generated_tokens
-        made = SimRequest(
-            RequestInfo(
-                rid=f"offline-{number}",
-                request_class=RequestClass.OFFLINE,
-                prompt_tokens=request.num_prompt_tokens,
-                max_new_tokens=most,
-                arrival_s=max(0.0, request.arrival_s - self.began_s),
-            ),
-            min(max(output, 1), most),
-            _prompt_of(request, number if copy else None),
-            2 * number + 1,
-            None if request.deadline_s is None else request.deadline_s - self.began_s,
-        )
-        made.expected_output_tokens = request.expected_output_tokens
-        return made
+    def take(self, event: Event) -> None:
+        """Take the next event of the recording."""
+        match event:
+            case Arrived(info, _):
+                online = _Request(info.arrival_s, info.prompt_tokens, info.max_new_tokens)
+                self._online.append(online)
+                self._live[info.rid] = online
+            case OfflineAdded(request):
+                offline = _Request(
+                    request.arrival_s,
+                    request.num_prompt_tokens,
+                    request.max_new_tokens,
+                    request.token_ids,
+                    request.num_generated_tokens,
+                )
+                self._offline.append(offline)
+                self._live[request.rid] = offline
+            case Planned(snapshot):
+                for seen in snapshot.admitted:
+                    if (recorded := self._live.get(seen.info.rid)) and not seen.info.is_online:
+                        recorded.generated_tokens = seen.generated_tokens
+            case Updated(result):
+                for info, _, token_s in result.served:
+                    if (served := self._live.get(info.rid)) and token_s is not None:
+                        served.generated_tokens += info.is_online
+                if result.seconds is not None and not result.batch.is_empty:
+                    self._learned.observe(Sample(result.batch, result.seconds), result.overlapping)
+            case Finished(rid, ending):
+                if (ended := self._live.pop(rid, None)) is not None:
+                    ended.has_ended = True
+                    # The last token of an offline request came after the last plan.
+                    is_offline = ended.token_ids is not None
+                    ended.generated_tokens += is_offline and ending is Ending.COMPLETE
 
 
 def read_traffic(lines: Iterable[str], source: str) -> RecordedTraffic:
     """Return the traffic of a recording; prompts of all offline requests are held in memory.
 
     Raises:
-        InputFileError: a line is not as it was written, or nothing was planned.
+        InputFileError: a line is not as it was written, or no request is in it.
     """
     setup, events = read_recording(lines, source)
-    reader = _Reader(setup)
+    traffic = RecordedTraffic(setup)
     for event in events:
-        reader.take(event)
-    return reader.traffic(source)
+        traffic.take(event)
+    if not (traffic._online or traffic._offline):
+        raise InputFileError(f"{source}: no request is in it")
+    return traffic
 
 
-class _Reader:
-    def __init__(self, setup: SchedulerSetup) -> None:
-        self._setup = setup
-        self._learned = LearnedModel(setup.profile.latency_model, refines=True)
-        self._online: list[_Online] = []
-        self._offline: list[_Offline] = []
-        # A name may be another request's once its first one has ended.
-        self._live_online: dict[str, _Online] = {}
-        self._live_offline: dict[str, _Offline] = {}
-        self._engine: EngineSnapshot | None = None
-        self._end_s = 0.0
-        self._ratios: list[float] = []
-        """Of each step's time to what was predicted then."""
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Arrived(info, cached_tokens):
-                online = _Online(info, cached_tokens)
-                self._online.append(online)
-                self._live_online[info.rid] = online
-            case OfflineAdded(request):
-                offline = _Offline(request, request.num_generated_tokens)
-                self._offline.append(offline)
-                self._live_offline[request.rid] = offline
-            case Planned(snapshot):
-                self._engine = self._engine or snapshot
-                self._end_s = max(self._end_s, snapshot.now_s)
-                for seen in snapshot.admitted:
-                    if (recorded := self._live_offline.get(seen.info.rid)) is not None:
-                        recorded.generated_tokens = seen.generated_tokens
-            case Updated(result):
-                self._end_s = max(self._end_s, result.started_s)
-                for info, _, token_s in result.served:
-                    served = self._live_online.get(info.rid)
-                    if served is not None and token_s is not None:
-                        served.token_times_s.append(token_s)
-                if result.seconds is not None and not result.batch.is_empty:
-                    predicted_s = self._learned.model.predict(result.batch)
-                    self._ratios.append(result.seconds / predicted_s)
-                    self._learned.observe(Sample(result.batch, result.seconds), result.overlapping)
-            case Finished(rid, ending):
-                self._end(rid, ending)
-
-    def traffic(self, source: str) -> RecordedTraffic:
-        if self._engine is None:
-            raise InputFileError(f"{source}: nothing was planned in it: there was no offline work")
-        arrivals_s = [each.info.arrival_s for each in self._online]
-        arrivals_s += [each.request.arrival_s for each in self._offline]
-        began_s = min(arrivals_s, default=self._engine.now_s)
-        return RecordedTraffic(
-            setup=self._setup,
-            engine=self._engine,
-            true_model=self._learned.model,
-            noise_cv=float(np.std(self._ratios) / np.mean(self._ratios)) if self._ratios else 0.0,
-            began_s=began_s,
-            interval_s=max(self._end_s - began_s, 1e-3),
-            online=tuple(sorted(self._online, key=lambda each: each.info.arrival_s)),
-            offline=tuple(sorted(self._offline, key=lambda each: each.request.arrival_s)),
-        )
-
-    def _end(self, rid: str, ending: Ending) -> None:
-        if (online := self._live_online.pop(rid, None)) is not None:
-            online.ending = ending
-        if (offline := self._live_offline.pop(rid, None)) is not None:
-            offline.ending = ending
-            if ending is Ending.COMPLETE:  # The last token came after the last plan.
-                most = max(1, offline.request.max_new_tokens)
-                offline.generated_tokens = min(offline.generated_tokens + 1, most)
-
-
-def _unshared(serial: int, tokens: int) -> PackedTokens:
-    return pack_tokens([_FIRST_MADE + serial] * tokens)
-
-
-def _prompt_of(request: QueuedRequest, copy: int | None) -> Callable[[], PackedTokens]:
-    """Return what makes the prompt; a copy's begins with a token that no other has."""
-    if copy is None:
-        return lambda: request.token_ids
-    first = pack_tokens([_FIRST_MADE + 2 * copy + 1])
-    return lambda: PackedTokens(first + request.token_ids[TOKEN_BYTES:])
+def _row(request: _Request, began_s: float, blocks: dict[bytes, int]) -> Mapping[str, Any]:
+    row = {
+        "timestamp": round((request.arrival_s - began_s) * 1e3, 3),
+        "input_length": request.prompt_tokens,
+        "output_length": request.output_tokens,
+    }
+    if request.token_ids is None:
+        return row
+    # Prompts share a block where they agree up to its end.
+    ends = range(BLOCK_TOKENS, request.prompt_tokens + 1, BLOCK_TOKENS)
+    prefixes = [bytes(request.token_ids[: end * TOKEN_BYTES]) for end in ends]
+    return row | {"hash_ids": [blocks.setdefault(prefix, len(blocks)) for prefix in prefixes]}
