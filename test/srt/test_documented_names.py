@@ -1,4 +1,4 @@
-"""What the docs name exists: files, links, metrics, fields of ``/coserve/status``."""
+"""What the docs name exists: links, classes, metrics, fields of ``/coserve/status``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from srt.own_process import printed_by
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOMS = ("benchmark", "docs", "python", "scripts", "sgl-kernel-patches", "test")
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-FILE = re.compile(r"(?<![\w*./-])(?:[\w-]+/)*[\w-]+\.(?:py|md|cu|h)(?![\w.])")
-NO_FILES = {"gpu.md", "vN.py"}
-"""A result, and a pattern."""
-
 NAME = re.compile(r"(?:[a-z]\w*\.)*(?:[A-Z]\w*[a-z]\w*|_[a-z]\w*)(?:\.[a-z]\w*)?")
 NOT_OURS = {"DataContext.get_current", "RateLimitError"}
 
@@ -67,20 +62,6 @@ def anchors(page: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def files() -> list[str]:
-    found = [file for room in ROOMS for file in (ROOT / room).rglob("*.*")]
-    return [f"/{file.relative_to(ROOT).as_posix()}" for file in [*found, *ROOT.glob("*.md")]]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_source_file_that_is_named_exists(page: Path, files: list[str]) -> None:
-    code = CODE.findall(FENCED.sub("", page.read_text()))
-    named = {name for text in code for name in FILE.findall(text)} - NO_FILES
-    missing = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
-    assert sorted(missing) == []
-
-
-@pytest.fixture(scope="module")
 def words() -> set[str]:
     sources = [file for room in ("python", "benchmark") for file in (ROOT / room).rglob("*.py")]
     sources.append(ROOT / "docs" / "examples" / "monitoring" / "alerts.yml")
@@ -94,14 +75,6 @@ def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]
     named = {name for text in code if (name := text.split("(")[0]) and NAME.fullmatch(name)}
     missing = [name for name in named - NOT_OURS if not words.issuperset(name.split("."))]
     assert sorted(missing) == []
-
-
-def test_the_tree_of_the_package_names_its_files(files: list[str]) -> None:
-    """That of docs/internals.md, which is no code in a line."""
-    (tree,) = FENCED.findall((ROOT / "docs" / "internals.md").read_text())
-    named = FILE.findall(tree)
-    assert len(named) > 50
-    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def exported_by_gateway() -> set[str]:

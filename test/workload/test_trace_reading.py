@@ -1,6 +1,7 @@
 """Reading the three trace formats: what they say, and every way a row can be wrong."""
 
 import json
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from sglang_coserve.workload import (
     detect_format,
     read_trace,
 )
-from sglang_coserve.workload.make_sample import azure_lines
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -118,9 +118,13 @@ class TestFormats:
     def test_written_as_azure_and_read_back(self, tmp_path_factory, rows):
         rows.sort()
         first_tick = rows[0][0]
-        written = [TraceRequest(i, t / 1e7, p, o) for i, (t, p, o) in enumerate(rows)]
         path = tmp_path_factory.mktemp("trace") / "trace.csv"
-        path.write_text("\n".join(azure_lines(written)))
+        midnight = datetime(2026, 1, 1)
+        lines = [
+            f"{midnight + timedelta(seconds=t // 10**7)}.{t % 10**7:07d},{p},{o}"
+            for t, p, o in rows
+        ]
+        path.write_text("\n".join([AZURE.strip(), *lines]))
         assert list(read_trace(path)) == [
             TraceRequest(i, (t - first_tick) / 1e7, p, o) for i, (t, p, o) in enumerate(rows)
         ]

@@ -16,6 +16,6 @@ def sample_path(name: Literal["online", "offline"]) -> Path:
 
     ``online`` is a ten-minute trace in Azure's CSV format, ``offline`` a JSONL
     file of 400 chat requests in the OpenAI batch format. Both are synthetic;
-    ``python -m sglang_coserve.workload.make_sample`` writes them anew.
+    ``scripts/samples/make_sample.py`` writes them anew.
     """
     return Path(str(files("sglang_coserve") / "data" / _FILES[name]))

@@ -1,4 +1,4 @@
-"""Writes the bundled samples: ``python -m sglang_coserve.workload.make_sample [--out DIR]``.
+"""Writes the bundled samples: ``python scripts/samples/make_sample.py [--out DIR]``.
 
 Both samples are synthetic and follow from the seeds below; a test holds the
 files in ``data/`` to this code.
@@ -15,12 +15,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.workload.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.workload.sample_text import Incident, diary, draw_event, draw_events
-from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.trace import TraceRequest
-
-__all__ = ["azure_lines", "offline_lines", "online_requests"]
+from sample_text import Incident, diary, draw_event, draw_events
+from sglang_coserve.workload import TraceRequest, gamma_arrivals, sample_path, synthesize
 
 _Message = dict[str, str]
 
@@ -33,7 +29,7 @@ _QUIET_RATE_PER_S: Final = 0.5
 _CV: Final = 1.5
 
 
-def online_requests(seed: int = _SEED) -> Iterator[TraceRequest]:
+def _online_requests(seed: int = _SEED) -> Iterator[TraceRequest]:
     """Yield ten minutes of bursty traffic at one request per second on average.
 
     Gamma arrivals (CV 1.5), at 2/s for 40 s and 0.5/s for 80 s in turn. Prompts
@@ -65,7 +61,7 @@ def _length(rng: random.Random, median: float, sigma: float, low: int, high: int
     return tokens
 
 
-def azure_lines(requests: Iterable[TraceRequest]) -> Iterator[str]:
+def _azure_lines(requests: Iterable[TraceRequest]) -> Iterator[str]:
     """Yield requests as lines of Azure's CSV format, header first, without line ends."""
     midnight = datetime(2026, 1, 1)
     yield "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -75,7 +71,7 @@ def azure_lines(requests: Iterable[TraceRequest]) -> Iterator[str]:
         yield f"{time}.{ticks:07d},{request.prompt_tokens},{request.output_tokens}"
 
 
-def offline_lines(seed: int = _SEED) -> list[str]:
+def _offline_lines(seed: int = _SEED) -> list[str]:
     """Return 400 chat requests as OpenAI batch lines, without line ends.
 
     Ten groups of 40 share a system prompt and few-shot examples or a text to
@@ -190,8 +186,8 @@ def main() -> None:
     )
     folder: Path = parser.parse_args().out
     for path, lines in (
-        (folder / sample_path("online").name, azure_lines(online_requests())),
-        (folder / sample_path("offline").name, offline_lines()),
+        (folder / sample_path("online").name, _azure_lines(_online_requests())),
+        (folder / sample_path("offline").name, _offline_lines()),
     ):
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
 
