@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import re
 import signal
 import socket
-import threading
 from contextlib import suppress
 from typing import Final, Self
 
-__all__ = ["NullServer", "lowest_priority"]
+__all__ = ["NullServer"]
 
 _BODY: Final = b'{"id": "file-null"}'
 _ANSWER: Final = (
@@ -22,14 +20,6 @@ _ANSWER: Final = (
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _READ_BYTES: Final = 1 << 18
 _JOIN_TIMEOUT_S: Final = 10.0
-_LOWEST_NICE: Final = 19
-
-
-def lowest_priority() -> None:
-    """Let the calling thread run only when nothing else wants to, as far as the system can."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_NICE)
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class NullServer:
@@ -39,12 +29,11 @@ class NullServer:
     may have waited for a core, and the one who asked may have read it late.
     """
 
-    def __init__(self, *, is_idle: bool = False) -> None:
-        """``is_idle``: it runs only when nothing else wants to."""
+    def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.base_url: Final = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_run, args=(self._socket, is_idle), daemon=True)
+        self._process = context.Process(target=_run, args=(self._socket,), daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -56,10 +45,8 @@ class NullServer:
         self._process.join(_JOIN_TIMEOUT_S)
 
 
-def _run(listening: socket.socket, is_idle: bool) -> None:
+def _run(listening: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever started this process ends it.
-    if is_idle:
-        lowest_priority()
     asyncio.run(_serve(listening))
 
 

@@ -7,9 +7,9 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.machine import describe_machine
 from sglang_coserve.errors import ConfigError
@@ -17,19 +17,9 @@ from sglang_coserve.errors import ConfigError
 __all__ = [
     "claim_folder",
     "settings_of",
-    "taken_from",
     "write_json",
     "write_results",
 ]
-
-
-T = TypeVar("T")
-
-
-def taken_from(flags: Namespace, kind: type[T], names: Mapping[str, str]) -> T:
-    """Return a dataclass of a command line's options; ``names``: of fields whose flags differ."""
-    assert is_dataclass(kind)
-    return kind(**{f.name: getattr(flags, names.get(f.name, f.name)) for f in fields(kind)})
 
 
 def settings_of(options: Any) -> dict[str, Any]:
