@@ -232,7 +232,8 @@ class Driver:
             if code is None:
                 return StepStatus.PARTIAL, "stopped at its limit"
             if code:
-                problems.append(f"{Path(command[1]).name} ended with exit status {code}")
+                program = command[2] if command[1] == "-m" else Path(command[1]).name
+                problems.append(f"{program} ended with exit status {code}")
         return (StepStatus.FAILED, "; ".join(problems)) if problems else (StepStatus.DONE, "")
 
     def _record(

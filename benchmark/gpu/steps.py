@@ -93,6 +93,8 @@ class CoLoad:
     """In this order: what is stopped early has what matters most, and goes on with the rest."""
 
     window_s: int = 50
+    kv_tokens: int | None = None
+    """Of every server, where its memory is not to be used up."""
 
     def commands(self, setting: GpuSetting, folder: Path) -> list[list[str]]:
         """Return the command line of ``sglang_coserve.bench_serving``."""
@@ -112,6 +114,8 @@ class CoLoad:
         command += ["--model-path", setting.model_path, "--slo-scale", "1.2"]
         command += ["--warmup-s", "1" if dry else "5", "--ready-timeout-s", "400"]
         command += ["--systems", *systems, "--server", *setting.server_flags()]
+        if self.kv_tokens is not None and not dry:
+            command += ["--max-total-tokens", str(self.kv_tokens)]
         command += ["--online", "--request-rate", str(self.rate_per_s)]
         command += ["--num-prompts", str(round(self.rate_per_s * window_s))]
         command += _random_ids(*((64, 8) if dry else (4096, 256)))
@@ -146,17 +150,12 @@ def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
     else:
         flags |= {"load-format": setting.load_format, "repeats": 8, "arrivals": 60}
         flags |= {"attention-backend": setting.attention_backend}
-    return [[*_python("bench_safepoint_gpu.py", flags), "--intervals", "4", "8"]]
+    return [[*_module("gpu.safepoint", flags), "--intervals", "4", "8"]]
 
 
 def _kv(setting: GpuSetting, folder: Path) -> list[list[str]]:
-    flags: dict[str, object] = {"model-path": setting.model_path}
-    cache = _python("bench_kv_gpu.py", flags | {"out": folder / "kv_gpu.json"})
-    servers = flags | {"out": folder / "servers.json", "repeats": 1, "page-size": 1}
-    servers |= {"seconds": 5 if setting.dry_run else 30}
-    serving = _python("bench_kv_checkpoint.py", servers)
-    serving += ["--loads", "documents", f"--server-flags={' '.join(setting.server_flags())}"]
-    return [[*cache, *(["--tiny"] if setting.dry_run else [])], serving]
+    flags = {"model-path": setting.model_path, "out": folder / "kv_gpu.json"}
+    return [[*_module("gpu.kv", flags), *(["--tiny"] if setting.dry_run else [])]]
 
 
 def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
@@ -172,7 +171,8 @@ def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
         "out": folder / "overhead.json",
     }
     systems = [f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off")]
-    command = [*_python("bench_overhead.py", flags), "--systems", *systems]
+    program = str(_BENCHMARKS / "bench_overhead.py")
+    command = [sys.executable, program, *_words(flags), "--systems", *systems]
     return [[*command, "--waiting", *(["100"] if dry else ["100", "10000"])]]
 
 
@@ -183,9 +183,12 @@ def _tests(_setting: GpuSetting, _folder: Path) -> list[list[str]]:
     return [[*command, str(_GPU_TESTS)]]
 
 
-def _python(program: str, flags: Mapping[str, object]) -> list[str]:
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    return [sys.executable, str(_BENCHMARKS / program), *words]
+def _module(name: str, flags: Mapping[str, object]) -> list[str]:
+    return [sys.executable, "-m", name, *_words(flags)]
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 def _coload(name: str, question: str, load: CoLoad, least_s: float = 200) -> Step:
@@ -226,6 +229,19 @@ STEPS: Final = (
         120,
         _overlap,
         "overhead.json",
+    ),
+    _coload(
+        "coload-kv",
+        "The same beside KV that is short, with checkpoints and without",
+        CoLoad(
+            2.0,
+            systems=(
+                "alone",
+                "coserve-slo --kv-checkpoint off",
+                "coserve-slo --kv-checkpoint eager",
+            ),
+            kv_tokens=131_072,
+        ),
     ),
     Step("tests", "Tests that need a GPU", 60, _tests),
     *(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kv_bench.pools import CacheEngine, KvShape
-from kv_bench.rows import tokens_of
+from gpu.kv_pools import CacheEngine, KvShape
+from gpu.kv_rows import tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kv_bench.rows import new_request
+from gpu.kv_rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from srt.kv_checkpoint.bare_cache import BareEngine
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from sglang.srt.managers import cache_controller
 
-from kv_bench.rows import new_request
+from gpu.kv_rows import new_request
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
 from sglang_coserve.core.request import RequestClass

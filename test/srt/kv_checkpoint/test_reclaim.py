@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kv_bench.rows import new_request
+from gpu.kv_rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat.versions import INSTALLED

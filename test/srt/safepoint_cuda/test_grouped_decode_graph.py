@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
-from safepoint_bench.decode_graphs import lone_decode_backend
+from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate

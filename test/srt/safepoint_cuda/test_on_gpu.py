@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from torch import nn
 
-from safepoint_bench.decode_graphs import lone_decode_backend
+from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kv_bench.rows import Rows, publish_settings
+from gpu.kv_rows import Rows, publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.core.request import RequestClass

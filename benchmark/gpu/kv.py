@@ -1,6 +1,6 @@
 """Checkpoints of offline KV on a GPU, the cache on its own: no model, KV of Llama-3.1-8B's shape.
 
-    python benchmark/bench_kv_gpu.py --model-path MODEL --out kv_gpu.json
+    cd benchmark && python -m gpu.kv --model-path MODEL --out kv_gpu.json
 
 With pages of 1 and of 16 tokens: bandwidth of a checkpoint, what a step of 64 decoding requests
 spends, reclaim of 40,000 saved tokens, time to resume, and what copies do to decode steps beside
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.machine import describe_machine
-from common.missing_parts import measure_missing
 from common.results import write_json
-from kv_bench import parts as kv_parts
-from kv_bench.device_cache import KvEngine
-from kv_bench.interference import decode_interference, late_write
-from kv_bench.pools import KvShape
+from gpu import kv_parts
+from gpu.kv_beside_decode import decode_interference, late_write
+from gpu.kv_engine import KvEngine
+from gpu.kv_pools import KvShape
+from gpu.missing_parts import measure_missing
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.tables import markdown_table
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from kv_bench.pools import CacheEngine, KvShape
-from kv_bench.rows import new_request
+from gpu.kv_pools import CacheEngine, KvShape
+from gpu.kv_rows import new_request
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu

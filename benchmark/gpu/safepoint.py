@@ -1,7 +1,7 @@
 """Safepoints on one GPU: what they cost, and how soon an arrival gets the device.
 
-    python benchmark/bench_safepoint_gpu.py --model-path MODEL --load-format dummy \
-        --out results/safepoint_gpu.json
+    cd benchmark && python -m gpu.safepoint --model-path MODEL --load-format dummy \
+        --out safepoint_gpu.json
 
 Three parts, each written to the JSON file, and to a Markdown file beside it, as soon as it is
 measured; what is in the file already is not measured again.
@@ -33,10 +33,10 @@ from typing import Any, Final
 import numpy as np
 
 from common.machine import describe_machine
-from common.missing_parts import measure_missing
 from common.own_process import OwnProcess
 from common.results import write_json
-from safepoint_bench.system import MeasuredEngine, SystemSpec
+from gpu.measured_engine import MeasuredEngine, SystemSpec
+from gpu.missing_parts import measure_missing
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.tables import markdown_table
 
@@ -62,7 +62,7 @@ def measure_stream(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the part "stream"."""
     import torch
 
-    from safepoint_bench.stream import Stack, decoder_layers, safepoint_us
+    from gpu.layer_stack import Stack, decoder_layers, safepoint_us
 
     layers = decoder_layers(args.model_path)
     rows = []
@@ -90,7 +90,7 @@ def measure_stream(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the part "decode"."""
-    from safepoint_bench.decode_graphs import measure_decode_graphs
+    from gpu.decode_graphs import measure_decode_graphs
 
     return measure_decode_graphs(args.model_path)
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from kv_bench.device_cache import KvEngine
-from safepoint_bench.stream import decoder_layers, device_ms
+from gpu.kv_engine import KvEngine
+from gpu.layer_stack import decoder_layers, device_ms
 
 __all__ = ["decode_interference", "late_write"]
 

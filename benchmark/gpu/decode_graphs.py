@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from safepoint_bench.stream import decoder_layers, stop_delays_ms
+from gpu.layer_stack import decoder_layers, stop_delays_ms
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
 from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events

@@ -6,11 +6,11 @@ import statistics
 import time
 from typing import Any, Final
 
-from kv_bench.device_cache import KvEngine
+from gpu.kv_engine import KvEngine
 
-__all__ = ["GENERATED_TOKENS", "bandwidth", "reclaim", "resume", "step"]
+__all__ = ["bandwidth", "reclaim", "resume", "step"]
 
-GENERATED_TOKENS: Final = 32
+_GENERATED_TOKENS: Final = 32
 """The last tokens of each request that is reclaimed."""
 
 
@@ -73,7 +73,7 @@ def reclaim(engine: KvEngine, tokens: int, requests: int, repeats: int) -> dict[
     for _ in range(repeats):
         engine.clear()
         for _ in range(requests):
-            engine.grow(engine.admit(request_tokens), GENERATED_TOKENS)
+            engine.grow(engine.admit(request_tokens), _GENERATED_TOKENS)
         engine.checkpoint()
         engine.settle()
         for req in list(engine.running):
