@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> Verdict:
         work = Path(directory)
         model = prepare_model(options.model_path, work, takes_pictures=options.pictures > 0)
         flags = [
-            *("--model-path", model.path, "--log-level", "warning"),
+            *("--model-path", model, "--log-level", "warning"),
             *("--max-queued-requests", str(options.max_queued_requests)),
             *options.server_flag,
         ]

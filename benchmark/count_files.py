@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +24,11 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from common.batch_server import BatchServer, wait_until
-from common.input_file import batch_line, completion_body
+from common.input_file import COMPLETIONS, batch_line, completion_body
 from common.model import prepare_model
 from common.results import write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.local_server import LocalServer
 from sglang_coserve.tables import markdown_table
 
 _TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
@@ -51,9 +51,12 @@ def main() -> None:
         walks = Walks(work)
         os.environ["COSERVE_WALK_DIR"] = str(walks.folder)
         os.environ["PYTHONPATH"] = f"{_TRACER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        flags = ["--model-path", model.path, "--dtype", "float32", *_FLAGS]
-        with BatchServer(flags, work / "data", options.log, ready_timeout_s=600.0) as server:
-            run(server, walks, work)
+        flags = ["--model-path", model, "--dtype", "float32", *_FLAGS]
+        flags += ["--coserve-data-dir", str(work / "data")]
+        with LocalServer(flags, log_path=options.log, ready_timeout_s=600.0) as server:
+            url = server.base_url
+            with httpx.Client(base_url=url, timeout=600.0, trust_env=False) as client:
+                run(client, walks)
         counts = walks.counts()
     print(markdown_table(_COLUMNS, [(name, *map(str, row)) for name, row in counts.items()]))
     write_results(options.out, options, counts=counts, files=walks.files)
@@ -105,61 +108,78 @@ class Walks:
         self._pids |= written()
 
 
-def run(server: BatchServer, walks: Walks, work: Path) -> None:
+def run(client: httpx.Client, walks: Walks) -> None:
     """Send the requests of all walks, one walk after the other."""
-    complete(server, 8, "default")  # What only the first request of a kind needs is no part of it.
-    complete(server, 8, "flex")
-    serve_batch(server, work)
+    complete(client, 8, "default")  # What only the first request of a kind needs is no part of it.
+    complete(client, 8, "flex")
+    serve_batch(client)
     with walks.phase("idle"):
-        resumed(server)
+        resumed(client)
         time.sleep(_IDLE_S)
     with walks.phase("an online request"):
-        complete(server, 8, "default")
+        complete(client, 8, "default")
     with walks.phase("a batch line"):
-        serve_batch(server, work)
+        serve_batch(client)
     with walks.phase("a suspended step"):
-        suspend(server)
+        suspend(client)
 
 
-def complete(server: BatchServer, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
+def complete(client: httpx.Client, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
     """Have a completion of one class served."""
     prompt = [16 + place % 200 for place in range(prompt_tokens)]
     body = completion_body(prompt, output_tokens, service_tier=tier)
-    answer = httpx.post(
-        f"{server.base_url}/v1/completions", json=body, timeout=600.0, trust_env=False
-    )
-    answer.raise_for_status()
+    client.post(COMPLETIONS, json=body).raise_for_status()
 
 
-def serve_batch(server: BatchServer, work: Path) -> None:
+def serve_batch(client: httpx.Client) -> None:
     """Have a batch of one line served."""
-    path = work / "line.jsonl"
-    path.write_bytes(batch_line("one", completion_body([20, 21, 22, time.time_ns() % 200], 8)))
-    server.until(server.create(server.upload(path)), "completed", timeout_s=300.0)
+    line = batch_line("one", completion_body([20, 21, 22, time.time_ns() % 200], 8))
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("line.jsonl", line)}}
+    fields = {"endpoint": COMPLETIONS, "completion_window": "30d"}
+    fields["input_file_id"] = asked(client, "POST", "/v1/files", **form)["id"]
+    path = f"/v1/batches/{asked(client, 'POST', '/v1/batches', json=fields)['id']}"
+    wait_until(lambda: asked(client, "GET", path)["status"] == "completed", 300.0, "a batch", 0.05)
 
 
-def suspend(server: BatchServer) -> None:
+def asked(client: httpx.Client, method: str, path: str, **request: Any) -> dict[str, Any]:
+    """Return the fields of an answer."""
+    fields: dict[str, Any] = client.request(method, path, **request).raise_for_status().json()
+    return fields
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float, what: str, poll_s: float) -> None:
+    """Return when ``is_true``.
+
+    Raises:
+        SystemExit: it was not within ``timeout_s``.
+    """
+    give_up_s = time.perf_counter() + timeout_s
+    while not is_true():
+        if time.perf_counter() > give_up_s:
+            raise SystemExit(f"waited for {what} for {timeout_s:.0f} s in vain")
+        time.sleep(poll_s)
+
+
+def suspend(client: httpx.Client) -> None:
     """Send online requests beside offline prompts until a step has been suspended and resumed."""
-    before = resumed(server)
+    before = resumed(client)
     with ThreadPoolExecutor() as threads:
 
         def is_resumed() -> bool:
-            prompts = [threads.submit(complete, server, 1, "flex", 1200) for _ in range(2)]
+            prompts = [threads.submit(complete, client, 1, "flex", 1200) for _ in range(2)]
             for _ in range(5):
-                complete(server, 2, "default")
+                complete(client, 2, "default")
             for prompt in prompts:
                 prompt.result()
-            return resumed(server) > before
+            return resumed(client) > before
 
         wait_until(is_resumed, 300.0, "a step to be suspended and resumed", 0.0)
 
 
-def resumed(server: BatchServer) -> int:
+def resumed(client: httpx.Client) -> int:
     """Return how many steps were suspended and have been resumed."""
-    answer = httpx.get(f"{server.base_url}/coserve/status", timeout=60.0, trust_env=False)
-    (replica,) = answer.raise_for_status().json()["replicas"]
-    safepoints: dict[str, Any] = replica["safepoints"]
-    return int(safepoints["resumed"])
+    (replica,) = asked(client, "GET", "/coserve/status")["replicas"]
+    return int(replica["safepoints"]["resumed"])
 
 
 def parse_options() -> argparse.Namespace:

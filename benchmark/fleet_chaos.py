@@ -24,13 +24,13 @@ from typing import Final
 from chaos_bench.answers import KnownAnswer, known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
 from chaos_bench.flags import add_batch_flags, add_round_flags, chaos_parser
+from chaos_bench.fleet_online import OnlineLoad
+from chaos_bench.fleet_processes import INJURIES, FleetProcesses
 from chaos_bench.rounds import hurt_in_rounds
+from chaos_bench.router import Router
 from common.failures import exit_status
 from common.figures import Figure, all_met, report
 from common.model import prepare_model
-from fleet_bench.online_load import OnlineLoad
-from fleet_bench.processes import INJURIES, FleetProcesses
-from router_bench.router import Router
 
 _ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-breaker")
 """As docs/fleet.md has them, but for the interval, with which every injury is noticed."""
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         model = prepare_model(options.model_path, work)
-        flags = ["--model-path", model.path, "--log-level", "warning", *options.server_flag]
+        flags = ["--model-path", model, "--log-level", "warning", *options.server_flag]
         fleet = FleetProcesses(
             options.engines,
             flags,

@@ -1,1 +1,1 @@
-"""What ``benchmark/chaos.py`` does to a server, and what it finds out about it."""
+"""What ``chaos.py`` and ``fleet_chaos.py`` do to servers, and what they find out about them."""

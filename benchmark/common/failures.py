@@ -1,4 +1,4 @@
-"""What can go wrong with a run, and with the whole benchmark."""
+"""How a program that judges a run ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_coserve.errors import CoserveError, ServerError
+from sglang_coserve.errors import CoserveError
 from sglang_coserve.interrupts import terminate_as_interrupt
 
-__all__ = ["RunFailedError", "exit_status"]
+__all__ = ["exit_status"]
 
 
 def exit_status(run: Callable[[], bool], *, interrupted: str) -> int:
@@ -26,7 +26,3 @@ def exit_status(run: Callable[[], bool], *, interrupted: str) -> int:
         reason, status = f"interrupted{interrupted}", 130
     print(f"{Path(sys.argv[0]).stem}: {reason}", file=sys.stderr)
     return status
-
-
-class RunFailedError(ServerError):
-    """A run gave no result; the others go on, and the same command tries it again."""

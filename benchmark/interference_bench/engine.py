@@ -18,10 +18,8 @@ import zmq
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from interference_bench.load import Load, OnlineArrival
-from interference_bench.outcome import LiveRequest, OnlineOutcome, RunOutcome, outcome_of
+from interference_bench.outcome import LiveRequest, RunOutcome, outcome_of
 from interference_bench.systems import EngineSystem
-from sglang_coserve.core.control.bill import Delay, WorkMark
-from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.srt.emulation.device_clock import VirtualTime
 from sglang_coserve.srt.emulation.model_directory import (
     flag_defaults,
@@ -29,22 +27,15 @@ from sglang_coserve.srt.emulation.model_directory import (
     set_environment_defaults,
 )
 
-__all__ = [
-    "CPU_SETTINGS",
-    "WARM_UP_S",
-    "CpuClockEngine",
-    "OnlineOutcome",
-    "RunOutcome",
-    "settings_of",
-]
+__all__ = ["CpuClockEngine", "RunOutcome"]
 
-CPU_SETTINGS: Final[Mapping[str, Any]] = {
+_CPU_SETTINGS: Final[Mapping[str, Any]] = {
     "chunked_prefill_size": 2048,
     "disable_overlap_schedule": True,
 }
 """Fields of ``ServerArgs`` of an engine that computes on the CPU."""
 
-WARM_UP_S: Final = 3.0
+_WARM_UP_S: Final = 3.0
 """Offline requests run before the first online one, so that none meets an empty engine."""
 
 _PROFILE_S: Final = 6.0
@@ -94,11 +85,11 @@ class CpuClockEngine:
         _replace_in_sglang(real_clock, self._clock)
         self._system = system
         self._emulation = read_emulation(model)
-        usual = CPU_SETTINGS
+        usual = _CPU_SETTINGS
         if self._emulation is not None:
             usual = flag_defaults(self._emulation)
             self._install_device()
-        settings, coserve = settings_of(system, targets_ms)
+        settings, coserve = _settings_of(system, targets_ms)
         self._scheduler = start_scheduler(model, {**usual, **flags, **settings}, coserve)
         self._vocab_size = int(self._scheduler.model_config.vocab_size)
         self._live: dict[str, LiveRequest] = {}
@@ -111,9 +102,7 @@ class CpuClockEngine:
 
         self._inbox: Any = None
         self._look: Callable[[], None] = lambda: None
-        self._delays: list[Delay] = []
         self._watch_results()
-        self._watch_bill()
         self._arrive_within_steps()
 
     def _install_device(self) -> None:
@@ -121,11 +110,6 @@ class CpuClockEngine:
         from sglang_coserve.srt.emulation.device_module import EmulatedDevice, install
 
         install(EmulatedDevice(self._clock))
-
-    def latency_model(self) -> LatencyModel:
-        """Return by what ours predicts steps now."""
-        model: LatencyModel = self._scheduler.parts.admission.latency_model()
-        return model
 
     def close(self) -> None:
         """Leave everything to the end of the process."""
@@ -135,9 +119,9 @@ class CpuClockEngine:
         self._num_runs += 1
         self._live.clear()
         self._scheduler.flush_cache()
-        billed_before, suspended_before = self._billed(), self._num_suspended()
+        suspended_before = self._num_suspended()
         online = load.online(self._vocab_size)
-        begin_s = self._clock() + (WARM_UP_S if load.offline_in_flight else 0.0)
+        begin_s = self._clock() + (_WARM_UP_S if load.offline_in_flight else 0.0)
         for number, request in enumerate(online):
             rid = f"online-{self._num_runs}-{number}"
             self._due.append((begin_s + request.at_s, rid, request))
@@ -181,7 +165,6 @@ class CpuClockEngine:
         outcome = outcome_of([*self._live.values()], begin_s, end_s, num_online)
         outcome.busy_s = self._busy_s - busy_s
         self._add_own_account(outcome)
-        outcome.bill = {name: s - billed_before[name] for name, s in self._billed().items()}
         outcome.host_s, outcome.num_steps = within
         outcome.num_suspended = self._num_suspended() - suspended_before
         return outcome
@@ -192,15 +175,8 @@ class CpuClockEngine:
         messages = []
         while self._due and self._due[0][0] <= now_s:
             at_s, rid, request = self._due.popleft()
-            tenant = request.tenant
-            self._live[rid] = LiveRequest(
-                at_s, len(request.prompt), is_offline=False, tenant=tenant
-            )
-            message = self._message(rid, list(request.prompt), request.output_tokens)
-            if tenant is not None and self._system.coserve is not None:
-                # As the server's middleware marks it.
-                message.sampling_params.custom_params = {"_coserve_user": tenant}
-            messages.append(message)
+            self._live[rid] = LiveRequest(at_s, len(request.prompt), is_offline=False)
+            messages.append(self._message(rid, list(request.prompt), request.output_tokens))
         return messages
 
     def _offline(self, load: Load, prompts: Iterator[list[int]]) -> list[Any]:
@@ -216,18 +192,9 @@ class CpuClockEngine:
     def _message(
         self, rid: str, prompt: list[int], output_tokens: int, *, is_offline: bool = False
     ) -> Any:
-        tokenizer, system = self._scheduler.tokenizer, self._system
-        message = tokenized_request(
-            tokenizer,
-            rid,
-            prompt,
-            output_tokens,
-            offline=is_offline and system.coserve is not None,
-            **(system.offline_asks if is_offline else {}),
-        )
-        if is_offline and system.offline_logprobs:
-            message.return_logprob = True
-            message.top_logprobs_num = system.offline_logprobs
+        is_marked = is_offline and self._system.coserve is not None
+        tokenizer = self._scheduler.tokenizer
+        message = tokenized_request(tokenizer, rid, prompt, output_tokens, offline=is_marked)
         if self._scheduler.enable_priority_scheduling:
             message.priority = 0 if is_offline else 100
         return message
@@ -323,23 +290,6 @@ class CpuClockEngine:
         live = self._live.get(req.rid)
         return now_s if live is None else live.at_s
 
-    def _watch_bill(self) -> None:
-        """Note each request's delay, too: the bill has only their sums."""
-        if self._system.coserve is None:
-            return
-        bill = self._scheduler.parts.admission.interference.bill
-        if bill is None:
-            return
-        charge = bill.charge
-
-        def noted(delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
-            is_billed = bool(charge(delay, arrived, first))
-            if is_billed:
-                self._delays.append(delay)
-            return is_billed
-
-        bill.charge = noted
-
     def _host_work(self) -> _HostWork:
         return _HostWork(time.thread_time() - self._bringing_s, self._num_steps)
 
@@ -348,17 +298,6 @@ class CpuClockEngine:
             return 0
         safepoints = self._scheduler.parts.runner.state().get("safepoints") or {}
         return sum(safepoints.get("suspended", {}).values())
-
-    def _billed(self) -> dict[str, float]:
-        if self._system.coserve is None:
-            return {}
-        bill = self._scheduler.parts.admission.interference.bill
-        if bill is None:
-            return {}
-        found = bill.report()
-        late_s = sum(max(0.0, delay.total_s) for delay in self._delays)
-        sums = {"requests": found.requests, "ttft_s": found.ttft_s, "gaps_s": found.gaps_s}
-        return {**sums, "late_only_s": late_s}
 
     def _add_own_account(self, outcome: RunOutcome) -> None:
         if self._system.coserve is None:
@@ -377,7 +316,7 @@ def _replace_in_sglang(former: object, value: object) -> None:
                 setattr(module, key, value)
 
 
-def settings_of(
+def _settings_of(
     system: EngineSystem, targets_ms: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the settings of SGLang and of co-serving; None for stock SGLang."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["FLOOD", "MODEST", "TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic"]
-
-MODEST: Final = "modest"
-FLOOD: Final = "flood"
-"""The tenants, where there are two."""
+__all__ = ["TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +19,6 @@ class OnlineArrival:
 
     prompt: Sequence[int]
     output_tokens: int
-    tenant: str | None = None
 
 
 class Traffic(Protocol):
@@ -76,29 +71,16 @@ class Load:
 
     offline_output_tokens: int = 0
     offline_in_flight: int = 0
-    flood_per_s: float = 0.0
-    """Online requests besides, of another tenant."""
 
     def online(self, vocab_size: int) -> list[OnlineArrival]:
         """Return the online requests in the order of their arrival."""
-        whole = (self.seconds, self.seed, vocab_size)
-        modest = list(self.traffic.arrivals(self.rate_per_s, *whole))
-        if not self.flood_per_s:
-            return modest
-        other = (self.seconds, self.seed + 2_000_003, vocab_size)
-        flood = self.traffic.arrivals(self.flood_per_s, *other)
-        both = [*_of_tenant(modest, MODEST), *_of_tenant(flood, FLOOD)]
-        return sorted(both, key=lambda request: request.at_s)
+        return list(self.traffic.arrivals(self.rate_per_s, self.seconds, self.seed, vocab_size))
 
     def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:
         """Yield prompts without end; nothing if there are none."""
         rng = random.Random(self.seed + 1_000_003)
         while self.offline_prompt_tokens:
             yield _tokens(rng, self.offline_prompt_tokens, vocab_size)
-
-
-def _of_tenant(requests: Iterable[OnlineArrival], tenant: str) -> Iterator[OnlineArrival]:
-    return (replace(request, tenant=tenant) for request in requests)
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

@@ -27,10 +27,6 @@ class RunOutcome:
     report: dict[str, Any] = field(default_factory=dict)
     """The server's own account of what online requests got, and would have got alone."""
 
-    bill: dict[str, float] = field(default_factory=dict)
-    """What the server billed in this run, as in ``BillReport``; of requests that were late alone,
-    too."""
-
     busy_s: float = 0.0
     """In which a step ran."""
 
@@ -54,15 +50,11 @@ class RunOutcome:
 class OnlineOutcome:
     """What became of an online request."""
 
-    tenant: str | None
     ttft_s: float | None
     """None: it was refused."""
 
     tpot_s: float | None
     """None with fewer than two tokens."""
-
-    last_s: float | None = None
-    """When its last token came, after the beginning."""
 
 
 @dataclass(slots=True)
@@ -74,7 +66,6 @@ class LiveRequest:
     is_offline: bool
     times_s: list[float] = field(default_factory=list)
     is_finished: bool = False
-    tenant: str | None = None
     num_retracted: int = 0
 
 
@@ -102,14 +93,13 @@ def outcome_of(
         [after - before for live in online for before, after in pairwise(live.times_s)],
         offline_tokens,
         num_online - sum(live.is_finished for live in online),
-        requests=[_online_outcome(live, begin_s) for live in online],
+        requests=[_online_outcome(live) for live in online],
         num_retracted=sum(live.num_retracted for live in offline),
     )
 
 
-def _online_outcome(live: LiveRequest, begin_s: float) -> OnlineOutcome:
+def _online_outcome(live: LiveRequest) -> OnlineOutcome:
     times_s = live.times_s
     ttft_s = times_s[0] - live.at_s if times_s else None
     tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
-    last_s = times_s[-1] - begin_s if times_s else None
-    return OnlineOutcome(live.tenant, ttft_s, tpot_s, last_s)
+    return OnlineOutcome(ttft_s, tpot_s)

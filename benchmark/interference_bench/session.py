@@ -1,4 +1,4 @@
-"""What the benchmarks on a clock of CPU time share: engines, their flags, one load for all."""
+"""A session of ``bench_interference``: engines, their flags, one load for all."""
 
 from __future__ import annotations
 
@@ -24,31 +24,17 @@ from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 
-__all__ = [
-    "OFFLINE",
-    "RATES",
-    "add_load_flags",
-    "engine_flags",
-    "engines",
-    "full_rate_per_s",
-    "measured",
-]
+__all__ = ["RATES", "add_load_flags", "engine_flags", "measured"]
 
 RATES: Final = "requests_per_s_at_full_load"
 """Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 _EMULATED_CONTEXT_TOKENS: Final = 16_384
-OFFLINE: Final[Mapping[str, Any]] = {
-    "offline_prompt_tokens": 512,
-    "offline_output_tokens": 32,
-    "offline_in_flight": 16,
-}
-"""Fields of ``Load``: offline requests that never end."""
 
 
 def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
-    """Return a command line with the flags of all these benchmarks."""
+    """Return a command line with the flags of the engines."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
     add("--seconds", type=float, default=seconds, help="of CPU time a run")
@@ -81,7 +67,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def engines(
+def _engines(
     systems: Mapping[str, EngineSystem], options: argparse.Namespace
 ) -> Iterator[dict[str, OwnProcess]]:
     """Start an engine of each system; each is stopped while it is not asked for anything."""
@@ -112,7 +98,7 @@ def _made(directory: Path, options: argparse.Namespace) -> Path:
     return make_emulated_model(directory, emulation, vocab=2048, context=_EMULATED_CONTEXT_TOKENS)
 
 
-def full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:
+def _full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:
     """Return how many online requests a second would keep the engine busy all the time.
 
     By a run at a rate that leaves it idle for most of the time; more requests at a time would
@@ -139,10 +125,10 @@ def measured(
     num_runs = options.repeats * len(loads) * len(systems) + len(missing)
     bar = progress.add_task("running", total=num_runs)
     if missing:
-        with engines({ALONE: SYSTEMS[ALONE]}, options) as running:
+        with _engines({ALONE: SYSTEMS[ALONE]}, options) as running:
             for kind in missing:
                 progress.update(bar, description=f"{kind}: how many make what load")
-                rates[kind] = full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+                rates[kind] = _full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
                 progress.advance(bar)
     offline = {
         "offline_prompt_tokens": options.offline[0],
@@ -153,7 +139,7 @@ def measured(
     for kind, share in loads:
         # Each load has engines of its own, which remember no other traffic.
         for of_turn in _turns(systems, rows, kind, share):
-            with engines(of_turn, options) as running:
+            with _engines(of_turn, options) as running:
                 for repeat in range(options.repeats):
                     load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
                     for name in random.Random(repeat).sample(list(of_turn), len(of_turn)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,24 +26,8 @@ class EngineSystem:
     stock_share: float | None = None
     """P99 targets, as a share of what stock SGLang got in the same command."""
 
-    offline_asks: Mapping[str, Any] = field(default_factory=dict)
-    """What offline requests ask for beside tokens: fields of ``SamplingParams``."""
-
-    offline_logprobs: int = 0
-    """How many log-probabilities each of their tokens comes with."""
-
 
 ALONE: Final = "online alone"
-
-_SCHEMA: Final = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "minLength": 40},
-        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 20},
-    },
-    "required": ["name", "numbers"],
-}
-"""Longer than the outputs, so that they are as long as without it."""
 
 SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     ALONE: EngineSystem(coserve={"offline_policy": "fifo"}, has_offline=False),
@@ -52,25 +35,9 @@ SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     "coserve, stock's P99s ÷ 1.4": EngineSystem(
         coserve={"offline_policy": "coserve"}, stock_share=1 / 1.4
     ),
-    "coserve, JSON schemas": EngineSystem(
-        coserve={"offline_policy": "coserve"},
-        takes_slo=True,
-        offline_asks={"json_schema": json.dumps(_SCHEMA)},
-    ),
-    "coserve, log-probabilities": EngineSystem(
-        coserve={"offline_policy": "coserve"}, takes_slo=True, offline_logprobs=5
-    ),
     "coserve, slowdown 10%": EngineSystem(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
-    **{
-        f"coserve, {tokens} tokens of KV, checkpoints {mode}": EngineSystem(
-            coserve={"offline_policy": "coserve", "online_slowdown": "10%", "kv_checkpoint": mode},
-            flags={"max_total_tokens": tokens},
-        )
-        for tokens in (4096, 12288, 65536)
-        for mode in ("off", "eager", "pressure")
-    },
     "fifo": EngineSystem(coserve={"offline_policy": "fifo"}),
     "non-preemptive": EngineSystem(
         coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True

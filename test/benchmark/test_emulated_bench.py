@@ -80,10 +80,10 @@ def test_made_traffic_has_the_published_mean(name: str, tmp_path: Path) -> None:
 
 def outcome(**values: Any) -> RunOutcome:
     requests = [
-        OnlineOutcome(None, 0.1, 0.01, 1.0),
-        OnlineOutcome(None, 0.3, 0.01, 2.0),
-        OnlineOutcome(None, 0.3, 0.06, 3.0),
-        OnlineOutcome(None, None, None),
+        OnlineOutcome(0.1, 0.01),
+        OnlineOutcome(0.3, 0.01),
+        OnlineOutcome(0.3, 0.06),
+        OnlineOutcome(None, None),
     ]
     usual = {"requests": requests, "host_s": 0.3, "num_steps": 100, "num_suspended": 2}
     given = {"offline_tokens": 20_000, "num_unfinished": 1, **usual, **values}

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import fleet_chaos
+from chaos_bench.router import router_command
 from common.figures import Figure
-from router_bench.router import router_command
 
 SMG = router_command("smg")
 KINDS = ("kill -9 of an engine", "kill -9 of the gateway")

@@ -168,7 +168,7 @@ def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
     assert list(source._urls) == engines
     router = found["router"]["command"]
     assert [each for each in router if each.startswith("http")] == engines
-    tested = flags_in(ROOT / "benchmark" / "router_bench" / "router.py")
+    tested = flags_in(ROOT / "benchmark" / "chaos_bench" / "router.py")
     assert {flag for each in router for flag in FLAG.findall(each)} <= tested
     targets = set(re.findall(r" AS (\w+)", (EXAMPLES / "Dockerfile").read_text()))
     for service in found.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router_bench.router import router_command
+from chaos_bench.router import router_command
 from sglang_coserve.local_server import free_port
 from srt.documentation.blocks import ROOT, blocks_of
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_bench.other_version engine|gateway FLAGS``: one that speaks as another version.
+"""``python -m chaos_bench.other_version engine|gateway FLAGS``: one that speaks as another version.
 
 Each message about a line has fields that this version does not know, and lacks those that have a
 default where it is right.

@@ -22,7 +22,7 @@ from sglang_coserve.local_server import LocalServer
 __all__ = ["INJURIES", "FleetProcesses"]
 
 _BENCHMARK: Final = Path(__file__).parents[1]
-_OTHER_VERSION: Final = "fleet_bench.other_version"
+_OTHER_VERSION: Final = "chaos_bench.other_version"
 _KEY: Final = "the engines' admin key"
 _END_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.2

@@ -13,8 +13,8 @@ import numpy as np
 
 from chaos_bench.answers import KnownAnswer
 from chaos_bench.observation import ChaosError, Interval
+from chaos_bench.online_stream import OnlineAnswer, OnlineRequest, online_requests
 from common.figures import Figure
-from router_bench.traffic import OnlineAnswer, OnlineRequest, OnlineRun, online_requests
 
 __all__ = ["OnlineCounts", "OnlineLoad"]
 
@@ -29,7 +29,7 @@ _BREAK_S: Final = 1.0
 class OnlineCounts:
     """What became of all online requests."""
 
-    run: OnlineRun
+    answers: list[OnlineAnswer]
     killed: list[OnlineAnswer]
     """Failed, and under way when an engine was killed."""
 
@@ -42,12 +42,13 @@ class OnlineCounts:
     def figures(self) -> list[Figure]:
         """Return the counts, and TTFT at the client."""
         figures = [
-            Figure("online requests", "", (len(self.run.answers),)),
+            Figure("online requests", "", (len(self.answers),)),
             Figure("that failed with a killed engine", "", (len(self.killed),)),
             Figure("that failed otherwise", "", (len(self.failed),), at_most=0),
             Figure("online answers different", "", (len(self.different),), at_most=0),
         ]
-        if ttfts_s := self.run.ttfts_s:
+        ttfts_s = [a.first_token_s - a.start_s for a in self.answers if a.first_token_s is not None]
+        if ttfts_s:
             for percent in (50, 99):
                 ttft_s = float(np.percentile(ttfts_s, percent))
                 figures.append(Figure(f"P{percent} online TTFT", "s", (ttft_s,)))
@@ -70,7 +71,7 @@ class OnlineLoad:
         self._per_s = per_s
         self._seed = seed
         self._is_over = threading.Event()
-        self._run: OnlineRun | None = None
+        self._answers: list[OnlineAnswer] | None = None
         self._thread = threading.Thread(target=self._send, name="online requests", daemon=True)
 
     def start(self) -> None:
@@ -85,18 +86,18 @@ class OnlineLoad:
         """
         self._is_over.set()
         self._thread.join(_END_TIMEOUT_S)
-        if self._run is None:
+        if self._answers is None:
             raise ChaosError("online requests do not end, or could not be sent")
-        failed = [answer for answer in self._run.answers if answer.failure is not None]
+        failed = [answer for answer in self._answers if answer.failure is not None]
         killed = [answer for answer in failed if _was_killed(answer, kills)]
         texts = {(known.prompt, known.max_tokens): known.text for known in self._known}
         return OnlineCounts(
-            run=self._run,
+            answers=self._answers,
             killed=killed,
             failed=[answer for answer in failed if answer not in killed],
             different=[
                 answer
-                for answer in self._run.answers
+                for answer in self._answers
                 if answer.failure is None
                 and answer.text != texts[answer.request.prompt, answer.request.max_tokens]
             ],
@@ -110,7 +111,7 @@ class OnlineLoad:
             seed=self._seed,
             is_over=self._is_over.is_set,
         )
-        self._run = asyncio.run(sending)
+        self._answers = asyncio.run(sending)
 
     def _requests(self) -> Iterator[OnlineRequest]:
         rng = random.Random(self._seed)

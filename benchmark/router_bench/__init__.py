@@ -1,1 +1,0 @@
-"""Real routers in front of real engines, one of them full of offline work."""
