@@ -16,7 +16,6 @@ from dataclasses import replace
 from statistics import mean
 from typing import Final
 
-from paper.bros_layout import compare_layouts
 from paper.experiment import Cell, Claim, Conditions, Experiment, Findings
 from paper.testbed import Lengths, Testbed, gamma_arriving, offline_backlog, run
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
@@ -162,6 +161,5 @@ def fig12(conditions: Conditions) -> Iterator[Findings]:
 
 EXPERIMENTS: Final = {
     "bros_fig9_10": Experiment("BROS Fig. 9 and 10: hybrid workloads", fig9_10),
-    "bros_layout": Experiment("BROS §V: layouts of KV blocks", compare_layouts, 160.0),
     "bros_fig12": Experiment("BROS Fig. 12: kept KV against recomputation", fig12),
 }
