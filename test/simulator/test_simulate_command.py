@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def test_a_report_of_two_policies(tmp_path: Path) -> None:
     arguments = ("--policy", "online_only, conserve", "--slo-tpot-p99-ms", "50")
-    arguments += ("--event-log", "--chrome-trace")
+    arguments += ("--event-log",)
     output = run(*arguments, output=tmp_path / "report")
     made = files(tmp_path / "report")
     assert set(made) == {
@@ -46,7 +45,7 @@ def test_a_report_of_two_policies(tmp_path: Path) -> None:
         *(
             name
             for policy in ("online_only", "conserve")
-            for name in (f"load-{policy}.svg", f"events-{policy}.jsonl", f"trace-{policy}.json")
+            for name in (f"load-{policy}.svg", f"events-{policy}.jsonl")
         ),
     }
     assert all(b"simulated" in content for content in made.values())
@@ -61,10 +60,6 @@ def test_a_report_of_two_policies(tmp_path: Path) -> None:
     assert made["index.html"].count(b"<svg") == 3
     # One file that needs no other.
     assert not any(word in made["index.html"] for word in (b" src=", b"<link", b"<script"))
-    events = json.loads(made["trace-conserve.json"])
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len(slices) == shared["engine"]["iterations"]
-    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(slices))
 
 
 def test_slos_bound_what_offline_work_adds_as_they_do_on_a_server(tmp_path: Path) -> None:

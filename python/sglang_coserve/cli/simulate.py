@@ -113,7 +113,6 @@ def simulate(
     event_log: Annotated[
         bool, typer.Option(help="Write events-POLICY.jsonl: some 50 MB for 1,000 s.")
     ] = False,
-    chrome_trace: Annotated[bool, typer.Option(help="Write trace-POLICY.json.")] = False,
     time_limit: TimeLimit = math.inf,
     quiet: Quiet = False,
 ) -> None:
@@ -162,7 +161,7 @@ def simulate(
         _find_budget(options, output, RunControl(time_limit, show=not quiet))
         return
     with RunControl(time_limit, show=not quiet) as control:
-        results = compare(options, output, control, event_log=event_log, chrome_trace=chrome_trace)
+        results = compare(options, output, control, event_log=event_log)
     if results:
         page = write_report(results, output, options.to_dict())
         say(table_text(results), newline=False)

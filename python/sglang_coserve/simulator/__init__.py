@@ -8,12 +8,11 @@
 - ``binding``, ``source``: requests from workloads; ``models``: shapes and memory.
 - ``find_budget``: the largest step budget that meets the SLOs.
 - ``recorded_traffic``: a recording of the engine, as traces.
-- ``result``, ``report``, ``plots``, ``event_log``, ``chrome_trace``: output.
+- ``result``, ``report``, ``plots``, ``event_log``: output.
 
 All output is marked as simulated.
 """
 
-from sglang_coserve.simulator.chrome_trace import ChromeTrace
 from sglang_coserve.simulator.compare import compare
 from sglang_coserve.simulator.event_log import EventLog
 from sglang_coserve.simulator.executor_config import (
@@ -29,7 +28,6 @@ from sglang_coserve.simulator.run_control import RunControl
 
 __all__ = [
     "CheckpointConfig",
-    "ChromeTrace",
     "EventLog",
     "ExecutorConfig",
     "RunControl",

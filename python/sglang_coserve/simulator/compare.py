@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from sglang_coserve.core.policy import Policy
-from sglang_coserve.simulator.chrome_trace import ChromeTrace
 from sglang_coserve.simulator.event_log import EventLog
 from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.options import SimulationOptions
@@ -23,9 +21,8 @@ def compare(
     control: RunControl,
     *,
     event_log: bool = False,
-    chrome_trace: bool = False,
 ) -> list[SimulationResult]:
-    """Run every policy of ``options``; logs and traces go to files in ``directory``.
+    """Run every policy of ``options``; event logs go to files in ``directory``.
 
     Returns:
         The results in the order of the policies, of which the last may be incomplete;
@@ -44,27 +41,13 @@ def compare(
             break
         control.begin(policy.name, workload.interval_s)
         with ExitStack() as files:
-            observers = _observers(policy, options, directory, files, event_log, chrome_trace)
+            observers: list[SimulationObserver] = []
+            if event_log:
+                log = files.enter_context((directory / f"events-{policy.name}.jsonl").open("w"))
+                observers.append(
+                    EventLog(log, {"policy": policy.name, "settings": options.to_dict()})
+                )
             results.append(
                 simulate(workload, setup, policy, observers=observers, on_progress=control.tick)
             )
     return results
-
-
-def _observers(
-    policy: Policy,
-    options: SimulationOptions,
-    directory: Path,
-    files: ExitStack,
-    event_log: bool,
-    chrome_trace: bool,
-) -> list[SimulationObserver]:
-    observers: list[SimulationObserver] = []
-    if event_log:
-        log = files.enter_context((directory / f"events-{policy.name}.jsonl").open("w"))
-        run = {"policy": policy.name, "settings": options.to_dict()}
-        observers.append(EventLog(log, run))
-    if chrome_trace:
-        trace = files.enter_context((directory / f"trace-{policy.name}.json").open("w"))
-        observers.append(files.enter_context(ChromeTrace(trace, policy.name)))
-    return observers

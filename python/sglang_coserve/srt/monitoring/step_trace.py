@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from sglang_coserve.srt.monitoring.perfetto import mark, slice_of, span_begin, span_end
 from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
-from sglang_coserve.trace_events import mark, slice_of, span_begin, span_end
 
 __all__ = ["Record", "StepTrace", "trace_events"]
 

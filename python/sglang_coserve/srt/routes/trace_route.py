@@ -14,9 +14,9 @@ from sglang_coserve.batch.routes import (
     JsonRoute,
     check_admin_key,
 )
+from sglang_coserve.srt.monitoring.perfetto import process_name, trace_text
 from sglang_coserve.srt.monitoring.scheduler_query import ask, last_steps
 from sglang_coserve.srt.monitoring.step_trace import Record, trace_events
-from sglang_coserve.trace_events import process_name, trace_text
 
 __all__ = ["TRACE_PATH", "install_trace_route"]
 

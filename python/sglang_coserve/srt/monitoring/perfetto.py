@@ -1,37 +1,21 @@
 """The events of a trace for chrome://tracing or Perfetto (Trace Event Format, JSON array).
 
-The simulator and the engine write the same ones: slices for what ran, counters, and a span for
-each request with marks in it. Each event is a line of JSON; ``trace_text`` makes them a file.
+Slices for what ran, and a span for each request with marks in it. Each event is a line of JSON;
+``trace_text`` makes them a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 from pydantic_core import to_json
 
-__all__ = [
-    "HEAD",
-    "SEPARATOR",
-    "TAIL",
-    "counter",
-    "mark",
-    "process_name",
-    "slice_of",
-    "span_begin",
-    "span_end",
-    "trace_text",
-]
-
-SEPARATOR: Final = ",\n"
-HEAD: Final = "[\n"
-TAIL: Final = "\n]\n"
+__all__ = ["mark", "process_name", "slice_of", "span_begin", "span_end", "trace_text"]
 
 
 def trace_text(events: Iterable[str]) -> str:
     """Return the file of these events, which may come in any order."""
-    return HEAD + SEPARATOR.join(events) + TAIL
+    return "[\n" + ",\n".join(events) + "\n]\n"
 
 
 def process_name(name: str, *, process: int = 1) -> str:
@@ -46,11 +30,6 @@ def slice_of(
     start = _us(start_s)
     event = {"ph": "X", "name": name, "ts": start, "dur": _us(end_s) - start, "args": args}
     return _event(event, process)
-
-
-def counter(name: str, at_s: float, values: Mapping[str, float], *, process: int = 1) -> str:
-    """Return the values of a counter from ``at_s`` on."""
-    return _event({"ph": "C", "name": name, "ts": _us(at_s), "args": values}, process)
 
 
 def span_begin(
