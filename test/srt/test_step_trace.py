@@ -22,7 +22,9 @@ def request(rid: str) -> Req:
 
 
 def batch(*reqs: Req, mode: ForwardMode = ForwardMode.EXTEND) -> Any:
-    return SimpleNamespace(reqs=list(reqs), forward_mode=mode, prefix_lens=[0] * len(reqs))
+    return SimpleNamespace(
+        reqs=list(reqs), forward_mode=mode, prefix_lens=[0] * len(reqs), decoding_reqs=None
+    )
 
 
 def lane(held: Any = None, layer: int = 0) -> Any:

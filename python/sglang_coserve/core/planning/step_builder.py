@@ -101,7 +101,9 @@ class StepBuilder:
     def longest_chunk(self, context_tokens: int, rest_tokens: int, budget_s: float) -> int:
         """Return the longest chunk that keeps the batch within the latency budget."""
         tokens = min(rest_tokens, self.free_tokens)
-        if tokens > 0 and budget_s < math.inf:
+        may_be_cut = tokens > 0 and budget_s < math.inf
+        # Mostly it fits whole; the prediction is kept for when it is added.
+        if may_be_cut and self.work.predict_with_prefill(tokens, context_tokens) > budget_s:
             tokens = self.model.max_prefill_tokens(
                 self.work.stats, context_tokens, tokens, budget_s
             )
