@@ -71,7 +71,6 @@ class ScriptedBackend:
     tokens_per_s: float | None = None
     is_online_busy: bool = False
     total_tokens: int = 0
-    busy_s: float = 0.0
     max_in_flight: int | None = None
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
@@ -134,7 +133,6 @@ class ScriptedBackend:
             self.tokens_per_s,
             self.is_online_busy,
             self.total_tokens,
-            self.busy_s,
             self.max_in_flight,
         )
 

@@ -18,7 +18,6 @@ from sglang_coserve.batch.job_forecast import (
     served_before,
 )
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.rate_forecast import RateForecast
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.render import batch_object
 from sglang_coserve.batch.window import window_s
@@ -75,8 +74,7 @@ def simulated(batches: list[RemainingWork], tokens_per_s: float) -> list[float]:
 def test_delays_are_those_of_a_simulation(
     batches: list[RemainingWork], tokens_per_s: float
 ) -> None:
-    rate = RateForecast(tokens_per_s, 0.0)
-    delays = [rate.delay_s(tokens) for tokens in served_before(batches)]
+    delays = [tokens / tokens_per_s for tokens in served_before(batches)]
     for work, delay, expected in zip(
         batches, delays, simulated(batches, tokens_per_s), strict=True
     ):
@@ -107,9 +105,7 @@ def test_what_other_batches_took_corrects_one_that_has_yet_to_begin() -> None:
 
 
 def test_errors_of_the_past_say_how_sure_a_forecast_is() -> None:
-    job_forecast = job_forecasts([served()], RateForecast(10.0, 1000.0), 1000.0, SOMETIMES_LATE)[
-        "batch_1"
-    ]
+    job_forecast = job_forecasts([served()], 10.0, 1000.0, SOMETIMES_LATE)["batch_1"]
     assert job_forecast.forecast_s == pytest.approx(100.0)
     assert job_forecast.eta_s == pytest.approx(1100.0)
     assert job_forecast.eta_p95_s == pytest.approx(1110.0)
@@ -124,19 +120,19 @@ def test_an_unknown_rate_gives_no_eta() -> None:
 
 def test_a_window_that_cannot_be_kept_is_told_in_words() -> None:
     batch = served(expires_at_s=100.0)
-    job_forecast = job_forecasts([batch], RateForecast(5.0, 0.0), 0.0, EXACT)["batch_1"]
+    job_forecast = job_forecasts([batch], 5.0, 0.0, EXACT)["batch_1"]
     shown = batch_object(batch, job_forecast, None).coserve
     assert (shown.eta, shown.rate_tokens_per_s) == (200, 5.0)
     assert shown.warning is not None
     assert "expected to be complete at 1970-01-01T00:03:20+00:00, 100 s after" in shown.warning
     assert batch_object(batch, job_forecast, "disk full").coserve.warning == "disk full"
-    in_time = job_forecasts([batch], RateForecast(50.0, 0.0), 0.0, EXACT)["batch_1"]
+    in_time = job_forecasts([batch], 50.0, 0.0, EXACT)["batch_1"]
     assert batch_object(batch, in_time, None).coserve.warning is None
 
 
 def test_what_takes_for_ever_has_an_end_that_can_be_written() -> None:
     batch = replace(served(), estimated_tokens=10**15)
-    job_forecast = job_forecasts([batch], RateForecast(0.01, 0.0), 0.0, EXACT)["batch_1"]
+    job_forecast = job_forecasts([batch], 0.01, 0.0, EXACT)["batch_1"]
     assert "expected to be complete at 20" in (
         batch_object(batch, job_forecast).coserve.warning or ""
     )
@@ -147,7 +143,7 @@ def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:
     others = served(id="batch_2", expires_at_s=10_000.0)
     for expires_at_s, is_urgent in ((90.0, False), (150.0, True), (215.0, True), (250.0, False)):
         batch = served(expires_at_s=expires_at_s)
-        found = job_forecasts([batch, others], RateForecast(10.0, 0.0), 0.0, SOMETIMES_LATE)
+        found = job_forecasts([batch, others], 10.0, 0.0, SOMETIMES_LATE)
         assert found["batch_1"].is_urgent == is_urgent, expires_at_s
         assert not found["batch_2"].is_urgent
 

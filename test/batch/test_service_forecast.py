@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from batch.scenarios import OWNER, Scene, lines, opened, play, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.rate_forecast import HOUR_S
 
 
 async def served_in(scene: Scene, seconds: float) -> BatchObject:
@@ -110,25 +108,5 @@ def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
                 entry.finish()
             await scene.ends(batch.id)
             assert len(service._runner._forecaster._errors) == 0
-
-    play(scenario())
-
-
-def test_rates_by_the_hour_survive_a_restart(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
-        scene = await opened(tmp_path, backend)
-        async with scene.service:
-            hour = int(scene.clock.now_s() // HOUR_S)
-            await scene.clock.until(lambda: bool(scene.clock.now_s()))
-            backend.total_tokens, backend.busy_s = 5000, 10.0
-            forecaster = scene.service._runner._forecaster
-            await scene.clock.until(lambda: bool(forecaster._hours))
-        async with (await opened(tmp_path, ScriptedBackend())).service as service:
-            served = service._runner._forecaster._hours
-            assert sum(each.tokens for each in served.values()) == 5000
-            assert sum(each.busy_s for each in served.values()) == 10.0
-            assert min(served) >= hour
-            await asyncio.sleep(0)
 
     play(scenario())

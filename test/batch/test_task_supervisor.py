@@ -15,7 +15,7 @@ from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened, play, stream, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.schemas import ExpiresAfter
-from sglang_coserve.batch.store import file_rows, forecast_rows
+from sglang_coserve.batch.store import file_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
@@ -156,7 +156,7 @@ def test_a_service_goes_on_whatever_a_task_of_it_meets(
         scene = await opened(tmp_path, backend)
         async with scene.service as service:
             state = service.background.state
-            names = {"file_expiry", "batch_urgency", "rate_history", "online_delays"}
+            names = {"file_expiry", "batch_urgency", "online_delays"}
             assert {name for name, each in state().items() if each["running"]} == names
             wrong = {"batch_urgency": "load", "online_delays": "online_delays_s"}
 
@@ -176,37 +176,5 @@ def test_a_service_goes_on_whatever_a_task_of_it_meets(
             assert {name: state()[name]["failures"] for name in wrong} == failures
             assert {name for name, each in state().items() if each["running"]} == names
         assert not any(each["running"] for each in state().values())
-
-    play(scenario())
-
-
-def test_rates_that_could_not_be_written_are_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise StorageError("the disk is full")
-
-    async def scenario() -> None:
-        backend = ScriptedBackend()
-        scene = await opened(tmp_path, backend)
-        async with scene.service as service:
-            monkeypatch.setattr(forecast_rows, "put_hours", fail)
-            backend.total_tokens, backend.busy_s = 5000, 10.0
-            state = service.background.state
-            await scene.clock.until(lambda: state()["rate_history"]["failures"] > 0)
-            monkeypatch.undo()
-            # Nothing was served since.
-            written: list[dict[int, object]] = []
-            put = forecast_rows.put_hours
-            monkeypatch.setattr(
-                forecast_rows,
-                "put_hours",
-                lambda connection, hours, oldest: (
-                    written.append(dict(hours)),
-                    put(connection, hours, oldest),
-                ),
-            )
-            await scene.clock.until(lambda: bool(written))
-        assert len(written[0]) == 1
 
     play(scenario())

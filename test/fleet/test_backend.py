@@ -284,7 +284,7 @@ def test_windows_follow_what_runs() -> None:
             await served.results()
             assert engine.lines_served == 4 * LINES_AHEAD
             load = fleet.load()
-            assert load.total_tokens > 0 and load.busy_s > 0
+            assert load.total_tokens > 0
             assert load.offline_tokens_per_s is not None
 
     play(scenario())

@@ -1,9 +1,8 @@
-"""Corrects forecasts by the errors of earlier ones."""
+"""How much longer batches took than was forecast."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +10,12 @@ from typing import Final
 
 __all__ = ["REMEMBERED", "FinishEstimate", "ForecastErrors", "PastJob"]
 
-_ALIKE: Final = 39
-"""The fewest of which P95 is a value with one beyond it, and P5 one with one below."""
+REMEMBERED: Final = 39
+"""Past batches that count. The fewest of which P95 is a value with one beyond it, and P5 one with
+one below."""
 
 _FEWEST: Final = 19
 """The fewest of which P95 is a value at all."""
-
-REMEMBERED: Final = 10 * _ALIKE
-"""Past batches that are looked at: enough of each size, when sizes differ tenfold."""
 
 _PRIOR: Final = tuple(math.exp(0.25 * step) for step in range(-9, 10))
 """Actual ÷ predicted where fewer batches have ended: from a tenth to ten times. Of 509 simulated
@@ -46,7 +43,7 @@ class FinishEstimate:
 
 
 class ForecastErrors:
-    """Empirical quantiles of actual ÷ forecast, of past batches that were to take about as long.
+    """Empirical quantiles of actual ÷ forecast: the factors by which forecasts are corrected.
 
     Of n past errors the k-th smallest exceeds the next one with the probability k ÷ (n + 1), if
     all of them are alike: no more is assumed of how they are distributed. So with few of
@@ -56,8 +53,8 @@ class ForecastErrors:
 
     def __init__(self, past: Iterable[PastJob] = ()) -> None:
         """Start with ``past`` batches, the oldest first."""
-        self._newest: deque[tuple[float, float]] = deque()
-        self._by_size: list[tuple[float, float]] = []
+        self._newest: deque[float] = deque(maxlen=REMEMBERED)
+        self._factors = sorted(_PRIOR)
         for each in past:
             self.add(each)
 
@@ -65,48 +62,24 @@ class ForecastErrors:
         return len(self._newest)
 
     def add(self, past: PastJob) -> None:
-        """Take in a batch that has ended. O(batches)."""
+        """Take in a batch that has ended, in place of the oldest one."""
         if min(past.forecast_s, past.actual_s) <= 0:
             return
-        entry = (math.log(past.forecast_s), past.actual_s / past.forecast_s)
-        self._newest.append(entry)
-        insort(self._by_size, entry)
-        if len(self._newest) > REMEMBERED:
-            self._by_size.remove(self._newest.popleft())
+        self._newest.append(past.actual_s / past.forecast_s)
+        unseen = _PRIOR if len(self) < _FEWEST else ()
+        self._factors = sorted([*self._newest, *unseen])
 
     def finish(self, forecast_s: float) -> FinishEstimate:
         """Return when a batch is complete that would take ``forecast_s`` by the forecast. O(1)."""
-        ratios = sorted(self._alike(forecast_s))
-        return FinishEstimate(
-            forecast_s * _quantile(ratios, 0.05),
-            forecast_s * _quantile(ratios, 0.5),
-            forecast_s * _quantile(ratios, 0.95),
-        )
+        return FinishEstimate(*(forecast_s * self._quantile(share) for share in (0.05, 0.5, 0.95)))
 
-    def _alike(self, forecast_s: float) -> list[float]:
-        """Return the errors of the batches that are nearest in size."""
-        found = self._by_size
-        if len(found) > _ALIKE:
-            size = math.log(forecast_s) if forecast_s > 0 else -math.inf
-            low = high = bisect_left(found, (size,))
-            while high - low < _ALIKE:
-                if high == len(found) or (
-                    low > 0 and size - found[low - 1][0] <= found[high][0] - size
-                ):
-                    low -= 1
-                else:
-                    high += 1
-            found = found[low:high]
-        ratios = [ratio for _, ratio in found]
-        return ratios if len(ratios) >= _FEWEST else [*ratios, *_PRIOR]
-
-
-def _quantile(ratios: list[float], share: float) -> float:
-    """Return the value that the next one is below with the probability ``share``."""
-    place = share * (len(ratios) + 1)
-    # Rounded away from the middle: an error is rather feared than hoped for.
-    index = math.floor(place) if share < 0.5 else math.ceil(place - 1e-9)
-    if share == 0.5:
-        middle = len(ratios) // 2
-        return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] * ratios[middle]) ** 0.5
-    return ratios[min(max(index, 1), len(ratios)) - 1]
+    def _quantile(self, share: float) -> float:
+        """Return the factor that the next one is below with the probability ``share``."""
+        factors = self._factors
+        if share == 0.5:
+            middle = len(factors) // 2
+            return math.sqrt(factors[middle] * factors[-middle - 1])
+        # Rounded away from the middle: an error is rather feared than hoped for.
+        place = share * (len(factors) + 1)
+        index = math.floor(place) if share < 0.5 else math.ceil(place - 1e-9)
+        return factors[min(max(index, 1), len(factors)) - 1]

@@ -11,26 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_coserve.batch.job_forecast import remaining_tokens
-from sglang_coserve.batch.rate_forecast import HOUR_S, RateForecast
 from sglang_coserve.batch.record import JobRecord
 
-__all__ = ["Headroom", "HourlyRate", "headroom", "required_tokens_per_s"]
+__all__ = ["Headroom", "headroom", "required_tokens_per_s"]
 
 _LEAST_LEFT_S: Final = 60.0
 """Least time left that is assumed, so that a window that is about to close needs no infinite
 rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class HourlyRate:
-    """Offline tokens a second in one of the next hours."""
-
-    starts_at: int
-    """Seconds since the epoch."""
-
-    tokens_per_s: float
-    is_measured: bool
-    """Offline work was served at that hour of the day before; else it is taken to be like now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +33,6 @@ class Headroom:
     headroom_tokens_per_s: float | None
     """What could be added; None if unknown."""
 
-    by_hour: tuple[HourlyRate, ...]
-    """The next 24 hours, this one first; empty if unknown."""
-
 
 def required_tokens_per_s(
     batches: Iterable[JobRecord], now_s: float, token_bias: float = 1.0
@@ -60,27 +44,12 @@ def required_tokens_per_s(
     )
 
 
-def headroom(
-    rate: RateForecast | None, recent_per_s: float | None, required_per_s: float, now_s: float
-) -> Headroom:
+def headroom(rate_per_s: float | None, required_per_s: float) -> Headroom:
     """Return what could be added now.
 
     Args:
-        rate: Of all offline work, from now on; None if unknown.
-        recent_per_s: The rate of late; None if unknown.
+        rate_per_s: Of offline tokens, of late; None if unknown.
         required_per_s: As ``required_tokens_per_s`` returns it.
-        now_s: Seconds since the epoch.
     """
-    here = int(now_s // HOUR_S)
-    by_hour = () if rate is None else rate.by_hour
-    return Headroom(
-        tokens_per_s=recent_per_s,
-        required_tokens_per_s=required_per_s,
-        headroom_tokens_per_s=None
-        if recent_per_s is None
-        else max(recent_per_s - required_per_s, 0),
-        by_hour=tuple(
-            HourlyRate(int((here + ahead) * HOUR_S), tokens_per_s, is_measured)
-            for ahead, (tokens_per_s, is_measured) in enumerate(by_hour)
-        ),
-    )
+    spare_per_s = None if rate_per_s is None else max(rate_per_s - required_per_s, 0)
+    return Headroom(rate_per_s, required_per_s, spare_per_s)

@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Final
 
 from sglang_coserve.batch.forecast_errors import ForecastErrors
-from sglang_coserve.batch.rate_forecast import RateForecast
 from sglang_coserve.batch.record import JobRecord
 
 __all__ = ["JobForecast", "RemainingWork", "job_forecasts", "remaining_tokens", "served_before"]
@@ -132,22 +131,22 @@ def _served_to_owner(works: Sequence[RemainingWork]) -> list[float]:
 
 def job_forecasts(
     batches: Iterable[JobRecord],
-    rate: RateForecast | None,
+    rate_per_s: float | None,
     now_s: float,
     errors: ForecastErrors,
     token_bias: float = 1.0,
 ) -> dict[str, JobForecast]:
-    """Return the forecast of every batch, by id; nothing is known without a ``rate``.
+    """Return the forecast of every batch, by id; nothing is known without a rate.
 
     Args:
         batches: Those that are being served, or soon will be.
-        rate: Of all offline work, from now on.
+        rate_per_s: Tokens a second of all offline work; more than 0.
         now_s: Seconds since the epoch.
         errors: What became of earlier forecasts.
         token_bias: What finished batches took, over what was expected of their lines.
     """
     running = list(batches)
-    if rate is None:
+    if rate_per_s is None:
         return {batch.id: JobForecast(None, None, False, False) for batch in running}
     works = [
         RemainingWork(b.owner, remaining_tokens(b, token_bias), b.priority, b.weight)
@@ -159,8 +158,8 @@ def job_forecasts(
         if not batch.estimated_tokens:
             found[batch.id] = JobForecast(None, None, False, False)
             continue
-        forecast_s = rate.delay_s(served)
-        first_s = rate.delay_s(_served_to_all(work.tokens, totals.values()))
+        forecast_s = served / rate_per_s
+        first_s = _served_to_all(work.tokens, totals.values()) / rate_per_s
         found[batch.id] = _outlook(batch, work, forecast_s, first_s, now_s, errors)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +18,6 @@ from sglang_coserve.batch.owner_storage import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
-from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.lines.worker_threads import to_its_end
 
@@ -57,7 +55,6 @@ class JobSupervisor:
             self._context.background.start(name, work)
             for name, work in (
                 ("batch_urgency", self._watch),
-                ("rate_history", self._keep_history),
                 ("online_delays", self._count_delays),
             )
         ]
@@ -108,8 +105,6 @@ class JobSupervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with suppress(StorageError):
-            await self._forecaster.write()
 
     async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
         limits, directory = self._context.limits, self._context.directory
@@ -189,11 +184,6 @@ class JobSupervisor:
             self._size_slots()
             for batch_id, forecast in self.job_forecasts().items():
                 self._drivers[batch_id].share.is_urgent = forecast.is_urgent
-
-    async def _keep_history(self) -> None:
-        while True:
-            await self._context.clock.sleep(_LOOK_INTERVAL_S)
-            await self._forecaster.look()
 
     async def _count_delays(self) -> None:
         while True:

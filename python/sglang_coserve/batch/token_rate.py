@@ -57,12 +57,6 @@ class TokenRate:
         """How many are within ``in_flight``."""
         return self._in_flight
 
-    @property
-    def busy_s(self) -> float:
-        """The time within ``in_flight`` since the start."""
-        self._advance()
-        return self._busy_s
-
     def add(self, tokens: int) -> None:
         """Count tokens that work in flight took. O(1) amortised."""
         self._advance()

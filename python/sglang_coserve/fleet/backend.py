@@ -203,7 +203,6 @@ class FleetBackend(Backend):
         return BackendLoad(
             sum(rates) if rates else None,
             total_tokens=self._rate.total_tokens,
-            busy_s=self._rate.busy_s,
             # Some lines more than fit, of which each engine finds those that are its own.
             max_in_flight=max(1, sum(engine.window + LINES_AHEAD for engine in up)),
         )

@@ -145,9 +145,6 @@ class BackendLoad:
     total_tokens: int = 0
     """Prompt and generated tokens of offline requests since the start."""
 
-    busy_s: float = 0.0
-    """Time since the start in which there were offline requests."""
-
     max_in_flight: int | None = None
     """Most lines in flight that it can make use of; None for no limit of its own."""
 

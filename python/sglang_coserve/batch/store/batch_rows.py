@@ -16,12 +16,23 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
+from sglang_coserve.batch.forecast_errors import REMEMBERED, PastJob
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, LineFault, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows
 from sglang_coserve.lines.progress import Progress, Usage
 
-__all__ = ["add_online_delays", "apply", "create", "find", "find_earlier", "page", "unfinished"]
+__all__ = [
+    "add_online_delays",
+    "apply",
+    "create",
+    "find",
+    "find_earlier",
+    "page",
+    "past_forecasts",
+    "unfinished",
+    "void_forecasts",
+]
 
 _NESTED: Final = ("progress", "faults", "metadata")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
@@ -240,6 +251,30 @@ def _same_request(earlier: JobRecord, record: JobRecord) -> JobRecord:
             param="Idempotency-Key",
         )
     return earlier
+
+
+def past_forecasts(connection: sqlite3.Connection) -> list[tuple[PastJob, float, float]]:
+    """Return the newest complete batches that had a forecast, the oldest first.
+
+    With each the tokens that its lines took, and those that they were expected to take.
+    """
+    rows = connection.execute(
+        "SELECT forecast_s, completed_at_s - created_at_s, input_tokens + output_tokens,"
+        " finished_estimated_tokens FROM batches"
+        " WHERE status = 'completed' AND forecast_s IS NOT NULL ORDER BY seq DESC LIMIT ?",
+        (REMEMBERED,),
+    ).fetchall()
+    return [
+        (PastJob(forecast_s, actual_s), tokens, expected)
+        for forecast_s, actual_s, tokens, expected in reversed(rows)
+    ]
+
+
+def void_forecasts(connection: sqlite3.Connection) -> None:
+    """Forget the forecasts of unfinished batches: the server was down meanwhile."""
+    connection.execute(
+        f"UPDATE batches SET forecast_s = NULL WHERE forecast_s IS NOT NULL AND {_UNFINISHED}"
+    )
 
 
 def _row(record: JobRecord) -> dict[str, Any]:

@@ -115,5 +115,6 @@ MIGRATIONS: Final = (
         # By how much a batch has delayed online requests.
         "ALTER TABLE batches ADD COLUMN online_delay_s REAL",
     ),
+    ("DROP TABLE served_hours",),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""

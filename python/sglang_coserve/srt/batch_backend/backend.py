@@ -122,7 +122,6 @@ class BatchBackend(Backend):
             self._rate.per_s(),
             is_online_busy=num_others > 0,
             total_tokens=self._rate.total_tokens,
-            busy_s=self._rate.busy_s,
         )
 
     async def online_delays_s(self) -> Mapping[str, float] | None:

@@ -409,28 +409,13 @@ function showHeadroom(headroom) {
   write(byId("headroom-note"), headroom === null ? "Known with the Batch API: start the server with --coserve-data-dir."
     : isKnown ? "" : "Not known yet: no offline work has been served.");
   byId("headroom").hidden = !isKnown;
-  byId("hours-chart").hidden = !isKnown;
   if (!isKnown) return;
   figures(byId("headroom"), [
     ["Could be added now, tokens/s", number(headroom.headroom_tokens_per_s)],
     ["Offline work gets", number(headroom.tokens_per_s)],
     ["Batches need, for their windows", number(headroom.required_tokens_per_s)],
   ]);
-  const hours = headroom.by_hour;
-  const needed = headroom.required_tokens_per_s;
-  const chart = frame(ceiling(Math.max(1, needed, ...hours.map((hour) => hour.tokens_per_s))), number, `${clockHour(hours[0])}`, `${clockHour(hours.at(-1))}`);
-  const step = WIDTH / hours.length;
-  hours.forEach((hour, i) => {
-    const y = chart.y(hour.tokens_per_s);
-    chart.svg.append(shape("rect", { class: `area ${hour.is_measured ? "offline" : "assumed"}`, x: i * step + 2, width: step - 4, y, height: chart.y(0) - y }));
-  });
-  chart.svg.append(shape("line", { class: "curve granted", x1: 0, x2: WIDTH, y1: chart.y(needed), y2: chart.y(needed) }));
-  const best = hours.reduce((a, b) => (b.tokens_per_s > a.tokens_per_s ? b : a));
-  place(byId("hours-chart"), chart, [["offline", "measured at that hour before"], ["assumed", "no history: taken to be like now"], ["granted", "needed by batches", "line"]],
-    `Offline tokens a second by hour: most, ${number(best.tokens_per_s)}, at ${clockHour(best)}; batches need ${number(needed)}.`);
 }
-
-const clockHour = (hour) => new Date(hour.starts_at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 // --- The last minute, step by step ----------------------------------------------------------
 
