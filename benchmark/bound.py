@@ -3,11 +3,11 @@
     python benchmark/bound.py
     python benchmark/bound.py --trace azure.csv --rate 2 --offline 6916x394
 
-The bound is computed (docs/benchmarks.md says how, and why it is one); what stands beside it is
-simulated with the same latency model: a roofline from the datasheet, or ``--profile``. Without a
-trace there are two, of lognormal lengths and Poisson arrivals: one with long prompts, one with
-long outputs. A load of 1 is the rate at which the no-interference baseline serves requests that
-all come at once.
+The bound is computed for a load that goes on as in the trace (docs/benchmarks.md says how, and why
+it is one); what stands beside it is simulated with the same latency model: a roofline from the
+datasheet, or ``--profile``. Without a trace there are two, of lognormal lengths and Poisson
+arrivals: one with long prompts, one with long outputs. A load of 1 is the rate at which the
+no-interference baseline serves requests that all come at once.
 
 Targets are multiples of what the baseline gives: ``--scale`` of its P99 TTFT and its P99 gap
 between tokens, told to the scheduler in milliseconds; or ``--slowdown``, told as that.
@@ -76,7 +76,7 @@ class Machinery:
         capacity = Capacity(
             executor.max_batch_tokens, executor.max_running_requests, executor.kv_capacity_tokens
         )
-        online = required(requests, targets, window_s, late_share=self.late_share)
+        online = required(requests, targets, late_share=self.late_share)
         shape = OfflineShape(prompt_tokens, output_tokens)
         return offline_bound(self.model, capacity, shape, online, window_s)
 

@@ -1,10 +1,10 @@
 """How much offline work any scheduler could do beside online requests: an upper bound.
 
-The window is cut into ``n`` steps, n being free. Added up over the steps are the sums that a
-latency model asks for: what online requests must have got by the end of the window, and what
-offline requests could get. A model whose time is convex in these sums predicts for n equal
-steps no more than for any other n steps with the same sums; so offline work that makes even n
-equal steps longer than the window, for every n that is possible, cannot be done. See
+It is one for a load that goes on as in a window. The window is cut into ``n`` steps, n being free.
+Added up over the steps are the sums that a latency model asks for: all work of the window's online
+requests, and of complete offline requests. A model whose time is convex in these sums predicts for
+n equal steps no more than for any other n steps with the same sums; so offline work that makes even
+n equal steps longer than the window, for every n that is possible, cannot be done. See
 ``docs/benchmarks.md``.
 """
 
@@ -33,9 +33,6 @@ _THIRDS: Final = 80
 
 _STEP: Final = 1e-4
 _FEW: Final = 1e-9
-_ROUNDING: Final = -1e-9
-"""In doubt a token is not due yet."""
-
 _TRIALS: Final = 2000
 
 
@@ -57,7 +54,7 @@ class OfflineShape:
 
 
 class Required(NamedTuple):
-    """Online work that must be done within the window, in sums over its steps."""
+    """The work of online requests, in sums over the steps that do it."""
 
     prompts: float = 0
     prompt_tokens: float = 0
@@ -76,52 +73,36 @@ class Required(NamedTuple):
 
 
 def required(
-    trace: Sequence[TraceRequest],
-    targets: SloTargets,
-    window_s: float,
-    *,
-    late_share: float = 0.0,
+    trace: Sequence[TraceRequest], targets: SloTargets, *, late_share: float = 0.0
 ) -> Required:
-    """Return what online requests must have got by the end of the window.
+    """Return all the work of online requests.
 
-    A request has its first token within the TTFT target, and each further one the TPOT target
-    later, at the latest; without that target nothing forces them. Of prefixes that an earlier
-    request had nothing is computed again. O(n log n + blocks).
+    Of prefixes that an earlier request had nothing is computed again. O(n log n + blocks).
 
     Args:
         trace: In order of arrival.
-        targets: Of each request.
-        window_s: From 0; infinite: all of each request.
-        late_share: Of the requests that ask for something within the window, so many may get
-            nothing: of each sum the largest parts are left out.
+        targets: A request has its first token within the TTFT target, and each further one the
+            TPOT target later, at the latest. So they bound which requests may share steps.
+        late_share: So many of the requests may get nothing: of each sum the largest parts are left
+            out.
     """
-    if targets.ttft_s is None:
-        return Required()
+    ttft_s, tpot_s = (math.inf if t is None else t for t in (targets.ttft_s, targets.tpot_s))
     parts: list[Required] = []
     spans: list[tuple[float, float, int]] = []
     seen: set[int] = set()
     for request in trace:
         cached = cached_tokens(request, seen)
-        if request.arrival_s + targets.ttft_s > window_s:
-            continue
         prompt, outputs = request.prompt_tokens, request.output_tokens
-        tokens = prompt - cached
-        decodes, keys, held = 0, 0, 0
-        if targets.tpot_s is not None:
-            first_s = request.arrival_s + targets.ttft_s
-            if window_s < math.inf:
-                due = 1 + int((window_s - first_s) / targets.tpot_s + _ROUNDING)
-                outputs = min(outputs, due)
-            decodes = outputs - 1
-            keys, held = _keys(prompt, outputs), _keys(tokens, outputs)
-            end_s = first_s + decodes * targets.tpot_s
-            spans.append((request.arrival_s, end_s, outputs))
+        tokens, decodes = prompt - cached, outputs - 1
         # In the shortest chunks there are the fewest pairs.
         pairs = tokens * cached + tokens * (tokens + 1) // 2
+        keys, held = _keys(prompt, outputs), _keys(tokens, outputs)
         parts.append(Required(1, tokens, pairs, decodes, keys, held))
-    left_out = int(late_share * len(parts))
+        end_s = request.arrival_s + ttft_s + (decodes * tpot_s if decodes else 0.0)
+        spans.append((request.arrival_s, end_s, outputs))
     if not parts:
         return Required()
+    left_out = int(late_share * len(parts))
     sums = Required(*(_less_largest(column, left_out) for column in zip(*parts, strict=True)))
     return sums._replace(steps=_different_steps(spans, left_out))
 
@@ -132,33 +113,28 @@ def offline_bound(
     offline: OfflineShape,
     online: Required,
     window_s: float,
-    *,
-    unfinished: bool = True,
 ) -> float:
     """Return the most offline tokens a second, prompt and output, that are possible.
 
-    It holds for schedulers that keep what they begin: an offline request whose prompt was
-    computed generates its output, or holds its KV when the window ends. 0 where even the
-    online work does not fit.
+    It holds for a load that goes on for ever as in the window. In a short window more is possible,
+    by what is put off until it is over. 0 where even the online work does not fit.
 
-    ``unfinished=False``: none holds KV at the end. With all work of all online requests
-    (``required`` of an infinite window) that bounds a load that goes on for ever as in the window.
-    In a short window more is possible, by what is put off until it is over.
+    Args:
+        model: Of the time of a step.
+        capacity: Of a step and the device.
+        offline: Every request is complete.
+        online: All work of the online requests that arrive in the window.
+        window_s: Its length.
 
     Raises:
         ConfigError: the model is not convex.
     """
     _require_convex(model)
     plan = _Plan(model, capacity, offline, online)
-    if plan.least_s(0.0, 0.0) > window_s:
+    if plan.least_s(0.0) > window_s:
         return 0.0
-    held = min(capacity.kv_tokens / offline.prompt_tokens, float(capacity.requests)) * unfinished
-
-    def most_tokens(unfinished: float) -> float:
-        requests = _largest(lambda count: plan.least_s(count, unfinished) <= window_s)
-        return plan.tokens(requests, unfinished)
-
-    return _least(lambda unfinished: -most_tokens(unfinished), 0.0, held)[1] / -window_s
+    requests = _largest(lambda count: plan.least_s(count) <= window_s)
+    return requests * (offline.prompt_tokens + offline.output_tokens) / window_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +146,15 @@ class _Plan:
     offline: OfflineShape
     online: Required
 
-    def tokens(self, requests: float, unfinished: float) -> float:
-        """Return the offline tokens: prompts, first tokens, decodes."""
-        return requests * (self.offline.prompt_tokens + 1) + self._decodes(requests, unfinished)
-
-    def least_s(self, requests: float, unfinished: float) -> float:
-        """Return the least time that this many offline prompts take, with the online work."""
+    def least_s(self, requests: float) -> float:
+        """Return the least time that this many offline requests take, with the online work."""
         shape, online, capacity = self.offline, self.online, self.capacity
-        decodes = self._decodes(requests, unfinished)
+        decodes = requests * (shape.output_tokens - 1)
         prompts = online.prompts + requests
         prompt_tokens = online.prompt_tokens + requests * shape.prompt_tokens
         pairs = online.pairs + requests * (shape.prompt_tokens * (shape.prompt_tokens + 1) / 2)
         all_decodes = online.decodes + decodes
-        keys = 0.0
-        if decodes:
-            of_one = _keys(shape.prompt_tokens, shape.output_tokens) / (shape.output_tokens - 1)
-            keys = decodes * of_one
+        keys = requests * _keys(shape.prompt_tokens, shape.output_tokens)
         if not prompts and not all_decodes:
             return 0.0
         fewest = max(
@@ -204,9 +173,6 @@ class _Plan:
         if seconds(fewest * (1 + _STEP)) >= fewest_s:
             return fewest_s  # Convex in the steps, it only grows.
         return _least(seconds, fewest, prompt_tokens + all_decodes)[1]
-
-    def _decodes(self, requests: float, unfinished: float) -> float:
-        return max(requests - unfinished, 0.0) * (self.offline.output_tokens - 1)
 
 
 def _keys(prompt_tokens: int, output_tokens: int) -> int:

@@ -80,15 +80,11 @@ def held_share(outcome: RunOutcome, targets: SloTargets) -> float:
 def bound_per_s(
     emulation: Emulation, requests: Sequence[TraceRequest], load: Load, targets: SloTargets
 ) -> float:
-    """Return the most offline tokens/s beside this online load, if it went on for ever like this.
-
-    All work of all requests counts, and every offline request is complete.
-    """
+    """Return the most offline tokens/s beside this online load if it went on for ever."""
     capacity = Capacity(*_limits(emulation))
     offline = OfflineShape(load.offline_prompt_tokens, load.offline_output_tokens)
-    online = required(requests, targets, math.inf, late_share=_LATE_SHARE)
-    model = emulation.latency_model()
-    return offline_bound(model, capacity, offline, online, load.seconds, unfinished=False)
+    online = required(requests, targets, late_share=_LATE_SHARE)
+    return offline_bound(emulation.latency_model(), capacity, offline, online, load.seconds)
 
 
 def _limits(emulation: Emulation) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -50,10 +50,12 @@ def test_without_online_requests_it_is_the_saturated_throughput() -> None:
 
 def test_decodes_alone_are_bound_by_the_requests_that_fit() -> None:
     model = LinearModel.of(HYGEN, iteration_s=1e-2)
-    # 10 requests of at least 1,000 tokens fit: a step a token, but at the edges of the window.
     capacity = Capacity(batch_tokens=10**9, requests=256, kv_tokens=10_000)
-    found = offline_bound(model, capacity, OfflineShape(1000, 10**6), Required(), 10.0)
-    assert found < 10_001 + 10 / 1e-2
+    # Each holds its prompt for a step, and what its 100 decodes read for one step each.
+    kv_of_one = 1000 + sum(range(1001, 1101))
+    requests_per_s = 10_000 / kv_of_one / 1e-2
+    found = offline_bound(model, capacity, OfflineShape(1000, 101), Required(), 10.0)
+    assert found == pytest.approx(1101 * requests_per_s, rel=1e-6)
 
 
 def test_online_work_takes_its_part_of_the_time() -> None:
@@ -70,30 +72,29 @@ def test_different_steps_are_those_of_requests_that_never_meet() -> None:
     targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
     # Each is there for at most 1.9 s; the second meets both others.
     trace = [TraceRequest(index, arrival_s, 100, 10) for index, arrival_s in enumerate((0, 1, 2))]
-    online = required(trace, targets, 100.0)
+    online = required(trace, targets)
     assert online.steps == 20
     assert online[:5] == (3, 300, 3 * 5050, 27, 3 * sum(range(101, 110)))
-    # Until 2.45 the first token of the first two is due, and further ones of them.
-    assert required(trace, targets, 2.45).decodes == 9 + 4
-    assert required(trace, targets, 100.0, late_share=0.34).steps == 10
-    assert required(trace, SloTargets(tpot_s=0.1), 100.0) == Required()
-    assert required(trace, targets, math.inf) == online
+    assert required(trace, targets, late_share=0.34).steps == 10
+    # Without targets all could be there at the same time, and have the same work.
+    for loose in (SloTargets(), SloTargets(tpot_s=0.1), SloTargets(ttft_s=1.0)):
+        assert required(trace, loose) == online._replace(steps=10)
+    assert required([], targets) == Required()
 
 
-def test_for_ever_less_is_possible_than_in_a_window_after_which_much_is_left() -> None:
+def test_twice_the_load_in_twice_the_time_leaves_as_much() -> None:
     shape = OfflineShape(2048, 256)
-    in_window = offline_bound(MODEL, LARGE, shape, Required(), 10.0)
-    for_ever = [
-        offline_bound(MODEL, LARGE, shape, Required(), seconds, unfinished=False)
-        for seconds in (10.0, 1000.0)
-    ]
-    assert in_window > 1.05 * for_ever[0]
-    assert for_ever[0] == pytest.approx(for_ever[1], rel=1e-3)
+    trace = [TraceRequest(index, index / 4, 1000, 100) for index in range(40)]
+    once = required(trace, SloTargets(ttft_s=1.0, tpot_s=0.1))
+    twice = Required(*(2 * part for part in once))
+    assert offline_bound(MODEL, LARGE, shape, twice, 20.0) == pytest.approx(
+        offline_bound(MODEL, LARGE, shape, once, 10.0), rel=1e-6
+    )
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
     trace = [TraceRequest(index, 0.0, 1500, 1, hash_ids=(1, 2, 3)) for index in range(2)]
-    online = required(trace, SloTargets(ttft_s=1.0), 10.0)
+    online = required(trace, SloTargets(ttft_s=1.0))
     assert online.prompt_tokens == 1500 + 1
 
 
@@ -110,8 +111,12 @@ def test_a_model_that_is_not_convex_is_refused() -> None:
 
 
 def simulated(
-    policy: str, trace: list[TraceRequest], shape: OfflineShape, capacity: Capacity, window_s: float
+    policy: str, trace: list[TraceRequest], shape: OfflineShape, capacity: Capacity
 ) -> SimulationResult:
+    """Return a run of all requests to their ends, 100 of them offline."""
+    offline = offline_requests(
+        f"{shape.prompt_tokens}x{shape.output_tokens}", max_context_tokens=10**6
+    )
     config = ExecutorConfig(
         kv_capacity_tokens=capacity.kv_tokens,
         max_running_requests=capacity.requests,
@@ -121,11 +126,8 @@ def simulated(
     return simulate(
         Workload(
             online=partial(from_trace, trace, RequestClass.ONLINE),
-            offline=offline_requests(
-                f"{shape.prompt_tokens}x{shape.output_tokens}", max_context_tokens=10**6
-            ),
+            offline=lambda: islice(offline(), 100),
             backlog_depth=32,
-            interval_s=window_s,
         ),
         SimulationSetup(MODEL, config, SloTargets(0.3, 0.05)),
         make_policy(policy),
@@ -155,14 +157,11 @@ def test_no_policy_does_more(
         TraceRequest(index, arrival_s, *length)
         for index, (arrival_s, length) in enumerate(sorted(online))
     ]
-    window_s, capacity, shape = 4.0, Capacity(8192, requests, kv_tokens), OfflineShape(*offline)
-    result = simulated(policy, trace, shape, capacity, window_s)
-    ttfts_s = [timeline.ttft_s for timeline in result.online]
+    capacity, shape = Capacity(8192, requests, kv_tokens), OfflineShape(*offline)
+    result = simulated(policy, trace, shape, capacity)
+    served = [one for one, got in zip(trace, result.online, strict=True) if got.token_times_s]
+    ttfts_s = [timeline.ttft_s or 0.0 for timeline in result.online]
     gaps_s = [b - a for t in result.online for a, b in pairwise(t.token_times_s)]
-    if None in ttfts_s:
-        kept = SloTargets()
-    else:
-        longest_s = max((ttft_s for ttft_s in ttfts_s if ttft_s is not None), default=1.0)
-        kept = SloTargets(longest_s, max(gaps_s, default=1.0))
-    bound = offline_bound(MODEL, capacity, shape, required(trace, kept, window_s), window_s)
+    kept = SloTargets(max(ttfts_s, default=1.0), max(gaps_s, default=1.0))
+    bound = offline_bound(MODEL, capacity, shape, required(served, kept), result.interval_s)
     assert result.offline_throughput.computed_tokens_per_s <= bound * (1 + 1e-9)
