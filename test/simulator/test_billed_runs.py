@@ -35,6 +35,10 @@ class KeptSetup(SimulationSetup):
 
     made: list[Scheduler] = field(default_factory=list)
 
+    def follows_latencies(self, policy: Policy) -> bool:
+        """Always: what it was billed is asked for."""
+        return True
+
     def make_scheduler(self, policy: Policy) -> Scheduler:
         engine = EngineSize(
             chunk_tokens=OnlineOnlyPolicy().chunk_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from sglang_coserve.simulator.assemble import (
     find_shape,
     offline_requests,
 )
-from sglang_coserve.simulator.binding import from_jsonl, from_trace
+from sglang_coserve.simulator.binding import TELLING_TOKENS, from_jsonl, from_trace
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
     ExecutorConfig,
@@ -46,6 +47,18 @@ def test_equal_hash_ids_become_equal_tokens() -> None:
     assert shared_tokens(a.tokens, c.tokens) == 0
     assert len(unpack_tokens(c.tokens)) == 100
     assert (c.info.arrival_s, c.info.max_new_tokens, c.output_tokens) == (2.0, 5, 5)
+
+
+@pytest.mark.parametrize("tokens", [1, TELLING_TOKENS, TELLING_TOKENS + 1, 5000])
+def test_a_prompt_without_hash_ids_is_shared_with_no_one(tokens: int) -> None:
+    trace = [TraceRequest(index, 0.0, tokens, 5) for index in range(2)]
+    prompts = [
+        request.tokens
+        for request_class in RequestClass
+        for request in from_trace(trace, request_class)
+    ]
+    assert [len(unpack_tokens(prompt)) for prompt in prompts] == [tokens] * 4
+    assert {shared_tokens(a, b) for a, b in combinations(prompts, 2)} == {0}
 
 
 def test_a_limit_on_outputs_is_what_the_scheduler_is_told() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import PrefillChunk, Retraction, StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -256,3 +257,17 @@ def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> Non
     load = 0.7
     expected_s = load * 0.010 / (2 * (1 - load))  # Pollaczek–Khinchine
     assert sum(waits) / len(waits) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_the_baseline_finds_the_prefixes_that_the_cache_holds() -> None:
+    prompt = list(range(20))
+    targets = SloTargets(ttft_s=1.0)
+    for lone in (True, False):
+        first = [] if lone else [offline("f", prompt, 1)]
+        second = online("a", prompt, 1, arrival_s=1.0)
+        engine, executor = engine_of(*first, second, targets=targets)
+        run_out(engine, executor)
+        scheduler = engine._scheduler
+        assert isinstance(scheduler, Scheduler)
+        (standing,) = scheduler.interference.monitor.report(engine.now_s).standings
+        assert standing.alone.measured_s == pytest.approx(20e-3 if lone else 1e-3)

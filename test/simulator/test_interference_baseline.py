@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 from collections import defaultdict
@@ -11,16 +12,19 @@ import numpy as np
 import pytest
 
 from sglang_coserve.core.control.baseline import Baseline
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
+from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.event_log import EventLog
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
 from sglang_coserve.workload import TraceRequest
 
 MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
@@ -114,3 +118,30 @@ def test_it_says_within_a_twentieth_what_requests_get_alone(lengths: tuple[int, 
     measured, baseline = run("coserve", "2048x256", SloTargets(0.5, 0.05))
     assert measured[0] > 1.5 * expected[0], "offline work must make a difference to be told apart"
     assert baseline == pytest.approx(expected, rel=0.05)
+
+
+class ToldSetup(SimulationSetup):
+    """Tells every scheduler of online requests."""
+
+    def follows_latencies(self, policy: Policy) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_that_looks_at_no_latencies_plans_the_same_without_them(policy: str) -> None:
+    slos = tuple(map(parse_slo, ("ttft p99 <= +10%", "tbt p99 <= +10%")))
+    machine = (MODEL, ExecutorConfig(kv_capacity_tokens=20_000))
+    setup = SimulationSetup(*machine, slos=slos)
+    assert setup.follows_latencies(make_policy(policy)) == (policy not in BASELINES)
+    logs = []
+    for each in (setup, ToldSetup(*machine, slos=slos)):
+        workload = Workload(
+            online=lambda: from_trace(list(trace(8.0, 1024, 64))[:40], RequestClass.ONLINE),
+            offline=offline_requests("1024x64", max_context_tokens=20_000),
+            backlog_depth=16,
+            interval_s=4.0,
+        )
+        log = io.StringIO()
+        simulate(workload, each, make_policy(policy), observers=[EventLog(log, {})])
+        logs.append(log.getvalue())
+    assert logs[0] == logs[1]

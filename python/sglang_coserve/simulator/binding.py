@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
@@ -17,11 +18,15 @@ from sglang_coserve.errors import InputFileError, WorkloadError
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest, prompt_token_ids
 
-__all__ = ["from_jsonl", "from_trace"]
+__all__ = ["TELLING_TOKENS", "from_jsonl", "from_trace"]
 
 _TEXT_BYTES = 4
 _VOCAB_SIZE = 2**31
 _DEFAULT_OUTPUT_TOKENS = 256
+
+TELLING_TOKENS: Final = 1024
+"""A fleet places lines by no more of their prompts. A longer prompt that shares nothing has zeros
+after them: making all its ids took 3% of a run."""
 
 
 def from_trace(
@@ -65,8 +70,11 @@ def from_trace(
 
 
 def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
-    token_ids = prompt_token_ids(request, vocab_size=_VOCAB_SIZE, seed=seed)
-    return PackedTokens(token_ids.astype(f"u{TOKEN_BYTES}").tobytes())
+    num_zeros = 0 if request.hash_ids else max(0, request.prompt_tokens - TELLING_TOKENS)
+    telling = replace(request, prompt_tokens=request.prompt_tokens - num_zeros)
+    token_ids = prompt_token_ids(telling, vocab_size=_VOCAB_SIZE, seed=seed)
+    zeros = bytes(num_zeros * TOKEN_BYTES)
+    return PackedTokens(token_ids.astype(f"u{TOKEN_BYTES}").tobytes() + zeros)
 
 
 def from_jsonl(path: str | Path) -> Iterator[SimRequest]:

@@ -39,8 +39,19 @@ class SimEngine:
         source: TrafficSource,
         observers: Sequence[SimulationObserver] = (),
         take_back: Callable[[SimRequest], None] | None = None,
+        *,
+        follows_latencies: bool = True,
     ) -> None:
-        """``take_back`` is called with retracted requests; with None they wait here again."""
+        """Start without requests.
+
+        Args:
+            scheduler: Plans the steps.
+            executor: Carries them out.
+            source: The requests that arrive.
+            observers: Receive all events.
+            take_back: Called with retracted requests; with None they wait here again.
+            follows_latencies: The scheduler is told of online requests, to judge and compare them.
+        """
         self.now_s = 0.0
         self.last_plan = StepPlan()
         """The plan of the last step."""
@@ -54,6 +65,7 @@ class SimEngine:
         self._source = source
         self._observers = observers
         self._take_back = take_back
+        self._follows_latencies = follows_latencies
         self._seen_until_s = 0.0
         """Time up to which arrivals are visible to the next plan."""
 
@@ -157,9 +169,7 @@ class SimEngine:
         """Add a waiting request, which is new or comes from another engine."""
         self._executor.submit(request)
         info = request.info
-        if info.is_online:
-            self._scheduler.arrived(info, self._executor.cached_prompt_tokens(request))
-        else:
+        if not info.is_online:
             self._scheduler.add_offline(
                 QueuedRequest(
                     info.rid,
@@ -171,6 +181,8 @@ class SimEngine:
                     expected_output_tokens=request.expected_output_tokens,
                 )
             )
+        elif self._follows_latencies:
+            self._scheduler.arrived(info, self._executor.cached_prompt_tokens(request))
 
     def forget(self, request: SimRequest) -> None:
         """Remove a request that moves to another engine."""

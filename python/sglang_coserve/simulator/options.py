@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Final
 
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
@@ -25,7 +24,7 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.simulator.run import SimulationSetup, Workload
+from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
 from sglang_coserve.workload import (
     TraceRequest,
     fit_to_context,
@@ -35,10 +34,7 @@ from sglang_coserve.workload import (
     window,
 )
 
-__all__ = ["BASELINES", "SimulationOptions"]
-
-BASELINES: Final = frozenset({"fcfs", "non_preemptive", "online_only", "priority", "sarathi"})
-"""Policies that model systems without safepoints and checkpoints."""
+__all__ = ["SimulationOptions"]
 
 
 @dataclass(frozen=True)

@@ -176,20 +176,21 @@ class _Window:
 
     def __init__(self, capacity: int, width: int) -> None:
         self._capacity = capacity
-        self._columns = [array("d", bytes(8 * capacity)) for _ in range(1 + width)]
+        self._times_s, *self._columns = (array("d", bytes(8 * capacity)) for _ in range(1 + width))
         self._count = 0
 
     def add(self, now_s: float, *row: float) -> None:
         index = self._count % self._capacity
-        for column, value in zip(self._columns, (now_s, *row), strict=True):
+        self._times_s[index] = now_s
+        for column, value in zip(self._columns, row, strict=False):
             column[index] = value
         self._count += 1
 
     def since(self, time_s: float) -> _Floats:
         """Return the columns of the rows added after ``time_s``; the order of rows is undefined."""
         count = min(self._count, self._capacity)
-        times_s, *columns = (np.frombuffer(column, count=count) for column in self._columns)
-        return np.array(columns)[:, times_s > time_s]
+        columns = [np.frombuffer(column, count=count) for column in self._columns]
+        return np.array(columns)[:, np.frombuffer(self._times_s, count=count) > time_s]
 
 
 def _is_met(targets: SloTargets, ttft_s: float, tpot_s: float, is_finished: bool) -> float:
