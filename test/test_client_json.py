@@ -19,7 +19,6 @@ ELSEWHERE: Final = {
     "demo",
     "simulator",
     "small_model.py",
-    "streamed_load.py",
     "workload",
 }
 """What no server process runs."""

@@ -140,7 +140,7 @@ class Feed(TrafficSource):
             self._admit(self._coming.popleft())
         return super().arrived(until_s)
 
-    def refill(self, _num_waiting: int, _num_running: int, now_s: float) -> Iterator[SimRequest]:
+    def refill(self, _num_waiting: int, now_s: float) -> Iterator[SimRequest]:
         while len(self._lines) < 64 and (left := [each for each in self._running if each.unsent]):
             batch = min(left, key=self._taken)
             line = batch.unsent.popleft()

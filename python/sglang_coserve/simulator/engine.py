@@ -87,8 +87,7 @@ class SimEngine:
         """
         executor = self._executor
         self._take_arrivals(self._seen_until_s, self.now_s)
-        num_running = len(executor.admitted) - executor.num_online
-        for request in self._source.refill(len(executor.offline_waiting), num_running, self.now_s):
+        for request in self._source.refill(len(executor.offline_waiting), self.now_s):
             self._arrive(request, self.now_s)
         executor.advance_loads(self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)

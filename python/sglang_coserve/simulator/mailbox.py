@@ -64,7 +64,7 @@ class Mailbox(TrafficSource, SimulationObserver):
         while self._online and self._online[0].info.arrival_s <= until_s:
             yield self._online.popleft()
 
-    def refill(self, _num_waiting: int, _num_running: int, now_s: float) -> Iterator[SimRequest]:
+    def refill(self, _num_waiting: int, now_s: float) -> Iterator[SimRequest]:
         """See ``TrafficSource``: what was sent, however many wait."""
         while self._lines:
             line = self._lines.popleft()

@@ -49,10 +49,6 @@ class Workload:
     """0: offline requests come at their arrival times. Otherwise the queue is kept filled
     with this many, so that offline work never runs out while there are requests."""
 
-    is_closed_loop: bool = False
-    """Whether ``backlog_depth`` includes running requests, like a client that keeps that many
-    in flight."""
-
     interval_s: float = math.inf
     """End of the measurement; infinite to run until everything is served."""
 
@@ -121,7 +117,6 @@ def simulate(
         timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],
         backlog=workload.offline() if is_backlog else (),
         backlog_depth=workload.backlog_depth,
-        is_closed_loop=workload.is_closed_loop,
     )
     curve = LoadCurve()
     follows = setup.follows_latencies(policy)

@@ -19,20 +19,15 @@ class TrafficSource:
         timed: Iterable[Iterable[SimRequest]] = (),
         backlog: Iterable[SimRequest] = (),
         backlog_depth: int = 0,
-        *,
-        is_closed_loop: bool = False,
     ) -> None:
         """Merge ``timed`` streams, each in arrival order.
 
-        ``backlog`` requests arrive when fewer than ``backlog_depth`` offline
-        requests wait; in a closed loop, when fewer wait or run, like a client that
-        always keeps that many in flight.
+        ``backlog`` requests arrive when fewer than ``backlog_depth`` offline requests wait.
         """
         self._timed = heapq.merge(*timed, key=_arrival_s)
         self._next = next(self._timed, None)
         self._backlog: Iterator[SimRequest] = iter(backlog)
         self._backlog_depth = backlog_depth
-        self._is_closed_loop = is_closed_loop
 
     @property
     def next_arrival_s(self) -> float:
@@ -49,10 +44,9 @@ class TrafficSource:
         """Discard all remaining timed requests."""
         self._next = None
 
-    def refill(self, num_waiting: int, num_running: int, now_s: float) -> Iterator[SimRequest]:
+    def refill(self, num_waiting: int, now_s: float) -> Iterator[SimRequest]:
         """Yield the requests that are missing to reach ``backlog_depth``, arriving now."""
-        num_present = num_waiting + (num_running if self._is_closed_loop else 0)
-        for _ in range(num_present, self._backlog_depth):
+        for _ in range(num_waiting, self._backlog_depth):
             request = next(self._backlog, None)
             if request is None:
                 return
