@@ -17,6 +17,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 __all__ = ["CacheEngine", "KvShape"]
 
@@ -117,7 +118,8 @@ class CacheEngine:
     def checkpoint(self) -> int:
         """Begin the copies of a decode step, as a scheduler does; return their tokens."""
         before = self.cache.counts["checkpointed_tokens"]
-        self.hooks.processed(SimpleNamespace(reqs=self.running, forward_mode=self._decode))
+        batch = SimpleNamespace(reqs=self.running, forward_mode=self._decode)
+        self.hooks.processed(batch, list(map(is_offline, self.running)))
         return int(self.cache.counts["checkpointed_tokens"] - before)
 
     def evict(self, tokens: int) -> int:

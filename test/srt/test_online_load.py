@@ -25,7 +25,9 @@ from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
 )
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer  # noqa: E402
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
+from sglang_coserve.srt.steps.batch_results import BatchResults  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
+from sglang_coserve.srt.steps.request_ledger import RequestLedger  # noqa: E402
 
 STEPS = 4
 """Decode steps, after which throughput is measured."""
@@ -55,7 +57,13 @@ def request(rid: str, *, is_offline: bool) -> Any:
         sampling_params=SimpleNamespace(custom_params=params),
         output_ids=[7, 7],
         priority=None,
+        finished=lambda: False,
     )
+
+
+def results(reqs: list[Any]) -> BatchResults:
+    """A step that gave each of them a token."""
+    return BatchResults.of(reqs, [1] * len(reqs), RequestLedger(None))
 
 
 REQUESTS = [
@@ -113,15 +121,15 @@ def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
     assert stats.gen_throughput == 100.0
     for _ in range(STEPS):
         now_s += 0.5
-        load.processed(REQUESTS, [True] * 5)
-        load.processed(REQUESTS[1:], [True] * 4)
+        load.processed(results(REQUESTS))
+        load.processed(results(REQUESTS[1:]))
     load.put_into(stats)
     assert stats.gen_throughput == pytest.approx(2.0)
     # Two intervals without offline tokens later SGLang's own says the same.
-    load.processed(REQUESTS[:1], [True])
+    load.processed(results(REQUESTS[:1]))
     for _ in range(2 * STEPS):
         now_s += 0.5
-        load.processed(REQUESTS[:1], [True])
+        load.processed(results(REQUESTS[:1]))
     stats.gen_throughput = 100.0
     load.put_into(stats)
     assert stats.gen_throughput == 100.0
@@ -130,7 +138,7 @@ def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
 def test_no_online_request_has_no_throughput() -> None:
     """As on an engine that is idle."""
     load = online_load([REQUESTS[1]])
-    load.processed([REQUESTS[1]], [True])
+    load.processed(results([REQUESTS[1]]))
     stats = SchedulerStats(gen_throughput=100.0)
     load.put_into(stats)
     assert stats.gen_throughput == 0.0

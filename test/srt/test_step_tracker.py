@@ -348,7 +348,9 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     engine.tracker.processed([aborted], [True])
     (result,) = engine.tracker.next_pass(2.0)
     assert result.served == ()
-    assert engine.ledger.last_token_s("a") is None
+    left = engine.ledger.live(namesake)
+    assert left is not None
+    assert left.last_token_s is None
 
 
 def test_a_token_in_flight_counts_as_one_that_comes_out_now() -> None:
@@ -364,6 +366,8 @@ def test_a_token_in_flight_counts_as_one_that_comes_out_now() -> None:
 
     assert last_token_s(5) == 3.0
     req.output_ids.append(7)
-    ledger.produced("a", 2.0)
+    live = ledger.live(req)
+    assert live is not None
+    live.last_token_s = 2.0
     assert last_token_s(5) == 2.0
     assert last_token_s(6) == 3.0

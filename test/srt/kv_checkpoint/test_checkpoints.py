@@ -215,11 +215,11 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)
     scheduler, processed = engine.scheduler, []
 
-    def open_late(batch: Any) -> None:
+    def open_late(batch: Any, offline: list[bool]) -> None:
         processed.append(batch)
         if len(processed) == 600:
             gate.set()
-        original(batch)
+        original(batch, offline)
 
     checkpointing = scheduler.parts.checkpointing
     original, checkpointing.processed = checkpointing.processed, open_late
@@ -265,8 +265,8 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
         compat.copy_streams(cache.cache_controller)[1].submit(gate.wait)
         copy(load, load_id)
 
-    def open_at_last(batch: Any) -> None:
-        processed(batch)
+    def open_at_last(batch: Any, offline: list[bool]) -> None:
+        processed(batch, offline)
         if cache.counts["refused_loads"]:
             batches_since.append(batch)
         if len(batches_since) > 150:

@@ -35,6 +35,7 @@ from sglang_coserve.srt.kv_checkpoint.thread_streams import (
     current_stream,
     device_module,
 )
+from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.bare_cache import BareEngine
 
 OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
@@ -339,7 +340,7 @@ def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]]
     for req, end in zip(reqs, ends, strict=True):
         if end >= len(req.origin_input_ids) + len(req.output_ids):
             req.output_ids.append(7)
-    kv.processed(batch)
+    kv.processed(batch, list(map(is_offline, reqs)))
 
 
 def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:

@@ -9,8 +9,9 @@ Decisions depend on neither clock nor chance, so tensor-parallel ranks stay in s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -24,6 +25,7 @@ from sglang_coserve.srt.admission.fifo_pass import FifoPass
 from sglang_coserve.srt.admission.offline_waiting import OfflineWaiting
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
@@ -136,14 +138,13 @@ class FifoAdmission:
     def launched(self, batch: ScheduleBatch | None) -> None:
         """See ``Admission``: nothing is learned from it."""
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+    def processed(self, results: BatchResults) -> None:
         """Record who got a token, and forget those that ended."""
         now_s = self._clock.now_s()
-        for req, has in zip(reqs, has_token, strict=True):
-            if has:
-                self._tell("judgement", self.interference.produced, req.rid, now_s)
-            if req.finished():
-                self._forget(req, ending_of(req.finished_reason.to_json()))
+        for req in compress(results.reqs, results.has_token):
+            self._tell("judgement", self.interference.produced, req.rid, now_s)
+        for req in results.ended:
+            self._forget(req, ending_of(req.finished_reason.to_json()))
 
     # --- What others ask about -----------------------------------------------------------
 

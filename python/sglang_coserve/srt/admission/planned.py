@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final
@@ -19,7 +19,7 @@ from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import RecordingScheduler
-from sglang_coserve.core.request import Ending
+from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
@@ -32,6 +32,7 @@ from sglang_coserve.srt.admission.unplanned import NotedPass, UnplannedPasses
 from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
@@ -331,14 +332,13 @@ class PlannedAdmission:
         """See ``Admission``: it was suspended."""
         self._steps.processed((), ())
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
+    def processed(self, results: BatchResults) -> None:
         """See ``Admission``. Requests that ended are forgotten when the next pass begins."""
-        self._steps.processed(reqs, has_token)
-        self._ended += [req for req in reqs if req.finished()]
+        self._steps.processed(results.reqs, results.has_token)
+        self._ended += results.ended
         if self._waiting.reqs and not self._unplanned.are_all:
-            for req, has in zip(reqs, has_token, strict=True):
-                if has and len(req.output_ids) == 1 and not is_offline(req):
-                    self._tell("shared prefixes", self._report_left, req)
+            for req in results.first_online:
+                self._tell("shared prefixes", self._report_left, req)
 
     def _report_left(self, req: Req) -> None:
         """Tell the core of an offline request that can use the prompt of an online one."""
@@ -375,6 +375,8 @@ class PlannedAdmission:
             return True
         if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
+        if not self._ledger.totals(RequestClass.OFFLINE).requests:
+            return False
         return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.step_runner import StepTerms
 
@@ -111,8 +112,8 @@ class Admission(Protocol):
         """When the batch of this pass may stop early; None if it runs to its end."""
         ...
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the results of the batch that was launched first: requests, and who got a token."""
+    def processed(self, results: BatchResults) -> None:
+        """Note the results of the batch that was launched first."""
         ...
 
     # --- What others ask about -----------------------------------------------------------

@@ -20,7 +20,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.recompute import RecomputeMeter
 from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
-from sglang_coserve.srt.marks.request_marks import is_offline
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
@@ -49,9 +48,11 @@ class KvCheckpointing:
         self._held_since_s: dict[str, float] = {}
         self._now_s = 0.0
 
-    def processed(self, batch: ScheduleBatch) -> None:
-        """Save the KV that a batch has computed; to be called after its results are processed."""
-        offline = list(map(is_offline, batch.reqs))
+    def processed(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
+        """Save the KV that a batch has computed; to be called after its results are processed.
+
+        ``offline`` says which of its requests are offline.
+        """
         self._meter.ran(batch, offline)
         if self._cache is not None:
             self._cache.checkpoint_step(_progress(batch, offline))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.srt.safepoint.forward_kind import prefilled
 
 __all__ = ["RecomputeMeter"]
 
@@ -31,15 +32,16 @@ class RecomputeMeter:
 
     def ran(self, batch: ScheduleBatch, offline: Sequence[bool]) -> None:
         """Count a batch whose results are in; ``offline`` says which requests are offline."""
+        num_prefills = 0
         if batch.forward_mode.is_extend():
-            for computed in zip(
-                batch.reqs, offline, batch.prefix_lens, batch.extend_lens, strict=True
-            ):
-                self._prefilled(*computed)
-            return
-        num_offline = sum(offline)
+            prefills = prefilled(batch)
+            num_prefills = len(prefills)
+            lens = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            for req, is_offline, (begin, tokens) in zip(prefills, offline, lens, strict=False):
+                self._prefilled(req, is_offline, begin, tokens)
+        num_offline = sum(offline[num_prefills:])
         self.computed_tokens[RequestClass.OFFLINE] += num_offline
-        self.computed_tokens[RequestClass.ONLINE] += len(offline) - num_offline
+        self.computed_tokens[RequestClass.ONLINE] += len(offline) - num_prefills - num_offline
 
     def _prefilled(self, req: Req, offline: bool, begin: int, tokens: int) -> None:
         """Count a request that has computed ``tokens`` tokens after the first ``begin``."""

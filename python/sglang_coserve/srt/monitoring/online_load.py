@@ -8,13 +8,13 @@ Without offline requests every figure is SGLang's.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.kv_pools import KvPools
 
 __all__ = ["OnlineLoadInquirer"]
@@ -65,13 +65,10 @@ class OnlineLoadInquirer:
             changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // num_requests)
         return replace(stats, **changed)
 
-    def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
-        """Note the requests of a batch, and who got a token."""
-        served = [req for req, has in zip(reqs, has_token, strict=True) if has]
-        online = _online(served)
-        num_decodes = sum(len(req.output_ids) > 1 for req in online)
-        has_offline = len(online) < len(served)
-        self._throughput.processed(num_decodes, time.perf_counter(), has_offline=has_offline)
+    def processed(self, results: BatchResults) -> None:
+        """Note who got a token of a batch."""
+        decodes, has_offline = results.online_decodes, results.gave_offline
+        self._throughput.processed(decodes, time.perf_counter(), has_offline=has_offline)
 
     def put_into(self, stats: Any) -> None:
         """Let SGLang's ``SchedulerStats`` say what an online request finds."""

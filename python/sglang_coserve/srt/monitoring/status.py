@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.config import CoserveConfig
@@ -22,6 +22,7 @@ from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
 from sglang_coserve.srt.safepoint.forward_kind import kind_of
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
@@ -160,15 +161,12 @@ class SchedulerStatus:
         if self._spans is not None:
             self._spans.suspended(suspended, now_s)
 
-    def processed(self, batch: Any, reqs: Sequence[Any], has_token: Sequence[bool]) -> None:
-        """Note the results of a batch, whose requests were ``reqs``, and publish if that is due.
-
-        Both sequences are kept and must not change.
-        """
+    def processed(self, batch: Any, results: BatchResults) -> None:
+        """Note the results of a batch, and publish if that is due."""
         if not self._is_rank_0:
             return  # All ranks have the same state.
         now_s = time.perf_counter()
-        self._notes.append(Ended(now_s, reqs, kind_of(batch), has_token))
+        self._notes.append(Ended(now_s, results.reqs, kind_of(batch), results.has_token))
         if len(self._notes) >= _MOST_NOTES:
             self._take_in()
         self._publish_if_due(now_s)

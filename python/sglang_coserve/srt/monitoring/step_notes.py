@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, prefilled
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
@@ -44,7 +44,7 @@ class Launched(NamedTuple):
     ) -> Launched:
         """Return the note of a batch; to be called before the ledger's ``launched``.
 
-        O(requests) of one with prompts, else O(1).
+        O(its prompts).
 
         Args:
             batch: It.
@@ -57,7 +57,7 @@ class Launched(NamedTuple):
         begun: list[Begun] = []
         if batch.forward_mode.is_extend():
             # Requests that decode beside prompts have begun.
-            for req, cached_tokens in zip(batch.reqs, batch.prefix_lens, strict=False):
+            for req, cached_tokens in zip(prefilled(batch), batch.prefix_lens, strict=False):
                 rid = req.rid
                 if rid in ledger and not ledger.has_begun(rid):
                     begun.append(Begun(ledger[rid], cached_tokens))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from itertools import compress
 from typing import Any
 
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["ForwardKind", "kind_of", "num_decodes", "stats_of"]
+__all__ = ["ForwardKind", "kind_of", "num_decodes", "prefilled", "stats_of"]
 
+Req = Any
 ScheduleBatch = Any
 
 
@@ -39,17 +39,19 @@ def num_decodes(batch: ScheduleBatch, kind: ForwardKind) -> int:
     return len(batch.reqs) if kind is ForwardKind.DECODE else len(batch.decoding_reqs)
 
 
-def stats_of(batch: ScheduleBatch, kind: ForwardKind, chosen: Sequence[bool]) -> StepStats:
-    """Return the sums over the chosen requests of a prepared batch. O(requests)."""
-    num_prefills = len(batch.reqs) - num_decodes(batch, kind)
-    prefills = [
-        (batch.extend_lens[place], batch.prefix_lens[place])
-        for place in range(num_prefills)
-        if chosen[place]
-    ]
+def prefilled(batch: ScheduleBatch) -> Sequence[Req]:
+    """Return the requests of which a batch computes prompts; decodes may run beside them."""
+    reqs: Sequence[Req] = batch.reqs
+    return reqs[: len(reqs) - len(batch.decoding_reqs or ())]
+
+
+def stats_of(batch: ScheduleBatch, kind: ForwardKind) -> StepStats:
+    """Return the sums over the requests of a prepared batch. O(requests)."""
+    decodes = num_decodes(batch, kind)
+    num_prefills = len(batch.reqs) - decodes
+    prefills = zip(batch.extend_lens[:num_prefills], batch.prefix_lens, strict=False)
     # The length of a decode includes the token that it computes: C + 1.
-    lengths = batch.seq_lens_cpu[num_prefills:].tolist()
-    decodes = list(compress(lengths, chosen[num_prefills:]))
-    return StepStats.of(prefills)._replace(
-        decode_requests=len(decodes), decode_context_tokens=sum(decodes)
+    return StepStats.of(prefills if num_prefills else ())._replace(
+        decode_requests=decodes,
+        decode_context_tokens=int(batch.seq_lens_cpu[num_prefills:].sum()) if decodes else 0,
     )

@@ -23,6 +23,7 @@ from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
 from sglang_coserve.srt.safeguards.usable_logits import end_unusable
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
+from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
 from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
@@ -210,12 +211,12 @@ class CoserveScheduler(Scheduler):
             compat.fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
         super().process_batch_result(batch, result)
-        self.parts.checkpointing.processed(batch)
-        has_token = [len(req.output_ids) > count for req, count in zip(reqs, before, strict=True)]
+        results = BatchResults.of(reqs, before, self.parts.ledger)
+        self.parts.checkpointing.processed(batch, results.offline)
         tell = self.parts.advisory.tell
-        tell("status", self.parts.status.processed, batch, reqs, has_token)
-        self.parts.admission.processed(reqs, has_token)
-        tell("load", self.parts.online_load.processed, reqs, has_token)
+        tell("status", self.parts.status.processed, batch, results)
+        self.parts.admission.processed(results)
+        tell("load", self.parts.online_load.processed, results)
         tell("safepoint delays", self.parts.runner.processed, batch.reqs)
 
     def pause_generation(self, recv_req: Any) -> None:

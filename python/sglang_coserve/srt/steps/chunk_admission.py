@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.core.step import PrefillChunk
+from sglang_coserve.srt.safepoint.forward_kind import prefilled
 from sglang_coserve.srt.steps.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
@@ -94,7 +95,8 @@ class ChunkAdmission:
             return result, ()
         batch = result.batch_to_run
         _correct_mixed_prefix_lens(batch)
-        tokens = dict(zip((req.rid for req in batch.reqs), batch.extend_lens, strict=False))
+        rids = [req.rid for req in prefilled(batch)]
+        tokens = dict(zip(rids, batch.extend_lens, strict=False))
         # What is in no batch was not admitted, or SGLang has refused it meanwhile.
         admitted = (chunk for chunk in chunks if chunk.rid in tokens)
         return result, tuple(chunk._replace(tokens=tokens[chunk.rid]) for chunk in admitted)

@@ -238,7 +238,7 @@ class OfflineLane:
         # Layer states (Mamba) were prepared for the first part of the step: not once more.
         suspended.mamba_clear_indices = None
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
-        stats = stats_of(suspended, kind, [True] * len(suspended.reqs))
+        stats = stats_of(suspended, kind)
         self._suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
         self._view.suspended = tuple(suspended.reqs)
         if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):

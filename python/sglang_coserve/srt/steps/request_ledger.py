@@ -16,9 +16,10 @@ from sglang_coserve.srt.compat import (
 )
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of, user_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
+from sglang_coserve.srt.safepoint.forward_kind import prefilled
 from sglang_coserve.srt.steps.request_groups import has_plain_state
 
-__all__ = ["ClassTotals", "RequestLedger", "ending_of"]
+__all__ = ["ClassTotals", "LiveRequest", "RequestLedger", "ending_of"]
 
 Req = Any
 ScheduleBatch = Any
@@ -42,55 +43,71 @@ class ClassTotals:
         self.tokens += tokens
 
 
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """What is known of a request in the engine."""
+
+    req: Req
+    info: RequestInfo
+    is_online: bool
+    length_tokens: int
+    """Its prompt and its expected output."""
+
+    last_token_s: float | None = None
+    """When its last token came out."""
+
+
 class RequestLedger:
-    """The live requests by rid, with their ``RequestInfo`` and the time of their last token."""
+    """The live requests by rid."""
 
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
-        self._infos: dict[str, RequestInfo] = {}
-        self._reqs: dict[str, Req] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._online: dict[str, Req] = {}
-        self._last_token_s: dict[str, float] = {}
-        self._begun: dict[str, Req] = {}
+        self._begun: dict[str, LiveRequest] = {}
         """Those that were part of a batch; the others hold no KV."""
 
-        self._lengths: dict[str, int] = {}
         self._totals = {request_class: ClassTotals() for request_class in RequestClass}
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self._live)
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._infos
+        return rid in self._live
 
     def __getitem__(self, rid: str) -> RequestInfo:
-        return self._infos[rid]
+        return self._live[rid].info
 
-    def get(self, rid: str) -> RequestInfo | None:
+    def get(self, rid: str) -> LiveRequest | None:
         """Return what is known of a request; None if it is not in."""
-        return self._infos.get(rid)
+        return self._live.get(rid)
+
+    def live(self, req: Req) -> LiveRequest | None:
+        """Return what is known of this very request, not of another one with its rid."""
+        live = self._live.get(req.rid)
+        return live if live is not None and live.req is req else None
 
     def has(self, req: Req) -> bool:
         """Return whether this very request is in, not just one with its rid."""
-        return self._reqs.get(req.rid) is req
+        return self.live(req) is not None
 
     def request(self, rid: str) -> Req | None:
         """Return the request with this rid; None if it is not in."""
-        return self._reqs.get(rid)
+        live = self._live.get(rid)
+        return None if live is None else live.req
 
     def namesake(self, req: Req) -> Req | None:
         """Return another request with the same rid, if there is one."""
-        known = self._reqs.get(req.rid)
+        known = self.request(req.rid)
         return None if known is req else known
 
     def add(self, req: Req, arrival_s: float) -> RequestInfo:
         """Add a request that arrived at ``arrival_s``; one that is in already is not changed."""
-        known = self._infos.get(req.rid)
+        known = self._live.get(req.rid)
         if known is not None:
-            return known
+            return known.info
         ttft_target_s, tpot_target_s = targets_of(req)
-        self._reqs[req.rid] = req
-        info = self._infos[req.rid] = RequestInfo(
+        info = RequestInfo(
             rid=req.rid,
             # One that failed validation is answered by SGLang, like an online one.
             request_class=(
@@ -109,14 +126,17 @@ class RequestLedger:
         )
         if info.is_online:
             self._online[req.rid] = req
-        self._lengths[req.rid] = info.prompt_tokens + _output_tokens(req, info)
-        self._totals[info.request_class].add(1, self._lengths[req.rid])
+        length_tokens = info.prompt_tokens + _output_tokens(req, info)
+        self._live[req.rid] = LiveRequest(req, info, info.is_online, length_tokens)
+        self._totals[info.request_class].add(1, length_tokens)
         return info
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch of a scheduling round. O(requests) if it has prompts, else O(1)."""
+        """Record the batch of a scheduling round. O(its prompts)."""
         if batch and batch.forward_mode.is_extend():
-            self._begun |= {req.rid: req for req in batch.reqs if req.rid in self._reqs}
+            for req in prefilled(batch):
+                if (live := self._live.get(req.rid)) is not None:
+                    self._begun[req.rid] = live
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request has been part of a batch."""
@@ -124,19 +144,11 @@ class RequestLedger:
 
     def length(self, rid: str) -> int:
         """Return the length of a request in tokens: its prompt and its expected output."""
-        return self._lengths[rid]
+        return self._live[rid].length_tokens
 
     def totals(self, request_class: RequestClass) -> ClassTotals:
         """Return the number and the length of a class's requests. O(1)."""
         return self._totals[request_class]
-
-    def produced(self, rid: str, now_s: float) -> None:
-        """Record the time of a token."""
-        self._last_token_s[rid] = now_s
-
-    def last_token_s(self, rid: str) -> float | None:
-        """Return the time of a request's last token; None before the first."""
-        return self._last_token_s.get(rid)
 
     def online_reqs(self) -> list[Req]:
         """Return the online requests."""
@@ -144,53 +156,50 @@ class RequestLedger:
 
     def in_order_of_arrival(self) -> Iterator[RequestInfo]:
         """Yield all requests; to be used up, or left, before one comes or goes."""
-        yield from self._infos.values()
+        yield from (live.info for live in self._live.values())
 
     def reqs(self) -> list[Req]:
         """Return all requests."""
-        return list(self._reqs.values())
+        return [live.req for live in self._live.values()]
 
     def with_kv(self) -> tuple[list[Req], list[Req]]:
         """Return the online and the offline requests that hold KV. O(those that have begun)."""
         online: list[Req] = []
         offline: list[Req] = []
-        for rid, req in self._begun.items():
-            if holds_kv(req):
-                (online if self._infos[rid].is_online else offline).append(req)
+        for live in self._begun.values():
+            if holds_kv(live.req):
+                (online if live.is_online else offline).append(live.req)
         return online, offline
 
     def forget(self, rid: str) -> None:
         """Remove a request, if it is in."""
-        self._last_token_s.pop(rid, None)
-        info = self._infos.pop(rid, None)
-        if info is not None:
-            self._totals[info.request_class].add(-1, -self._lengths.pop(rid))
+        live = self._live.pop(rid, None)
+        if live is not None:
+            self._totals[live.info.request_class].add(-1, -live.length_tokens)
         self._begun.pop(rid, None)
         self._online.pop(rid, None)
-        self._reqs.pop(rid, None)
 
     def decoding_requests(
         self, reqs: Iterable[Req], state: RequestState, now_s: float
     ) -> list[Request]:
         """Return those that generate or are paused as a snapshot has them at ``now_s``."""
-        infos, last_token_s = self._infos, self._last_token_s.get
+        known, new = self._live, tuple.__new__  # What Request() does, at half its cost.
         requests = []
         for req in reqs:
-            rid = req.rid
-            info = infos[rid]
+            live = known[req.rid]
+            info = live.info
             # Includes a token in flight under overlap scheduling, as its KV is allocated already.
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
-            is_in_flight = generated > len(req.output_ids)
-            last_s = now_s if is_in_flight else last_token_s(rid)
-            requests.append(Request(info, state, generated, computed, 0, last_s))
+            last_s = now_s if generated > len(req.output_ids) else live.last_token_s
+            requests.append(new(Request, (info, state, generated, computed, 0, last_s)))
         return requests
 
     def prefilling_request(self, req: Req, state: RequestState) -> Request:
         """Return one whose prompt is partly computed as a snapshot has it."""
         computed = prefix_tokens(req)
-        last_s = self._last_token_s.get(req.rid)
-        return Request(self._infos[req.rid], state, len(req.output_ids), computed, 0, last_s)
+        live = self._live[req.rid]
+        return Request(live.info, state, len(req.output_ids), computed, 0, live.last_token_s)
 
     def waiting_requests(self, reqs: Iterable[Req]) -> Sequence[Request]:
         """Return those that wait as a snapshot has them, the first with their cached prefix.
@@ -201,9 +210,8 @@ class RequestLedger:
 
     def _waiting_request(self, place: int, req: Req) -> Request:
         cached = self.match_prefix(req) if place < _MATCHED_WAITING else 0
-        last_s = self._last_token_s.get(req.rid)
-        info, generated = self._infos[req.rid], len(req.output_ids)
-        return Request(info, RequestState.WAITING, generated, 0, cached, last_s)
+        live, generated = self._live[req.rid], len(req.output_ids)
+        return Request(live.info, RequestState.WAITING, generated, 0, cached, live.last_token_s)
 
     def match_prefix(self, req: Req) -> int:
         """Return how many leading tokens of a waiting request the radix cache holds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.srt.safepoint.forward_kind import kind_of, num_decodes, stats_of
+from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, prefilled, stats_of
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["StepTracker"]
@@ -28,11 +28,11 @@ class _Step:
     started_s: float
     batch: StepStats
     chunks: tuple[PrefillChunk, ...]
-    jobs: tuple[JobTokens, ...]
     seconds: float | None = None
     """What its timed parts took; None if nothing, or unknown."""
 
     served: tuple[ServedRequest, ...] = ()
+    jobs: tuple[JobTokens, ...] = ()
     planning_s: float = 0.0
     suspensions: int = 0
     """How often it was suspended and resumed."""
@@ -127,8 +127,7 @@ class StepTracker:
         for part_s in parts_s:
             self._untimed.popleft().ran(part_s)
         for step, reqs, has_token in self._results:
-            step.served = self._note_tokens(reqs, has_token, now_s)
-            step.has_results = True
+            self._note_results(step, reqs, has_token, now_s)
         self._results.clear()
         self._pass_s = now_s
         results = []
@@ -156,7 +155,7 @@ class StepTracker:
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *self._content(batch), has_results=not batch)
+            step = _Step(number, self._pass_s, *_content(batch), has_results=not batch)
             step.planning_s = planning_s
             self._open.append(step)
         self._last.append(step)
@@ -205,43 +204,39 @@ class StepTracker:
         if not step.batch.is_empty and now_s > step.started_s:
             step.seconds = now_s - step.started_s
 
-    def _note_tokens(
-        self, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
-    ) -> tuple[ServedRequest, ...]:
-        ledger = self._ledger
-        served = []
+    def _note_results(
+        self, step: _Step, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
+    ) -> None:
+        """Note the tokens of a step, and whose its requests were."""
+        live_of, served, offline_jobs = self._ledger.live, [], []
         for req, has in zip(reqs, has_token, strict=True):
-            if not ledger.has(req):
+            live = live_of(req)
+            if live is None:
                 continue  # It was aborted meanwhile, and another one may have its rid.
-            rid = req.rid
-            info = ledger[rid]
-            if info.is_online:
-                last_s = ledger.last_token_s(rid)
-                served.append(ServedRequest(info, last_s, now_s if has else None))
+            if live.is_online:
+                token_s = now_s if has else None
+                served.append(ServedRequest(live.info, live.last_token_s, token_s))
+            else:
+                offline_jobs.append(live.info.job)
             if has:
-                ledger.produced(rid, now_s)
-        return tuple(served)
+                live.last_token_s = now_s
+        step.served, step.has_results = tuple(served), True
+        if step.batch.is_empty:
+            return
+        tokens_of = Counter(offline_jobs)
+        for rid, tokens in step.chunks if offline_jobs else ():
+            live = self._ledger.get(rid)
+            if live is not None and not live.is_online:
+                tokens_of[live.info.job] += tokens - 1
+        step.jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
 
-    def _content(
-        self, batch: ScheduleBatch | None
-    ) -> tuple[StepStats, tuple[PrefillChunk, ...], tuple[JobTokens, ...]]:
-        """Return the sums over a batch that is ready to run, its prefills, and whose its offline
-        requests are."""
-        kind = kind_of(batch) if batch else None
-        if batch is None or kind is None:
-            return StepStats(), (), ()
-        reqs = batch.reqs
-        count = len(reqs) - num_decodes(batch, kind)
-        chunks = [PrefillChunk(reqs[place].rid, batch.extend_lens[place]) for place in range(count)]
-        stats = stats_of(batch, kind, [True] * len(reqs))
-        return stats, tuple(chunks), self._jobs(chunks, reqs[count:])
 
-    def _jobs(
-        self, chunks: Sequence[PrefillChunk], decodes: Sequence[Req]
-    ) -> tuple[JobTokens, ...]:
-        ledger, tokens_of = self._ledger, Counter[str | None]()
-        for rid, tokens in [*chunks, *((req.rid, 1) for req in decodes)]:
-            info = ledger.get(rid)
-            if info is not None and not info.is_online:
-                tokens_of[info.job] += tokens
-        return tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
+def _content(batch: ScheduleBatch | None) -> tuple[StepStats, tuple[PrefillChunk, ...]]:
+    """Return the sums over a batch that is ready to run, and its prefills."""
+    kind = kind_of(batch) if batch else None
+    if batch is None or kind is None:
+        return StepStats(), ()
+    prefills = () if kind is ForwardKind.DECODE else prefilled(batch)
+    lens = batch.extend_lens if prefills else ()
+    chunks = [PrefillChunk(req.rid, tokens) for req, tokens in zip(prefills, lens, strict=False)]
+    return stats_of(batch, kind), tuple(chunks)
