@@ -28,6 +28,8 @@ PREFIXES: Final = 100
 
 WARM_UP_PASSES: Final = 8
 
+_AROUND: Final = ("around", "metrics", "load")
+
 
 @dataclass
 class Pass:
@@ -43,8 +45,8 @@ class Pass:
 
     admits: bool
     around_s: dict[str, float] = field(default_factory=dict)
-    """What ours takes of the step outside of the pass: "around", and "metrics" to gather them and
-    publish them where they are wanted."""
+    """What ours takes of the step outside of the pass: "around", "metrics" to gather them and
+    publish them where they are wanted, and the whole "load", with SGLang's part of it."""
 
     iteration_s: float = 0.0
 
@@ -138,6 +140,9 @@ class TimedEngine:
 
             core.plan = plan_twice
         if not self._is_stock:
+            from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
+
+            self._time("load", ReportingLoadInquirer, "get_loads")
             self._time("metrics", scheduler.parts.status, "launched")
             self._time("metrics", scheduler.parts.status, "processed")
         whole = self._timed("rest", scheduler.get_new_batch_prefill)
@@ -147,7 +152,7 @@ class TimedEngine:
             if self._passes:
                 last = self._passes[-1]
                 last.iteration_s = now_s - self._pass_started_s - self._away_s - last.again_s
-                last.around_s = {part: self._spent_s[part] for part in ("around", "metrics")}
+                last.around_s = {part: self._spent_s[part] for part in _AROUND}
             self._pass_started_s, self._away_s = now_s, 0.0
             self._spent_s.clear()
             result = whole(running_batch)

@@ -15,7 +15,7 @@ from overhead_bench.systems import SYSTEMS
 __all__ = ["draw", "print_table", "summary"]
 
 TARGET_MS: Final = 0.5
-_PARTS: Final = ("account", "snapshot", "plan", "rest", "plan_again", "around")
+_PARTS: Final = ("account", "snapshot", "plan", "rest", "plan_again", "around", "load")
 
 
 def summary(name: str, running: int, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def summary(name: str, running: int, num_waiting: int, rounds: list[list[Pass]])
         for part in ("account", "snapshot", "plan", "rest"):
             parts[part] = [p.spent_s.get(part, 0.0) for p in passes]
         parts["plan_again"] = [p.again_s for p in passes]
-        parts["around"] = [sum(p.around_s.values()) for p in passes]
+        parts["around"] = [p.around_s["around"] + p.around_s["metrics"] for p in passes]
+        parts["load"] = [p.around_s["load"] for p in passes]
     added = parts.get("overhead", parts["pass"])
     round_medians = [
         float(np.median([sum(p.spent_s.values()) for p in one])) * 1e3 for one in rounds

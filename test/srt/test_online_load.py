@@ -25,6 +25,7 @@ from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
 )
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer  # noqa: E402
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
+from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler  # noqa: E402
 from sglang_coserve.srt.steps.batch_results import BatchResults  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
 from sglang_coserve.srt.steps.request_ledger import RequestLedger  # noqa: E402
@@ -142,6 +143,22 @@ def test_no_online_request_has_no_throughput() -> None:
     stats = SchedulerStats(gen_throughput=100.0)
     load.put_into(stats)
     assert stats.gen_throughput == 0.0
+
+
+def test_the_load_is_published_at_once_unless_only_offline_requests_began() -> None:
+    published: list[Any] = []
+    scheduler: Any = object.__new__(CoserveScheduler)
+    scheduler.load_inquirer = SimpleNamespace(get_loads=object)
+    scheduler.load_snapshot_writer = SimpleNamespace(
+        publish_counter=0, publish_interval=15, write=published.append
+    )
+    for _ in range(2):
+        scheduler.publish_load_snapshot(force=True)
+    assert len(published) == 2
+    scheduler._began_offline_alone = True
+    for _ in range(30):
+        scheduler.publish_load_snapshot(force=True)
+    assert len(published) == 4
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "on_idle": "",
             "pause_generation": "recv_req",
             "process_batch_result": "batch result",
+            "publish_load_snapshot": "force",
             "run_batch": "batch pp_proxy_tensors",
             "run_event_loop": "",
             "update_running_batch": "batch",

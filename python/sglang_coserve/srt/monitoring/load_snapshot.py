@@ -1,9 +1,10 @@
 """The load of a replica on its way from the scheduler to the HTTP server.
 
 SGLang's schedulers publish a ``LoadSnapshot`` in shared memory, or over ZMQ from another node:
-with each prefill, every few decodes and when they are idle. Its own fields say what an online
-request finds. Ours travels in it, so it costs the scheduler no answer, and nobody who does not
-know of it sees it.
+with each prefill, every few decodes and when they are idle. Ours counts steps in which only offline
+requests begin like decodes: that may be every step, and a load looks at every request. SGLang's own
+fields say what an online request finds. Ours travels in it, so it costs the scheduler no answer,
+and nobody who does not know of it sees it.
 """
 
 from __future__ import annotations

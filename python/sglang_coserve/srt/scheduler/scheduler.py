@@ -16,11 +16,13 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY
 from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
 from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
 from sglang_coserve.srt.safeguards.usable_logits import end_unusable
+from sglang_coserve.srt.safepoint.forward_kind import prefilled
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.batch_results import BatchResults
@@ -49,6 +51,9 @@ class CoserveScheduler(Scheduler):
     metrics_reporter: Any
     input_blocker: Any
     recv_from_tokenizer: Any
+
+    _began_offline_alone = False
+    """The batch being processed had prompts, and no online ones."""
 
     # --- Set-up, in the order in which SGLang calls it -------------------------------------
 
@@ -210,7 +215,9 @@ class CoserveScheduler(Scheduler):
         if batch.return_logprob:
             compat.fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
+        self._began_offline_alone = all(map(is_offline, prefilled(batch)))
         super().process_batch_result(batch, result)
+        self._began_offline_alone = False
         results = BatchResults.of(reqs, before, self.parts.ledger)
         self.parts.checkpointing.processed(batch, results.offline)
         tell = self.parts.advisory.tell
@@ -218,6 +225,10 @@ class CoserveScheduler(Scheduler):
         self.parts.admission.processed(results)
         tell("load", self.parts.online_load.processed, results)
         tell("safepoint delays", self.parts.runner.processed, batch.reqs)
+
+    def publish_load_snapshot(self, force: bool = False) -> Any:
+        """Publish the load; after steps with offline prompts alone as often as after decodes."""
+        return super().publish_load_snapshot(force and not self._began_offline_alone)
 
     def pause_generation(self, recv_req: Any) -> None:
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
