@@ -353,6 +353,19 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     assert left.last_token_s is None
 
 
+def test_a_batch_of_decodes_needs_no_lengths_of_prompts() -> None:
+    engine = Engine()
+    engine.run(1.0, 0)
+    decodes = prefill(request("r0"))
+    decodes.forward_mode, decodes.extend_lens, decodes.prefix_lens = ForwardMode.DECODE, None, None
+    engine.tracker.next_pass(2.0)
+    engine.tracker.launched(decodes)
+    engine.tracker.processed(decodes.reqs, [True])
+    (result,) = engine.tracker.next_pass(3.0)
+    assert result.batch == StepStats(decode_requests=1, decode_context_tokens=5)
+    assert result.chunks == ()
+
+
 def test_a_token_in_flight_counts_as_one_that_comes_out_now() -> None:
     """Under overlap scheduling a pass is planned before the results of the last one are known."""
     ledger, req = RequestLedger(None), request("a")

@@ -49,9 +49,10 @@ def stats_of(batch: ScheduleBatch, kind: ForwardKind) -> StepStats:
     """Return the sums over the requests of a prepared batch. O(requests)."""
     decodes = num_decodes(batch, kind)
     num_prefills = len(batch.reqs) - decodes
-    prefills = zip(batch.extend_lens[:num_prefills], batch.prefix_lens, strict=False)
+    # A batch of decodes may have none of these lists.
+    prefills = [(batch.extend_lens[n], batch.prefix_lens[n]) for n in range(num_prefills)]
     # The length of a decode includes the token that it computes: C + 1.
-    return StepStats.of(prefills if num_prefills else ())._replace(
+    return StepStats.of(prefills)._replace(
         decode_requests=decodes,
         decode_context_tokens=int(batch.seq_lens_cpu[num_prefills:].sum()) if decodes else 0,
     )
