@@ -101,10 +101,10 @@ def test_without_offline_work_and_targets_of_its_own_the_order_is_that_of_plain_
 def test_prompts_are_mixed_with_decodes_as_far_as_that_delays_them_by_what_may_be_added(
     more_s: float, goes_first: bool
 ) -> None:
-    """The prompt takes 20 ms alone, 30 beside the decodes, which can wait for both."""
+    """The prompt takes 20 ms alone, 30 beside the decodes, which are due in 35."""
     prior_s = MODEL.predict(StepStats.of([(1, 0)]))
     targets = SloTargets(ttft_s=prior_s + more_s, tpot_s=0.1)
-    requests = [*many_decodes(), online(100)]
+    requests = [*many_decodes(last_token_s=-0.065), online(100)]
     plan = scheduler("coserve", queued(), targets=targets).plan(snapshot(*requests), NO_CACHE)
     assert plan.skips_decodes == goes_first
     assert plan.batch.decode_requests == (0 if goes_first else 100)
@@ -113,9 +113,9 @@ def test_prompts_are_mixed_with_decodes_as_far_as_that_delays_them_by_what_may_b
 
 
 def test_what_was_added_to_waiting_prompts_is_added_once() -> None:
-    """The step before took 80 ms for offline work; a prompt of 20 ms came meanwhile."""
+    """The step before took 80 ms for offline work; a prompt of 20 ms, due in 25, came meanwhile."""
     targets = SloTargets(ttft_s=0.1, tpot_s=0.1)
-    requests = [*many_decodes(), online(100)]
+    requests = [*many_decodes(last_token_s=-0.065), online(100, arrival_s=-0.075)]
     for had_offline in (False, True):
         core = scheduler("coserve", *([queued(8000)] if had_offline else []), targets=targets)
         before = snapshot(online(10, DECODING))
@@ -138,9 +138,10 @@ def test_decodes_that_cannot_wait_do_so_for_no_one_yet_to_arrive() -> None:
     assert plan.predicted_s <= 0.1
 
 
-def test_prompts_that_are_late_either_way_do_not_go_first() -> None:
-    requests = [*many_decodes(), online(100, arrival_s=-3.0)]
-    assert not scheduler("coserve").plan(snapshot(*requests), NO_CACHE).skips_decodes
+@pytest.mark.parametrize("arrival_s", [0.0, -3.0])
+def test_decodes_that_can_wait_let_prompts_go_first(arrival_s: float) -> None:
+    requests = [*many_decodes(), online(100, arrival_s=arrival_s)]
+    assert scheduler("coserve").plan(snapshot(*requests), NO_CACHE).skips_decodes
 
 
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
@@ -282,6 +283,6 @@ def test_a_first_token_in_flight_is_not_overdue(last_token_s: float | None) -> N
     )
     assert [chunk.rid for chunk in plan.prefills] == ["q"]
     assert plan.budget_s == pytest.approx(0.1)
-    prompt = online(50, arrival_s=-0.05)
+    prompt = online(1000, arrival_s=-0.05)  # It takes longer than the first can wait.
     plan = scheduler("coserve", targets=targets).plan(snapshot(first, prompt), NO_CACHE)
     assert not plan.skips_decodes

@@ -59,6 +59,12 @@ class Allowance:
         """Longest time, in seconds, that may be added to the TTFT of every request."""
         return min([account.surely_s for account in self._ttft])
 
+    @property
+    def prompt_share(self) -> float:
+        """The share of the time until a first token is due that online work alone may take: less
+        than 1 with a debt."""
+        return min([account.share for account in self._ttft])
+
     def gap_s(self, slack_s: float) -> float:
         """Return the longest time, in seconds, that offline work may add to a step whose online
         decodes could wait ``slack_s`` longer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
@@ -63,12 +64,13 @@ def _prefill_before_decodes(batch: StepBuilder, context: PlanContext) -> None:
 def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     """Return whether online prompts run without decodes, as in plain SGLang.
 
-    SGLang stalls the decodes for every prompt. Mixing both keeps the gaps between tokens short,
-    but spreads prompts over several steps, each only as long as the decodes can wait, and delays
-    the prompts by the decodes of each. This delay comes out of what offline work may add
-    (``arrival_s``). Where nothing asks for shorter gaps than plain SGLang has, and no offline
-    work is there, its order is kept. O(requests), and of those that wait only as many as fit a
-    step: those behind are taken to be as long.
+    SGLang stalls the decodes for every prompt. Where nothing asks for shorter gaps than plain
+    SGLang has, and no offline work is there, its order is kept. Otherwise decodes wait as long as
+    they can, and then join the prompts: that delays first tokens less than a step of their own, or
+    than joining every step. The step is as long as the decodes can wait, so that prompts spread
+    over several steps, with the decodes in each. Prompts go first if that delays them by more than
+    offline work may add (``mixing_s``), and makes a first token late. O(requests), and of those
+    that wait only as many as fit a step: those behind are taken to be as long.
     """
     requests, memory = batch.requests, batch.memory
     decodes = requests.online_decodes
@@ -83,20 +85,24 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     if math.isinf(step_s) or batch.free_tokens <= 0:
         return False
     first = requests.first_prompts(batch.free_tokens)
-    tokens = sum([request.tokens_to_compute for request in first])
+    tokens = sum([one.tokens_to_compute for one in first])
     step_tokens = min(tokens, batch.free_tokens)
     if not step_tokens:
         return False
     mixed = requests.online_decode_stats
+    prompts_s = batch.work.predict_with_prefill(step_tokens, 0)
+    if prompts_s + batch.model.predict(mixed) <= step_s:
+        return True
     chunk_tokens = batch.model.max_prefill_tokens(mixed, 0, step_tokens, step_s)
     if not chunk_tokens:
         return True
-    mixed_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
-    token_s = mixed_s - batch.work.predict_with_prefill(step_tokens, 0) / step_tokens
-    if token_s <= 0 or math.isinf(context.mixing_s):
-        return False
+    token_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
     all_tokens = tokens * requests.num_online_prompts / len(first)
-    return all_tokens * token_s > context.mixing_s
+    if all_tokens * (token_s - prompts_s / step_tokens) <= context.mixing_s:
+        return False
+    share = context.timely * context.prompt_share
+    ends = accumulate(token_s * one.tokens_to_compute for one in first)
+    return any(end_s > slack_s(batch, one) * share for one, end_s in zip(first, ends, strict=True))
 
 
 def decode_online(batch: StepBuilder) -> None:

@@ -37,6 +37,10 @@ class PlanContext:
     prompt_s: float
     """Longest time, in seconds, that the step may add to the TTFT of the requests that wait."""
 
+    prompt_share: float
+    """Share of the time until a first token is due that it may take with decodes in the same
+    steps: 1, or less with a debt."""
+
     mixing_s: float
     """Longest time, in seconds, that decodes in the same step may."""
 
