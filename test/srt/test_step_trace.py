@@ -10,10 +10,10 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.step_notes import Begun, Ended, Forgotten, Launched
 from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 

@@ -18,7 +18,7 @@ class Planned(NamedTuple):
     """How long ago the online request arrived whose first token is in flight; None without one."""
 
     has_prompts: bool
-    """Online prompts wait."""
+    """Online prompts wait, or are unfinished."""
 
     has_offline: bool
     """Offline work was planned."""
@@ -40,7 +40,7 @@ def watch_plans(scheduler: Any, note: Callable[[Planned], None]) -> None:
         ages_s = [
             snapshot.now_s - request.info.arrival_s
             for request in decodes
-            if ledger.last_token_s(request.info.rid) is None
+            if ledger.get(request.info.rid).last_token_s is None
         ]
         found = plan(snapshot, cache)
         has_offline = (
@@ -49,7 +49,11 @@ def watch_plans(scheduler: Any, note: Callable[[Planned], None]) -> None:
             or found.batch.decode_requests > len(decodes)
         )
         oldest_s = max(ages_s, default=None)
-        note(Planned(oldest_s, bool(snapshot.waiting), has_offline, found.skips_decodes))
+        has_prompts = bool(snapshot.waiting) or any(
+            request.info.is_online and request.state is RequestState.PREFILLING
+            for request in snapshot.admitted
+        )
+        note(Planned(oldest_s, has_prompts, has_offline, found.skips_decodes))
         return found
 
     admission.core.plan = watched

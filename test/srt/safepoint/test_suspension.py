@@ -338,7 +338,7 @@ ONLINE: list[Spec] = [(f"on{i}", scenarios.prompt(90 + i, 60), 6, False) for i i
 
 def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
     """As on a GPU, where a decode step is a single graph."""
-    from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
+    from sglang_coserve.srt.forward_kind import ForwardKind
 
     safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
     before = dict(safepoints.stats.suspensions)

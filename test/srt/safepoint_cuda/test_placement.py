@@ -12,10 +12,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, FullCudaGraphBackend
 
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.gates import LocalGate
 from sglang_coserve.srt.safepoint.placement import (
     SafepointPlacement,

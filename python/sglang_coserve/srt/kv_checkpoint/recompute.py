@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.safepoint.forward_kind import prefilled
+from sglang_coserve.srt.forward_kind import prefilled
 
 __all__ = ["RecomputeMeter"]
 

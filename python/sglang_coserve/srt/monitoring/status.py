@@ -13,6 +13,7 @@ from sglang_coserve.core.control.bill import BillReport, Delay
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.forward_kind import kind_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import Exporter
@@ -21,7 +22,6 @@ from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
-from sglang_coserve.srt.safepoint.forward_kind import kind_of
 from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.request_ledger import RequestLedger

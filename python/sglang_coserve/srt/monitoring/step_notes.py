@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, prefilled
+from sglang_coserve.srt.forward_kind import ForwardKind, prefilled
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 

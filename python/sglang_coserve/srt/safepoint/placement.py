@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
+from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.grouped_decode_graph import (
     add_grouped_decode_graphs,

@@ -16,7 +16,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, num_decodes
+from sglang_coserve.srt.forward_kind import ForwardKind, num_decodes
 
 __all__ = ["RolledBack", "give_up", "roll_back"]
 

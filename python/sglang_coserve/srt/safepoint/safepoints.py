@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch, StopRequest
 from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
 from sglang_coserve.srt.safepoint.flag import batch_id
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.gates import DeadlineGate
 from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.arrival_watch import StopRequest
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind
 
 __all__ = ["SafepointStats"]
 

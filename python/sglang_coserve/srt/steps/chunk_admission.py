@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_coserve.core.step import PrefillChunk
-from sglang_coserve.srt.safepoint.forward_kind import prefilled
+from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.steps.chunk_limit import install_chunk_limits, limit_next_chunk
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill

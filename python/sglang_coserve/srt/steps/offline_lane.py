@@ -24,9 +24,9 @@ from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import PrefillChunk, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission

@@ -14,9 +14,9 @@ from sglang_coserve.srt.compat import (
     holds_kv,
     prefix_tokens,
 )
+from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of, user_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
-from sglang_coserve.srt.safepoint.forward_kind import prefilled
 from sglang_coserve.srt.steps.request_groups import has_plain_state
 
 __all__ = ["ClassTotals", "LiveRequest", "RequestLedger", "ending_of"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.srt.safepoint.forward_kind import ForwardKind, kind_of, prefilled, stats_of
+from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, prefilled, stats_of
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["StepTracker"]
