@@ -84,7 +84,7 @@ def test_a_plan_beside_decodes_does_not_look_through_a_queue_that_may_wait(
     decodes = [online(state=RequestState.DECODING) for _ in range(8)]
     seen = snapshot(*decodes, max_batch_tokens=1000, free_kv_tokens=free_kv_tokens)
     seen = replace(seen, waiting=ledger.waiting_requests(queue))
-    targets = SloTargets(ttft_s=1e6, tpot_s=1e3)
+    targets = SloTargets(ttft_s=1e6, tpot_s=0.1)  # A step of prompts takes longer.
     plan = scheduler("coserve", queued(), targets=targets).plan(seen, NO_CACHE)
     assert not plan.skips_decodes
     assert plan.batch.decode_requests == len(decodes)
