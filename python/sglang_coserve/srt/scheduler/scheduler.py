@@ -215,7 +215,8 @@ class CoserveScheduler(Scheduler):
         if batch.return_logprob:
             compat.fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
-        self._began_offline_alone = all(map(is_offline, prefilled(batch)))
+        has_prompts = batch.forward_mode.is_extend()  # Decodes are not looked at.
+        self._began_offline_alone = has_prompts and all(map(is_offline, prefilled(batch)))
         super().process_batch_result(batch, result)
         self._began_offline_alone = False
         results = BatchResults.of(reqs, before, self.parts.ledger)
