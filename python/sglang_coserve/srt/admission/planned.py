@@ -371,7 +371,8 @@ class PlannedAdmission:
             self._told(self.core.restore, req.rid, len(req.output_ids))
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
-        if self._waiting or (self._plans_online and self._view.waiting):
+        # A suspended or paused step counts even if all of its requests have ended meanwhile.
+        if self.num_waiting() or (self._plans_online and self._view.waiting):
             return True
         if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
