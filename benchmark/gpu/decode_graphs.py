@@ -34,7 +34,7 @@ def lone_decode_backend(device_module: Any, cuts: Any, gate: Any) -> Any:
     from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
 
     group = SimpleNamespace(barrier=lambda: None)
-    model_runner = SimpleNamespace(tp_group=group)  # Where SGLang looks until 0.5.21.
+    model_runner = SimpleNamespace(tp_group=group)  # Where SGLang 0.5.17 looks.
     runner = SimpleNamespace(device_module=device_module, model_runner=model_runner)
     with get_parallel().override(tp_group=group):
         return GroupedDecodeBackend(runner, cuts, gate)

@@ -103,7 +103,7 @@ class Rows:
 
 
 def _give_record(req: Req) -> None:
-    """Until SGLang 0.5.18 a request has a record of its KV only while it has a row."""
+    """With SGLang 0.5.17 a request has a record of its KV only while it has a row."""
     from sglang.srt.managers.schedule_batch import ReqKvInfo
 
     req.kv = ReqKvInfo(kv_allocated_len=0, swa_evicted_seqlen=0)

@@ -248,7 +248,7 @@ def run_idle_questions(engine: ScriptedEngine) -> dict[str, Any]:
             return [engine.request("off", prompt(1, 20), 4, offline=True)]
         seen["idle"] = scheduler.is_fully_idle()
         seen["health_check_idle"] = scheduler.is_fully_idle(for_health_check=True)
-        # Since 0.5.21 a paused engine flushes its cache though requests wait, if they hold no KV.
+        # Since 0.5.22 a paused engine flushes its cache though requests wait, if they hold no KV.
         flushes = "ignore_waiting" in signature(Scheduler.is_fully_idle).parameters
         assert scheduler.flush_cache() is flushes
         scheduler._engine_paused = False
@@ -388,7 +388,7 @@ def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
 def test_fifo_goes_with_prefills_that_sglang_holds_back(
     start_engine: Any, reference_outputs: Reference
 ) -> None:
-    """For free requests and, since SGLang 0.5.19, for decode steps."""
+    """For free requests and, since SGLang 0.5.22, for decode steps."""
     from sglang.srt.server_args import ServerArgs
 
     settings = {"max_running_requests": 8, "min_free_slots_delay": 3}

@@ -25,7 +25,7 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(small_model: Path, log_path: Path) -> Iterator[LocalServer]:
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--slo-ttft-ms", "400"]
-    # Since 0.5.20 SGLang answers requests for a response only if they name its model.
+    # Since 0.5.22 SGLang answers requests for a response only if they name its model.
     flags += ["--served-model-name", "m", "--startup-profile-seconds", "0"]
     slos = ["--slo", "ttft p99 <= 300ms", "tpot mean <= 1s"]
     with pytest.MonkeyPatch.context() as patch:

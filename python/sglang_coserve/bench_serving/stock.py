@@ -2,7 +2,7 @@
 
 *Tuned*: online requests have the higher priority, decodes ride with prompts, in chunks of N
 tokens. *Interleaved*: online requests have the higher priority, and after each chunk of N tokens
-comes a step of decodes alone, an option of SGLang since 0.5.19. *Refinements* are tried on the best
+comes a step of decodes alone, an option of SGLang since 0.5.22. *Refinements* are tried on the best
 of these. The setting counts that has the best P99 TTFT with as many offline tokens/s as ours.
 """
 
@@ -36,7 +36,7 @@ REFINEMENTS: Final[tuple[Mapping[str, Any], ...]] = (
     # Of equal priority, the longest output first.
     {"schedule_policy": "lof"},
 )
-_INTERVAL_SINCE: Final = Version("0.5.19")
+_INTERVAL_SINCE: Final = Version("0.5.22")
 Candidate = tuple[float, float]
 """P99 TTFT in ms, offline tokens/s."""
 

@@ -23,7 +23,7 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
             stop()
             engine = CoserveEngine(
                 model_path=str(small_model),
-                # Since 0.5.20 /v1/responses answers for no other name.
+                # Since 0.5.22 /v1/responses answers for no other name.
                 served_model_name="small",
                 dtype="float32",
                 max_total_tokens=4096,

@@ -152,7 +152,7 @@ def test_what_the_engine_aborts_can_be_tried_again(
 
 
 def test_an_abort_before_the_engine_has_the_line_is_no_fault_of_the_line(served: Served) -> None:
-    """Since 0.5.18 SGLang forgets it: the scheduler has no such request, and serves it later."""
+    """Since 0.5.22 SGLang forgets it: the scheduler has no such request, and serves it later."""
     from sglang_coserve.srt import compat
 
     async def abort_while_paused() -> LineResult:

@@ -54,7 +54,7 @@ def test_chat_and_responses_use_the_chat_template(served: Served) -> None:
     body = {**GREEDY, "input": MESSAGES, "max_output_tokens": 32}
     response = served.answer(RESPONSES, body)
     assert text_of(chat) == text_of(response)
-    # Since 0.5.20 SGLang says the usage and the end of a response in OpenAI's words.
+    # Since 0.5.22 SGLang says the usage and the end of a response in OpenAI's words.
     assert usage_of(chat).output_tokens == usage_of(response).output_tokens == 30
     reason = response.get("incomplete_details") or {}
     assert response["status"] == "completed" or reason == {"reason": "max_output_tokens"}
@@ -66,7 +66,7 @@ def test_a_response_is_not_kept_in_memory(served: Served) -> None:
     assert first.body["store"] is False
     follow_up = {**body, "previous_response_id": first.body["id"]}
     second, _ = served.serve(RESPONSES, follow_up)
-    # 400 since 0.5.20: it keeps none for anybody, if not told to.
+    # 400 since 0.5.22: it keeps none for anybody, if not told to.
     assert second.status_code in (400, 404)
     assert not second.is_retryable
     assert "previous_response_id" in str(second.body) or first.body["id"] in str(second.body)

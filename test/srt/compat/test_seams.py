@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import seam_report
 import sglang_coserve.srt
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.compat import by_version, replace, replacements, seam_check
-from sglang_coserve.srt.compat.seam_check import changes, imported_names, problems
-from sglang_coserve.srt.compat.seams import SEAMS, NameUse, Seam
+from sglang_coserve.srt.compat import by_version, replace, replacements, seam_check, v17, v22
+from sglang_coserve.srt.compat.seam_check import imported_names, problems
+from sglang_coserve.srt.compat.seams import SEAMS, NameUse, Seam, seams_of
 from sglang_coserve.srt.compat.source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
@@ -26,7 +28,8 @@ def tree(files: dict[str, str]) -> SourceTree:
 
 
 def check_only(monkeypatch: pytest.MonkeyPatch, *seams: Seam) -> None:
-    monkeypatch.setattr(seam_check, "seams_of", lambda _version: list(seams))
+    for module in (seam_check, seam_report):
+        monkeypatch.setattr(module, "seams_of", lambda _version: list(seams))
     monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: iter(()))
 
 
@@ -67,18 +70,13 @@ def test_modules_of_sglang_are_changed_in_one_place() -> None:
     assert found == []
 
 
-def names_of(path: Path) -> set[str]:
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
-
-
-def test_of_each_function_the_newest_file_counts_that_is_old_enough() -> None:
-    installed = int(INSTALLED.split(".")[2])
-    files = {int(path.stem[1:]): path for path in (SRT / "compat").glob("v[0-9]*.py")}
-    assert names_of(files[17]) == set(by_version.__all__)
-    for name in by_version.__all__:
-        since = max(v for v, path in files.items() if v <= installed and name in names_of(path))
-        assert getattr(by_version, name).__module__.endswith(f".v{since}"), name
+def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
+    used = v17 if INSTALLED == "0.5.17" else v22
+    for name in v22.__all__:
+        assert getattr(by_version, name) is getattr(used, name), name
+        assert getattr(v17, name) is not getattr(v22, name), name
+        parameters = [inspect.signature(getattr(file, name)).parameters for file in (v17, v22)]
+        assert list(parameters[0]) == list(parameters[1]), name
 
 
 def test_the_imports_of_a_version_are_those_it_takes() -> None:
@@ -185,10 +183,12 @@ def test_our_calls_pass_no_keyword_that_is_not_taken(
     assert problems(tree({BATCH: source}), "0.5.24") == lines
 
 
-def test_a_new_version_is_checked_as_the_newest_one() -> None:
-    last = [seam for seam in SEAMS if seam.last == "0.5.23"]
-    assert all(seam.is_in("0.5.24") for seam in last)
-    assert not any(seam.is_in("0.5.24") for seam in SEAMS if seam.last != "0.5.23")
+def test_a_version_that_is_not_supported_is_checked_as_the_one_it_would_be_taken_for() -> None:
+    assert seams_of("0.5.24") == seams_of("0.5.23")
+    assert seams_of("0.5.16") == seams_of("0.5.20") == seams_of("0.5.17")
+    assert {seam.first for seam in SEAMS} == {"0.5.17", "0.5.22", "0.5.23"}
+    only_old = [seam.name.rpartition(".")[2] for seam in SEAMS if seam.is_only_in_v17]
+    assert "set_extend_range" in only_old and "holds_kv" not in only_old
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_differences_of_two_versions_are_told(
 ) -> None:
     name = "sglang.srt.managers.schedule_batch.end"
     check_only(monkeypatch, Seam(name, NameUse.CALLED))
-    lines = changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
+    lines = seam_report.changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
     assert lines == ([] if says is None else [f"{name}: {says}"])
 
 
@@ -221,9 +221,7 @@ def test_a_module_that_moves_on_in_a_circle_has_nothing() -> None:
 
 @pytest.fixture
 def run_report(tmp_path: Path) -> Callable[..., int]:
-    from sglang_coserve.srt.compat.seam_report import main
-
-    return lambda *argv: main([*argv, "--wheels", str(tmp_path)])
+    return lambda *argv: seam_report.main([*argv, "--wheels", str(tmp_path)])
 
 
 def test_what_is_no_wheel_is_told_in_one_line(

@@ -11,8 +11,7 @@ from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.compat import version_check, versions
 from sglang_coserve.srt.compat.version_check import OVERRIDE_VARIABLE, check_version
 from sglang_coserve.srt.compat.versions import (
-    NEWEST,
-    OLDEST,
+    SUPPORTED,
     is_supported,
     start_up_line,
     version_key,
@@ -33,19 +32,25 @@ def test_the_installed_sglang_is_supported() -> None:
     assert is_supported(importlib.metadata.version("sglang"))
 
 
-@pytest.mark.parametrize("version", [OLDEST, "0.5.18", "0.5.21.post1", NEWEST])
-def test_every_version_of_the_range_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [*SUPPORTED, "0.5.22.post1"])
+def test_every_supported_version_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, version)
     check_version({})
-    assert f"co-serving on SGLang {version} (supported: {OLDEST} to {NEWEST}" in start_up_line()
+    supported = "0.5.17, 0.5.22 and 0.5.23"
+    assert f"co-serving on SGLang {version} (supported: {supported};" in start_up_line()
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post2", "0.5.24", "0.6.0", "1.0.0rc1"])
+@pytest.mark.parametrize(
+    "version",
+    ["0.5.16", "0.5.16.post2", "0.5.18", "0.5.19.post1", "0.5.21", "0.5.24", "0.6.0", "1.0.0rc1"],
+)
 def test_another_version_is_refused_in_one_line(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(monkeypatch, version)
-    with pytest.raises(UnsupportedError, match=f"0.5.17 to 0.5.23, found {version}") as refused:
+    with pytest.raises(
+        UnsupportedError, match=f"0.5.17, 0.5.22 and 0.5.23, found {version}:"
+    ) as refused:
         check_version({})
     assert OVERRIDE_VARIABLE in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -196,7 +196,7 @@ def test_what_a_request_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
     request.extra_key, request.cache_salt = (
         "adapter",
         "salt",
-    )  # The salt counts since SGLang 0.5.18.
+    )  # The salt counts since SGLang 0.5.22.
     assert engine.admit(request)
     for _ in range(16):
         assert engine.decode(request)

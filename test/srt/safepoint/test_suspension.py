@@ -269,7 +269,7 @@ def flush(engine: ScriptedEngine, _: int) -> list[Any]:
     scheduler = engine.scheduler
     assert not scheduler.is_fully_idle()
     assert not scheduler.flush_cache()
-    # Since 0.5.21 SGLang, while paused, flushes its cache though requests wait: not their KV.
+    # Since 0.5.22 SGLang, while paused, flushes its cache though requests wait: not their KV.
     scheduler._engine_paused = True
     assert not scheduler.flush_cache()
     scheduler._engine_paused = False

@@ -138,7 +138,7 @@ def test_what_stopped_without_a_graph_is_kept_from_the_runner_of_graphs() -> Non
 
 
 def test_what_a_layer_owes_is_done_before_a_cut() -> None:
-    boundary = pytest.importorskip("sglang.srt.layers.layer_boundary.output", reason="since 0.5.21")
+    boundary = pytest.importorskip("sglang.srt.layers.layer_boundary.output", reason="since 0.5.22")
     from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
     from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

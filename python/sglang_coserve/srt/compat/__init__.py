@@ -1,12 +1,10 @@
 """What depends on the version of SGLang: private names, replacements, differences, checks.
 
-- ``versions``: the supported range, and the check at start-up.
+- ``versions``: the supported ones; ``version_check``, at start-up, refuses others.
 - ``seams``: every private name and replacement that co-serving relies on; ``seam_check`` looks
-  them up in the sources of any version (``source_tree``), ``seam_report`` is
-  ``scripts/sglang-seams``.
-- ``by_version`` chooses among ``v17`` … ``v22``, each what has changed with that version.
-- ``ranks``, ``replacements``, ``requests``, ``settings``: what the rest of ``srt``
-  calls.
+  them up in the sources of any version (``source_tree``).
+- ``by_version`` chooses between ``v17`` and ``v22``.
+- ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
 
 See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
 they are needed.
@@ -14,9 +12,10 @@ they are needed.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang_coserve.srt.compat import by_version
 from sglang_coserve.srt.compat.by_version import *  # noqa: F403
-from sglang_coserve.srt.compat.ranks import is_first_rank, num_ranks
 from sglang_coserve.srt.compat.replacements import replace
 from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
@@ -66,3 +65,15 @@ UPDATE_COMMUNICATORS = (
     "update_weights_from_tensor_communicator",
 )
 """What a tokenizer manager sends weight updates with, once no request is in flight."""
+
+
+def is_first_rank(scheduler: Any) -> bool:
+    """Return whether this is the rank that receives the requests and reports for all."""
+    ranks = by_version.parallel(scheduler)
+    return bool(ranks.tp_rank == 0 and ranks.pp_rank == 0)
+
+
+def num_ranks(scheduler: Any) -> int:
+    """Return how many ranks decide the same: of all stages, tensor-parallel ones in each."""
+    ranks = by_version.parallel(scheduler)
+    return int(ranks.tp_size * ranks.pp_size)

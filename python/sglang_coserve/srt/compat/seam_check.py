@@ -7,19 +7,17 @@ own sources. Nothing of SGLang is imported.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.srt.compat.seams import NameUse, Seam, seams_of
 from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
-from sglang_coserve.srt.compat.versions import version_key
+from sglang_coserve.srt.compat.versions import uses_v22
 
-__all__ = ["changes", "imported_names", "problems", "signature"]
+__all__ = ["imported_names", "problems"]
 
 _SRT: Final = Path(__file__).parent.parent
-_OWN_VERSION: Final = re.compile(r"v(\d+)")
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -41,20 +39,6 @@ def problems(tree: SourceTree, version: str) -> list[str]:
         elif (fault := _fault(seam, definition)) is not None:
             found.append(f"{seam.name}: {fault}, {seam.use}")
     return found + _unknown_keywords(tree, version)
-
-
-def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str) -> list[str]:
-    """Return what differs between two versions in what is relied on in either; one line each."""
-    names: dict[str, None] = {}
-    for version in (old_version, new_version):
-        names.update(dict.fromkeys(name for name, _ in imported_names(version)))
-        names.update(dict.fromkeys(seam.name for seam in seams_of(version)))
-    lines = []
-    for name in sorted(names):
-        line = _change(old.find(name), new.find(name))
-        if line is not None:
-            lines.append(f"{name}: {line}")
-    return lines
 
 
 def imported_names(version: str) -> Iterator[tuple[str, str]]:
@@ -91,41 +75,12 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
     """Yield the syntax of this package, as far as ``version`` uses it, and of which file it is."""
+    unused = _SRT / "compat" / ("v17.py" if uses_v22(version) else "v22.py")
     for path in sorted(_SRT.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        where = str(path.relative_to(_SRT.parent))
-        own = _OWN_VERSION.fullmatch(path.stem) if path.parent.name == "compat" else None
-        nodes = ast.walk(tree) if own is None else _used(tree, int(own.group(1)), version)
-        for node in nodes:
-            yield node, where
-
-
-def signature(definition: Definition) -> str | None:
-    """Return the parameters of a function as they are written; None of anything else."""
-    if not isinstance(definition.node, _Function):
-        return None
-    return f"({ast.unparse(definition.node.args)})"
-
-
-def _used(tree: ast.Module, since: int, version: str) -> Iterator[ast.AST]:
-    """Yield the nodes of those functions of a file ``vN`` that ``version`` takes from it."""
-    patch = version_key(version)[2]
-    if since > patch:
-        return
-    newer = [
-        path
-        for path in (_SRT / "compat").glob("v*.py")
-        if (found := _OWN_VERSION.fullmatch(path.stem)) and since < int(found.group(1)) <= patch
-    ]
-    replaced = {
-        node.name
-        for path in newer
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, _Function)
-    }
-    for node in tree.body:
-        if not (isinstance(node, _Function) and node.name in replaced):
-            yield from ast.walk(node)
+        if path != unused:
+            where = str(path.relative_to(_SRT.parent))
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                yield node, where
 
 
 def _fault(seam: Seam, definition: Definition) -> str | None:
@@ -151,22 +106,3 @@ def _parameters(node: _Function) -> tuple[list[str], list[str]]:
     names = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
     own = names[:1] if names[:1] in (["self"], ["cls"]) else []
     return names[len(own) :], [name for name in required if name not in own]
-
-
-def _change(old: Definition | None, new: Definition | None) -> str | None:
-    if old is None or new is None:
-        return None if old is new else ("gone" if new is None else "new")
-    before, after = signature(old), signature(new)
-    if before != after:
-        return f"parameters {before} -> {after}"
-    if old.module != new.module:
-        return f"moved from {old.module} to {new.module}"
-    if isinstance(old.node, _Function) and isinstance(new.node, _Function):
-        return None if _body(old.node) == _body(new.node) else "body changed"
-    return None
-
-
-def _body(node: _Function) -> str:
-    """Return a function's statements in one form, without its docstring."""
-    begin = 1 if ast.get_docstring(node) is not None else 0
-    return "\n".join(map(ast.unparse, node.body[begin:]))

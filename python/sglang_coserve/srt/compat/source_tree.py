@@ -1,14 +1,13 @@
 """The source files of one version of SGLang, read but never imported.
 
 What a wheel holds can be looked up without its dependencies, of which SGLang has many, and
-beside the version that is installed.
+beside the version that is installed (``scripts/seams``).
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,18 +39,6 @@ class SourceTree:
         self._read = read
         self._modules: dict[str, tuple[ast.Module, bool] | None] = {}
         self._bindings: dict[str, dict[str, ast.AST]] = {}
-
-    @classmethod
-    def of_wheel(cls, path: Path) -> Self:
-        """Return the sources in a wheel.
-
-        Raises:
-            OSError: it cannot be read.
-            zipfile.BadZipFile: it is not a wheel.
-        """
-        archive = zipfile.ZipFile(path)
-        names = frozenset(archive.namelist())
-        return cls(lambda name: archive.read(name).decode() if name in names else None)
 
     @classmethod
     def installed(cls) -> Self:

@@ -9,7 +9,12 @@ from typing import Final
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.compat.seam_check import problems
 from sglang_coserve.srt.compat.source_tree import SourceTree
-from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, installed_version, is_supported
+from sglang_coserve.srt.compat.versions import (
+    NEWEST,
+    installed_version,
+    is_supported,
+    supported_text,
+)
 
 __all__ = ["OVERRIDE_VARIABLE", "check_version"]
 
@@ -18,7 +23,7 @@ OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"
 
 
 def check_version(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a version of SGLang that is not in the range.
+    """Refuse a version of SGLang that is not supported.
 
     With ``COSERVE_UNTESTED_SGLANG=1`` in the environment it is refused only if a seam is missing
     in it. That reads 50 of its files, which takes a second.
@@ -29,14 +34,14 @@ def check_version(environment: Mapping[str, str] = os.environ) -> None:
     found = installed_version()
     if found is None:
         raise UnsupportedError(
-            f"sglang_coserve needs SGLang {OLDEST} to {NEWEST}, and none is installed: "
+            f"sglang_coserve needs SGLang, and none is installed (supported: {supported_text()}): "
             "pip install 'sglang-coserve[engine]'"
         )
     if is_supported(found):
         return
     if environment.get(OVERRIDE_VARIABLE) != "1":
         raise UnsupportedError(
-            f"sglang_coserve supports SGLang {OLDEST} to {NEWEST}, found {found}: pip install "
+            f"sglang_coserve supports SGLang {supported_text()}, found {found}: pip install "
             f"sglang=={NEWEST}, or set {OVERRIDE_VARIABLE}=1 to try it with {found}"
         )
     missing = problems(SourceTree.installed(), found)

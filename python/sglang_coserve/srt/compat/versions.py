@@ -7,19 +7,24 @@ import re
 from typing import Final
 
 __all__ = [
-    "INSTALLED",
     "NEWEST",
     "OLDEST",
+    "SUPPORTED",
     "TESTED",
     "installed_version",
     "is_supported",
     "start_up_line",
+    "supported_text",
+    "uses_v22",
     "version_key",
 ]
 
-OLDEST: Final = "0.5.17"
-NEWEST: Final = "0.5.23"
-"""The first and the last version that the seams were checked against."""
+SUPPORTED: Final = ("0.5.17", "0.5.22", "0.5.23")
+"""The versions that the seams were checked against. The first one is that of a stack with torch
+2.11."""
+
+OLDEST: Final = SUPPORTED[0]
+NEWEST: Final = SUPPORTED[-1]
 
 TESTED: Final = ("0.5.17", "0.5.23")
 """The versions with which the whole test suite has passed."""
@@ -48,18 +53,24 @@ def installed_version() -> str | None:
         return None
 
 
-INSTALLED: Final[VersionKey] = version_key(installed_version() or NEWEST)
-"""The version by which ``by_version`` chooses."""
-
-
 def is_supported(version: str) -> bool:
-    """Return whether ``version`` is in the range."""
-    return version_key(OLDEST) <= version_key(version) <= version_key(NEWEST)
+    """Return whether ``version``, or what it is a later build of, is supported."""
+    return version_key(version) in map(version_key, SUPPORTED)
+
+
+def uses_v22(version: str) -> bool:
+    """Return whether ``v22`` is for ``version``, supported or not, instead of ``v17``."""
+    return version_key(version) >= version_key("0.5.22")
+
+
+def supported_text() -> str:
+    """Return the supported versions as a list in words."""
+    return f"{', '.join(SUPPORTED[:-1])} and {NEWEST}"
 
 
 def start_up_line() -> str:
     """Name the installed version, and what is known of it, for the log of a server."""
     return (
-        f"co-serving on SGLang {installed_version()} (supported: {OLDEST} to {NEWEST}; the whole "
+        f"co-serving on SGLang {installed_version()} (supported: {supported_text()}; the whole "
         f"test suite was run with {', '.join(TESTED)})"
     )

@@ -118,7 +118,7 @@ def _add_gated(hidden: Any, gate_weight: Any, shared: Any, output: Any, **option
     gate = (hidden @ gate_weight).sigmoid()[:, None]
     if options.get("GATE_ONLY", False):  # Since 0.5.22.
         output.view(-1, 1).copy_(gate)
-    elif options.get("DO_ADD", True):  # Since 0.5.19; before, always.
+    elif options.get("DO_ADD", True):  # Since 0.5.22; before, always.
         output += gate * shared
     else:
         output.copy_(gate * shared)

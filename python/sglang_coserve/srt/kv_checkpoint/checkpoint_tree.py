@@ -71,7 +71,7 @@ class CheckpointTree(UnifiedTreeCore):
         return node
 
     def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
-        # Since 0.5.18 SGLang may free such host slots; ours count towards a quota.
+        # Since 0.5.22 SGLang may free such host slots; ours count towards a quota.
         return False
 
     def pin(self, node: Node) -> None:

@@ -164,7 +164,7 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
                 RequestClass.ONLINE: config.kv_checkpoint_online_share,
             },
         )
-        # SGLang sets it itself since 0.5.19, when the scheduler is there.
+        # SGLang sets it itself since 0.5.22, when the scheduler is there.
         cache.cache_controller.load_fence_stream = context.tp_worker.model_runner.forward_stream
         counter = cache.cache_controller.layer_done_counter
         context.tp_worker.register_hicache_layer_transfer_counter(counter)

@@ -82,7 +82,7 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")
         if params.get("beam_width") not in (None, 1):
-            # SGLang has it since 0.5.19; its requests cannot be planned, paused or retracted here.
+            # SGLang has it since 0.5.22; its requests cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
         _check_stops(params)
     num_requests = num_choices * _num_prompts(request)

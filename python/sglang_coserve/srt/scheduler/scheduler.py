@@ -178,7 +178,7 @@ class CoserveScheduler(Scheduler):
         return bool(super()._can_schedule_lora_req(req, running_loras | self._loras_in_use()))
 
     def can_schedule_lora_req(self, req: Req, running_loras: set[str | None]) -> bool:
-        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.20."""
+        """See ``_can_schedule_lora_req``; it has this name since SGLang 0.5.22."""
         return bool(super().can_schedule_lora_req(req, running_loras | self._loras_in_use()))
 
     def _loras_in_use(self) -> set[str | None]:
@@ -244,7 +244,7 @@ class CoserveScheduler(Scheduler):
         """Return whether the engine is idle, where waiting offline requests count as work.
 
         They do not count for the health check, which asks whether a batch is about to report
-        results. With ``ignore_waiting`` (since SGLang 0.5.21) requests that hold KV still count,
+        results. With ``ignore_waiting`` (since SGLang 0.5.22) requests that hold KV still count,
         because SGLang is about to flush its cache.
         """
         if ignore_waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 import tempfile
@@ -10,12 +11,14 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_coserve.srt.compat.seam_check import changes, imported_names, problems
+from sglang_coserve.srt.compat.seam_check import imported_names, problems
 from sglang_coserve.srt.compat.seams import seams_of
-from sglang_coserve.srt.compat.source_tree import SourceTree
-from sglang_coserve.srt.compat.versions import NEWEST, OLDEST, version_key
+from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
+from sglang_coserve.srt.compat.versions import NEWEST, supported_text, version_key
 
-__all__ = ["main"]
+__all__ = ["changes", "main"]
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,19 +39,71 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.wheels or Path(temporary)
         try:
-            tree = SourceTree.of_wheel(_wheel(args.version, directory))
+            tree = _sources(_wheel(args.version, directory))
             lines = problems(tree, args.version)
             _say(f"SGLang {args.version}: {_count(args.version)} checked, {len(lines)} missing")
             _say(*(f"  {line}" for line in lines))
             if args.since != args.version:
-                before = SourceTree.of_wheel(_wheel(args.since, directory))
+                before = _sources(_wheel(args.since, directory))
                 differences = changes(before, tree, args.since, args.version)
                 _say(f"{args.since} -> {args.version}: {len(differences)} changed")
                 _say(*(f"  {line}" for line in differences))
         except (OSError, zipfile.BadZipFile) as error:
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            print(f"error: {error}", file=sys.stderr)
             return 2
     return 1 if lines else 0
+
+
+def changes(old: SourceTree, new: SourceTree, old_version: str, new_version: str) -> list[str]:
+    """Return what differs between two versions in what is relied on in either; one line each."""
+    names: dict[str, None] = {}
+    for version in (old_version, new_version):
+        names.update(dict.fromkeys(name for name, _ in imported_names(version)))
+        names.update(dict.fromkeys(seam.name for seam in seams_of(version)))
+    lines = []
+    for name in sorted(names):
+        line = _change(old.find(name), new.find(name))
+        if line is not None:
+            lines.append(f"{name}: {line}")
+    return lines
+
+
+def _change(old: Definition | None, new: Definition | None) -> str | None:
+    if old is None or new is None:
+        return None if old is new else ("gone" if new is None else "new")
+    before, after = _signature(old), _signature(new)
+    if before != after:
+        return f"parameters {before} -> {after}"
+    if old.module != new.module:
+        return f"moved from {old.module} to {new.module}"
+    if isinstance(old.node, _Function) and isinstance(new.node, _Function):
+        return None if _body(old.node) == _body(new.node) else "body changed"
+    return None
+
+
+def _signature(definition: Definition) -> str | None:
+    """Return the parameters of a function as they are written; None of anything else."""
+    if not isinstance(definition.node, _Function):
+        return None
+    return f"({ast.unparse(definition.node.args)})"
+
+
+def _body(node: _Function) -> str:
+    """Return a function's statements in one form, without its docstring."""
+    begin = 1 if ast.get_docstring(node) is not None else 0
+    return "\n".join(map(ast.unparse, node.body[begin:]))
+
+
+def _sources(wheel: Path) -> SourceTree:
+    """Return the sources in a wheel.
+
+    Raises:
+        OSError: it cannot be read.
+        zipfile.BadZipFile: it is not a wheel.
+    """
+    archive = zipfile.ZipFile(wheel)
+    names = frozenset(archive.namelist())
+    return SourceTree(lambda name: archive.read(name).decode() if name in names else None)
 
 
 def _wheel(version: str, directory: Path) -> Path:
@@ -80,13 +135,13 @@ def _version(text: str) -> str:
     try:
         version_key(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}; supported: {OLDEST} to {NEWEST}") from None
+        raise argparse.ArgumentTypeError(f"{error}; supported: {supported_text()}") from None
     return text
 
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(line)  # noqa: T201
+        print(line)
 
 
 if __name__ == "__main__":
