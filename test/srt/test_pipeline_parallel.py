@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.core.recording import Updated, read_recording, replay
+from sglang_coserve.core.recording import Updated, replay
+from sglang_coserve.recording_file import read_recording
 from srt.conftest import KV_POOL_TOKENS, Reference
 from srt.own_engine import is_flushed
 from srt.scripted_engine import Spec

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 from typer.testing import CliRunner, Result
 
 from core.scheduler.scenarios import MODEL, queued
@@ -22,15 +23,12 @@ from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.recording import (
     Arrived,
     Event,
-    EventEncoder,
     Finished,
     OfflineAdded,
     Planned,
     SchedulerSetup,
     Started,
     Updated,
-    encode_setup,
-    read_recording,
     replay,
 )
 from sglang_coserve.core.request import RequestClass
@@ -38,6 +36,7 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.recording_file import EventEncoder, encode_setup, read_recording
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine, Spec
@@ -254,7 +253,7 @@ def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     event = events[index]
     (first, *others) = event.plan.prefills
     prefills = (first._replace(tokens=first.tokens + 1), *others)
-    events[index] = replace(event, plan=replace(event.plan, prefills=prefills))
+    events[index] = changed(event, plan=replace(event.plan, prefills=prefills))
     started = next(i for i, e in enumerate(events) if isinstance(e, Started) and i > index)
     events[started] = Started(prefills)
     encoder = EventEncoder()

@@ -47,6 +47,7 @@ def replay(
     """
     from sglang_coserve.core import recording as records
     from sglang_coserve.errors import InputFileError
+    from sglang_coserve.recording_file import read_recording
 
     if export is not None:
         _export(recording, export)
@@ -55,7 +56,7 @@ def replay(
     clock = _Stopwatch()
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
-            setup, events = records.read_recording(lines, str(recording))
+            setup, events = read_recording(lines, str(recording))
             is_same_policy = policy in (None, setup.policy)
             say(_setup_text(setup))
             for plan in records.replay(clock.started_at_each(events), setup.make(policy)):

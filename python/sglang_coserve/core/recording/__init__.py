@@ -2,16 +2,16 @@
 
 A scheduler's plans depend only on the calls made to it. ``RecordingScheduler`` records the
 calls as events; ``replay`` makes them again on a new scheduler from the same
-``SchedulerSetup``, which must return the same plans. ``EventEncoder`` and
-``read_recording`` write and read recordings as JSON lines.
+``SchedulerSetup``, which must return the same plans. ``recording_file`` writes and reads
+recordings as JSON lines.
 """
 
-from sglang_coserve.core.recording.decoder import read_recording
-from sglang_coserve.core.recording.encoder import EventEncoder, encode_setup
 from sglang_coserve.core.recording.events import (
     Arrived,
+    Cached,
     Event,
     Finished,
+    NoRoom,
     OfflineAdded,
     Planned,
     Restored,
@@ -25,9 +25,10 @@ from sglang_coserve.core.recording.setup import SchedulerSetup
 
 __all__ = [
     "Arrived",
+    "Cached",
     "Event",
-    "EventEncoder",
     "Finished",
+    "NoRoom",
     "OfflineAdded",
     "PlanTally",
     "Planned",
@@ -38,8 +39,6 @@ __all__ = [
     "SchedulerSetup",
     "Started",
     "Updated",
-    "encode_setup",
     "plan_text",
-    "read_recording",
     "replay",
 ]

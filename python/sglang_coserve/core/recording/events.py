@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import Ending
@@ -25,38 +26,37 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="event"):
+    """A call, named by its tag where it is written as it is."""
+
+
+class Arrived(_Call, frozen=True, tag="arrived"):
     """``Scheduler.arrived`` was called."""
 
     info: RequestInfo
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineAdded:
+class OfflineAdded(_Call, frozen=True, tag="added"):
     """``Scheduler.add_offline`` was called."""
 
     request: QueuedRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Cached:
+class Cached(_Call, frozen=True, tag="cached"):
     """``Scheduler.cached`` was called."""
 
     rid: str
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoRoom(_Call, frozen=True, tag="no_room"):
     """``Scheduler.no_room`` was called."""
 
     rid: str
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(_Call, frozen=True, tag="planned"):
     """``Scheduler.plan`` was called, and returned ``plan``."""
 
     snapshot: EngineSnapshot
@@ -66,30 +66,26 @@ class Planned:
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(_Call, frozen=True, tag="started"):
     """``Scheduler.start`` was called with the last plan."""
 
     chunks: tuple[PrefillChunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
+class Updated(_Call, frozen=True, tag="updated"):
     """``Scheduler.update`` was called."""
 
     result: StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(_Call, frozen=True, tag="restored"):
     """``Scheduler.restore`` was called."""
 
     rid: str
     generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_Call, frozen=True, tag="finished"):
     """``Scheduler.finish`` was called."""
 
     rid: str

@@ -14,16 +14,15 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.recording import (
     Event,
-    EventEncoder,
     OfflineAdded,
     Planned,
     RecordingScheduler,
     SchedulerSetup,
-    encode_setup,
 )
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.recording_file import EventEncoder, encode_setup
 
 __all__ = ["FailedPlans", "PlanLog", "recorded"]
 

@@ -1,0 +1,408 @@
+"""Recordings of a scheduler's calls as JSON lines: what ``--record-plans`` writes.
+
+Line 1 describes the ``SchedulerSetup``; every other line is an event. Lines refer to requests by
+number, counted from 0 over the whole recording; ``new`` describes those that occur for the first
+time. They refer to times by their place in ``times_s``: most requests got their last token at the
+same time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.control.slo import Slo
+from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens, unpack_tokens
+from sglang_coserve.core.recording import (
+    Arrived,
+    Cached,
+    Event,
+    Finished,
+    NoRoom,
+    OfflineAdded,
+    Planned,
+    Restored,
+    SchedulerSetup,
+    Started,
+    Updated,
+)
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
+from sglang_coserve.errors import CoserveError, InputFileError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["FORMAT", "VERSION", "EventEncoder", "encode_setup", "read_recording"]
+
+T = TypeVar("T")
+
+FORMAT: Final = "coserve plans"
+VERSION: Final = 11
+
+_LETTERS: Final = MappingProxyType(dict(zip(RequestState, "WPKDSFA", strict=True)))
+_STATES: Final = MappingProxyType({letter: state for state, letter in _LETTERS.items()})
+_INFINITE: Final = "Infinity"
+"""A setting without a bound, which JSON has no number for."""
+
+
+_Row = tuple[int, str, int, int, int, int]
+"""A ``Request``, in the order of its fields: the first is a number, the second a letter of its
+state, and the last a place among the times."""
+
+_Served = tuple[int, int, int]
+"""A ``ServedRequest``: a number and places among the times."""
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event"):
+    """A line other than the first. Of engine, plan and result only those fields are written that
+    have another value than their default."""
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line."""
+
+    format: str
+    version: int
+    policy: str
+    slos: tuple[Slo, ...]
+    engine: EngineSize
+    config: dict[str, Any]
+    """The fields of a ``SchedulerConfig``."""
+
+    profile: dict[str, Any]
+    """The JSON object written by ``LatencyProfile.to_json``."""
+
+
+class _ArrivedLine(_Line, frozen=True, tag="arrived"):
+    new: list[RequestInfo]
+    request: int
+    cached_tokens: int
+
+
+class _AddedLine(_Line, frozen=True, tag="added"):
+    request: dict[str, Any]
+    """The fields of a ``QueuedRequest`` but its tokens."""
+
+    token_ids: list[int]
+
+
+class _PlannedLine(_Line, frozen=True, tag="planned"):
+    engine: EngineSnapshot
+    """Without requests."""
+
+    new: list[RequestInfo]
+    admitted: list[_Row]
+    waiting: list[_Row]
+    elsewhere: list[_Row]
+    times_s: list[float | None]
+    cached_tokens: dict[str, int | None]
+    plan: StepPlan
+
+
+class _UpdatedLine(_Line, frozen=True, tag="updated"):
+    new: list[RequestInfo]
+    result: StepResult
+    """Without ``served``."""
+
+    served: list[_Served]
+    times_s: list[float | None]
+
+
+_EventLine = (
+    _ArrivedLine
+    | _AddedLine
+    | _PlannedLine
+    | Started
+    | _UpdatedLine
+    | Restored
+    | Finished
+    | Cached
+    | NoRoom
+)
+_LINES: Final = msgspec.json.Decoder[_EventLine](_EventLine)
+
+
+# --- Writing --------------------------------------------------------------------------------
+
+
+def encode_setup(setup: SchedulerSetup) -> str:
+    """Return the first line of a recording."""
+    profile = msgspec.json.decode(setup.profile.to_json())
+    config = {
+        name: _INFINITE if value == math.inf else value
+        for name, value in _fields(setup.config).items()
+    }
+    return _text(_Header(FORMAT, VERSION, setup.policy, setup.slos, setup.engine, config, profile))
+
+
+class EventEncoder:
+    """Encodes the events of one recording, in order, into the lines after the first."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, RequestInfo]] = {}
+        self._num_known = 0
+
+    def encode(self, event: Event) -> str:
+        """Return the line of an event; O(requests) for a plan."""
+        new: list[RequestInfo] = []
+        match event:
+            case Arrived(info, cached_tokens):
+                return _text(_ArrivedLine(new, self._number(info, new), cached_tokens))
+            case OfflineAdded(request):
+                values = _fields(request)
+                tokens = unpack_tokens(values.pop("token_ids")).tolist()
+                return _text(_AddedLine(values, tokens))
+            case Planned(snapshot, answers, plan):
+                times: dict[float | None, int] = {}
+                line = {
+                    "event": "planned",
+                    "engine": _changes(replace(snapshot, admitted=(), waiting=(), elsewhere=())),
+                    "admitted": self._rows(snapshot.admitted, new, times),
+                    "waiting": self._rows(snapshot.waiting, new, times),
+                    "elsewhere": self._rows(snapshot.elsewhere, new, times),
+                    "new": new,
+                    "times_s": list(times),
+                    "cached_tokens": answers,
+                    "plan": _changes(plan),
+                }
+                return _text(line)
+            case Updated(result):
+                return _text(self._updated(result, new))
+            case Finished(rid):
+                self._known.pop(rid, None)
+        return _text(event)
+
+    def _updated(self, result: StepResult, new: list[RequestInfo]) -> dict[str, Any]:
+        times: dict[float | None, int] = {}
+        served = [
+            (self._number(info, new), _place(last_token_s, times), _place(token_s, times))
+            for info, last_token_s, token_s in result.served
+        ]
+        # Requests first seen here have ended, as no snapshot named them: no later line refers to
+        # them.
+        for info in new:
+            self._known.pop(info.rid, None)
+        return {
+            "event": "updated",
+            "new": new,
+            "result": _changes(replace(result, served=())),
+            "served": served,
+            "times_s": list(times),
+        }
+
+    def _rows(
+        self, requests: Sequence[Request], new: list[RequestInfo], times: dict[float | None, int]
+    ) -> list[_Row]:
+        return [
+            (
+                self._number(info, new),
+                _LETTERS[state],
+                generated,
+                computed,
+                cached,
+                _place(last_s, times),
+            )
+            for info, state, generated, computed, cached, last_s in requests
+        ]
+
+    def _number(self, info: RequestInfo, new: list[RequestInfo]) -> int:
+        known = self._known.get(info.rid)
+        if known is None or (known[1] is not info and known[1] != info):
+            new.append(info)
+            known = self._known[info.rid] = self._num_known, info
+            self._num_known += 1
+        return known[0]
+
+
+def _text(line: object) -> str:
+    text = msgspec.json.encode(line).decode()
+    return (text if text.isascii() else json.dumps(json.loads(text))) + "\n"
+
+
+def _place(time_s: float | None, times: dict[float | None, int]) -> int:
+    return times.setdefault(time_s, len(times))
+
+
+def _changes(value: EngineSnapshot | StepPlan | StepResult) -> dict[str, Any]:
+    """Return the fields that have another value than their default."""
+    return {
+        field.name: item
+        for field in fields(value)
+        if (item := getattr(value, field.name)) != _default(field)
+    }
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _fields(value: DataclassInstance) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+# --- Reading --------------------------------------------------------------------------------
+
+
+def read_recording(lines: Iterable[str], source: str) -> tuple[SchedulerSetup, Iterator[Event]]:
+    """Read a recording; the events are decoded lazily.
+
+    A last line without a line feed was cut short when the recording process ended,
+    and is ignored.
+
+    Raises:
+        InputFileError: a line is malformed; raised at once for the first line, for others
+            when the iterator reaches them. The message starts with ``source:number``.
+    """
+    numbered = (
+        (f"{source}:{number}", line)
+        for number, line in enumerate(lines, start=1)
+        if line.endswith("\n")
+    )
+    first = next(numbered, None)
+    if first is None:
+        raise InputFileError(f"{source}: nothing is recorded in it")
+    setup = _read(_setup, *first)
+    decoder = _EventDecoder()
+    return setup, (_read(decoder.decode, *line) for line in numbered)
+
+
+def _setup(line: str) -> SchedulerSetup:
+    values = msgspec.json.decode(line, type=dict[str, Any])
+    if values.get("format") != FORMAT:
+        raise InputFileError(f"format: expected {FORMAT!r}, which --record-plans writes")
+    if values.get("version") != VERSION:
+        raise InputFileError(
+            f"version: {values.get('version')!r:.40} is not {VERSION}, which this version reads: "
+            "replay it with the version of sglang_coserve that recorded it, or record again"
+        )
+    header = msgspec.convert(values, _Header)
+    config = {
+        name: math.inf if value == _INFINITE else value for name, value in header.config.items()
+    }
+    profile = msgspec.json.encode(header.profile).decode()
+    return SchedulerSetup(
+        header.policy,
+        header.slos,
+        _converted(config, SchedulerConfig, "config"),
+        LatencyProfile.from_json(profile, "profile"),
+        header.engine,
+    )
+
+
+class _EventDecoder:
+    """Decodes the lines of one recording, in order, into events."""
+
+    def __init__(self) -> None:
+        self._infos: dict[int, RequestInfo] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_known = 0
+
+    def decode(self, text: str) -> Event:
+        """Return the event of a line."""
+        match _LINES.decode(text):
+            case _ArrivedLine() as line:
+                self._new(line.new, is_kept=True)
+                return Arrived(self._infos[line.request], line.cached_tokens)
+            case _AddedLine() as line:
+                return OfflineAdded(_queued(line))
+            case _PlannedLine() as line:
+                return self._planned(line)
+            case _UpdatedLine() as line:
+                return self._updated(line)
+            case Finished(rid) as event:
+                if rid in self._numbers:
+                    del self._infos[self._numbers.pop(rid)]
+                return event
+            case Started() | Restored() | Cached() | NoRoom() as event:
+                return event
+        raise AssertionError("a line is one of these")
+
+    def _planned(self, line: _PlannedLine) -> Planned:
+        self._new(line.new, is_kept=True)
+        times_s = line.times_s
+        admitted, waiting, elsewhere = (
+            [
+                Request(
+                    self._infos[number], _STATES[letter], generated, computed, cached, times_s[last]
+                )
+                for number, letter, generated, computed, cached, last in rows
+            ]
+            for rows in (line.admitted, line.waiting, line.elsewhere)
+        )
+        snapshot = replace(
+            line.engine, admitted=admitted, waiting=waiting, elsewhere=tuple(elsewhere)
+        )
+        return Planned(snapshot, line.cached_tokens, line.plan)
+
+    def _updated(self, line: _UpdatedLine) -> Updated:
+        new = self._new(line.new, is_kept=False)
+        served = tuple(
+            ServedRequest(self._infos[number], line.times_s[last], line.times_s[token])
+            for number, last, token in line.served
+        )
+        for number in new:
+            del self._infos[number]
+        return Updated(replace(line.result, served=served))
+
+    def _new(self, infos: Sequence[RequestInfo], *, is_kept: bool) -> dict[int, RequestInfo]:
+        """Register the requests that a line introduces; return them by number."""
+        new = dict(enumerate(infos, start=self._num_known))
+        self._infos |= new
+        self._num_known += len(new)
+        if is_kept:
+            self._numbers |= {info.rid: number for number, info in new.items()}
+        return new
+
+
+def _queued(line: _AddedLine) -> QueuedRequest:
+    try:
+        tokens = pack_tokens(line.token_ids)
+    except CoserveError as error:
+        raise InputFileError(f"token_ids: {error}") from error
+    return _converted({**line.request, "token_ids": tokens}, QueuedRequest, "request")
+
+
+def _converted(values: Mapping[str, Any], kind: type[T], place: str) -> T:
+    """Return ``values``, which were read from the field ``place``, as a dataclass.
+
+    Raises:
+        InputFileError: they do not make one.
+    """
+    try:
+        return msgspec.convert(values, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise InputFileError(_said(error, place)) from error
+    except CoserveError as error:
+        raise InputFileError(f"{place}: {error}") from error
+
+
+def _read(decode: Callable[[str], T], source: str, line: str) -> T:
+    """Return what ``decode`` makes of a line; errors name the line."""
+    try:
+        return decode(line)
+    except msgspec.ValidationError as error:
+        raise InputFileError(f"{source}: {_said(error)}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputFileError(f"{source}: not valid JSON: {error}") from error
+    except LookupError as error:
+        raise InputFileError(f"{source}: it refers to what is not there: {error}") from error
+    except (AssertionError, CoserveError, ValueError) as error:
+        raise InputFileError(f"{source}: {error}") from error
+
+
+def _said(error: msgspec.ValidationError, place: str = "") -> str:
+    """Return the field, within ``place``, and what is wrong with it."""
+    problem, _, field = str(error).partition(" - at `$")
+    field = f"{place}{field.rstrip('`')}".lstrip(".")
+    return f"{field}: {problem}" if field else problem
