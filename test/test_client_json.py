@@ -63,7 +63,7 @@ PLACES: Final[dict[str, str]] = {
     # Lines of uploaded files.
     "jsonl/request_line.py::parse_json": CALLERS,
     "jsonl/request_line.py::parse_request_line": CALLERS,
-    "batch/line_parser.py::_parse": "check_body with the backend's limits",
+    "batch/job_lines.py::_parse": "check_body with the backend's limits",
     "lines/line_run.py::fresh_body": "the same line again, which LineParser has measured",
     "jsonl/file_estimate.py::_tokens": "64 KiB of a file, when its batch is permitted",
     "jsonl/check_file.py::_check_line": OWN_PROCESS,
@@ -75,7 +75,7 @@ PLACES: Final[dict[str, str]] = {
     "srt/grammar_trial/compilation.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
-    "srt/batch_backend/answer.py::line_result": "an error of SGLang's",
+    "srt/batch_backend/backend.py::line_result": "an error of SGLang's",
     "srt/marks/overload_answer.py::_refusal": "an event of SGLang's that says 503",
     # What our own processes say: the gateway, engines, schedulers, the database.
     "http_lines/messages.py::decode_message": CALLERS,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch.records import a_batch
+from sglang_coserve.batch.admission import window_s
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.forecast_errors import ForecastErrors, PastJob
 from sglang_coserve.batch.job_forecast import (
@@ -20,7 +21,6 @@ from sglang_coserve.batch.job_forecast import (
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.render import batch_object
-from sglang_coserve.batch.window import window_s
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.lines.progress import Progress, Usage
 

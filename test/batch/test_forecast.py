@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_coserve.batch.admission import window_s, window_text
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.forecast_errors import REMEMBERED, ForecastErrors, PastJob
-from sglang_coserve.batch.window import window_s, window_text
 
 
 def test_p95_holds_for_errors_of_any_distribution() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened, play
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S
+from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
 from sglang_coserve.batch.store.database import open_database
 from sglang_coserve.batch.store.migrations import MIGRATIONS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_coserve.jsonl.request_line import output_limit
-from sglang_coserve.lines.output_lengths import OutputLengths
+from sglang_coserve.lines.line_run import OutputLengths
 
 
 def test_nothing_is_known_before_a_line_is_finished() -> None:

@@ -18,7 +18,7 @@ from sglang_coserve.profiler import (
     measure,
     repeat_error,
 )
-from sglang_coserve.profiler.cost_bound import CostBound
+from sglang_coserve.profiler.latency import CostBound
 
 SHAPE = StepShape(prefills=((64, 0),))
 

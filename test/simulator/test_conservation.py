@@ -15,7 +15,7 @@ from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.event_log import EventLog
+from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
     ExecutorConfig,

@@ -21,11 +21,11 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
+from sglang_coserve.simulator.fleet_run import strict_engine
 from sglang_coserve.simulator.mailbox import Mailbox
 from sglang_coserve.simulator.online_router import ROUTER_POLICIES, OnlineRouter
 from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.strict_engine import strict_engine
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=5e-3)

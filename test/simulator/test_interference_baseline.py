@@ -20,7 +20,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.event_log import EventLog
+from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest

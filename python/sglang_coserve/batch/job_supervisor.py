@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -13,17 +13,51 @@ from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.headroom import Headroom
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
 from sglang_coserve.batch.job_forecast import JobForecast
-from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S, OnlineDelays
 from sglang_coserve.batch.owner_storage import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.jsonl.file_estimate import estimate_file
+from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = ["JobSupervisor"]
+__all__ = ["COUNT_INTERVAL_S", "JobSupervisor", "OnlineDelays"]
 
 _LOOK_INTERVAL_S: Final = 1.0
+
+
+COUNT_INTERVAL_S: Final = 5.0
+"""What a crash costs of the sums. Each time is a message to every scheduler and back."""
+
+
+class OnlineDelays:
+    """Adds what the engine bills to the rows of batches, also of those that have ended: an online
+    request is billed when it has ended itself."""
+
+    def __init__(self, backend: Backend, store: Store) -> None:
+        self._backend = backend
+        self._store = store
+        self._counted_s: dict[str, float] = {}
+
+    async def count(self, unfinished: Collection[str]) -> None:
+        """Add what was billed since the last time. ``unfinished`` batches that were not are known
+        to have delayed nobody.
+
+        Raises:
+            StorageError: the database cannot be written; what was billed is added next time.
+        """
+        billed_s = await self._backend.online_delays_s()
+        if billed_s is None:
+            return
+        counted_s = self._counted_s
+        added_s = {batch_id: 0.0 for batch_id in unfinished if batch_id not in counted_s}
+        for batch_id, seconds in billed_s.items():
+            if seconds != counted_s.get(batch_id):
+                added_s[batch_id] = seconds - counted_s.get(batch_id, 0.0)
+        if added_s:
+            await self._store.run(batch_rows.add_online_delays, added_s)
+        # The engine forgets what was billed long ago, and would begin again at 0.
+        self._counted_s = dict.fromkeys(unfinished, 0.0) | dict(billed_s)
 
 
 class JobSupervisor:

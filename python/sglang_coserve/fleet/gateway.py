@@ -13,9 +13,12 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from sglang_coserve.asgi import App, Receive, Scope, Send, bearer_key, is_same_key, send_error
 from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.routes import (
+    PAGE_PATH,
+    VIEW_PATH,
     BatchApiOffError,
     Keys,
     add_batch_routes,
@@ -27,10 +30,9 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.batch.settings import limits_of, webhook_target_of
 from sglang_coserve.batch.webhooks import Webhooks
-from sglang_coserve.errors import CoserveError, StorageError
+from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
-from sglang_coserve.fleet.key_check import KeyCheck
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import fleet_metrics, fleet_status
 from sglang_coserve.fleet.view_routes import view_routes
@@ -43,6 +45,37 @@ _STANDBY_S: Final = 0.5
 """How often a standby gateway tries to take the directory over."""
 
 _log = logging.getLogger(__name__)
+
+
+_OPEN: Final = ("/health", "/ping", "/metrics", PAGE_PATH, VIEW_PATH)
+"""The page holds nothing of the gateway; the view checks keys itself: operators see more of it."""
+
+_OPERATORS: Final = "/coserve/batches"
+"""Have a key of their own, which the routes check."""
+
+
+class KeyCheck:
+    """An ASGI middleware: refuses who does not bring ``api_key``."""
+
+    def __init__(self, app: App, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
+            try:
+                key = bearer_key(scope["headers"])
+            except RequestError as error:
+                await send_error(send, 400, str(error))
+                return
+            if not is_same_key(key, self._api_key):
+                await send_error(send, 401, "send the gateway's --api-key as a bearer token")
+                return
+        await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in _OPEN or path == _OPERATORS or path.startswith(f"{_OPERATORS}/")
 
 
 def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], None]) -> FastAPI:

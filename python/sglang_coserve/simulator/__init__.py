@@ -13,8 +13,7 @@
 All output is marked as simulated.
 """
 
-from sglang_coserve.simulator.compare import compare
-from sglang_coserve.simulator.event_log import EventLog
+from sglang_coserve.simulator.compare import EventLog, compare
 from sglang_coserve.simulator.executor_config import (
     CheckpointConfig,
     ExecutorConfig,

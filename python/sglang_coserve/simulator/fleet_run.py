@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
+from sglang_coserve.core.engine_load import WantedLines, wanted_lines
 from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import SimEngine
@@ -19,15 +21,51 @@ from sglang_coserve.simulator.mailbox import Mailbox
 from sglang_coserve.simulator.online_router import OnlineRouter
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.outage import Outage
+from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
 from sglang_coserve.simulator.run_control import RunControl
-from sglang_coserve.simulator.strict_engine import strict_engine
 from sglang_coserve.workload import TraceRequest
 
-__all__ = ["FleetOptions", "FleetResult", "simulate_fleets"]
+__all__ = ["FleetOptions", "FleetResult", "simulate_fleets", "strict_engine"]
 
 _PROGRESS_STEPS: Final = 256
+
+
+def strict_engine(
+    scheduler: Scheduler, executor: SimulatedExecutor, mailbox: Mailbox
+) -> FleetEngine:
+    """Return an engine that says which lines it wants, as ``/coserve/load`` of a real one does.
+
+    A line that it retracts goes back at once, and is computed again; a real one leaves its KV.
+    """
+
+    def take_back(request: SimRequest) -> None:
+        if request.info.is_online:
+            executor.submit(request)
+        else:
+            engine.forget(request)
+            mailbox.returned.append(request)
+
+    def wants() -> WantedLines | None:
+        running = executor.admitted.values()
+        lengths: dict[bool, list[int]] = {True: [], False: []}
+        for request in running:
+            lengths[request.info.is_online].append(request.computed_tokens)
+        allowance = scheduler.interference.allowance
+        return wanted_lines(
+            scheduler.model,
+            lengths[True],
+            lengths[False],
+            tpot_s=allowance.targets.tpot_s,
+            gap_share=allowance.gap_share,
+            free_kv_tokens=executor.pool.free_pages * executor.pool.page_tokens,
+            free_requests=executor.config.max_running_requests - len(running),
+            runs_all=not executor.offline_waiting,
+        )
+
+    engine = SimEngine(scheduler, executor, mailbox, [mailbox], take_back)
+    return FleetEngine(engine, executor, mailbox, "strict", wants)
 
 
 @dataclass(frozen=True, slots=True)

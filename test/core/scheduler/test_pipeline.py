@@ -10,7 +10,7 @@ import pytest
 from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.pipeline_baseline import baseline_of
-from sglang_coserve.core.pipeline import pipelined
+from sglang_coserve.core.learned_model import pipelined
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import StepResult

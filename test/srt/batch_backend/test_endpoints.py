@@ -198,7 +198,7 @@ def test_a_line_that_cannot_be_sampled_has_an_error_record(served: Served) -> No
 def test_the_handlers_errors_are_openai_errors() -> None:
     from starlette.responses import Response
 
-    from sglang_coserve.srt.batch_backend.answer import line_result
+    from sglang_coserve.srt.batch_backend.backend import line_result
 
     error = {"message": "m", "type": "t", "param": None, "code": 500}
     for content in (error | {"object": "error"}, {"error": error}):

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_coserve.batch.online_delays import COUNT_INTERVAL_S
+from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
 from srt.batch_server.deployment import (
     API_KEY,
     Deployment,

@@ -20,8 +20,7 @@ from sglang_coserve.core.recording.events import (
 )
 from sglang_coserve.core.recording.replay import ReplayedPlan, replay
 from sglang_coserve.core.recording.report import PlanTally, ReplayReport, plan_text
-from sglang_coserve.core.recording.scheduler import RecordingScheduler
-from sglang_coserve.core.recording.setup import SchedulerSetup
+from sglang_coserve.core.recording.scheduler import RecordingScheduler, SchedulerSetup
 
 __all__ = [
     "Arrived",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.control.slo import Slo
+from sglang_coserve.core.latency_model import LatencyModel, LatencyProfile
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.recording.events import (
     Arrived,
@@ -23,11 +27,50 @@ from sglang_coserve.core.recording.events import (
 )
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
 
-__all__ = ["RecordingScheduler"]
+__all__ = ["RecordingScheduler", "SchedulerSetup"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup:
+    """The settings of a scheduler; equal setups make schedulers that behave alike."""
+
+    policy: str
+    """Name of the policy, which also determines the offline queue."""
+
+    slos: tuple[Slo, ...]
+    config: SchedulerConfig
+    profile: LatencyProfile
+    """The latency model that planning starts with."""
+
+    engine: EngineSize = field(default_factory=EngineSize)
+    """Limits of the engine, for the no-interference baseline."""
+
+    def make(self, policy: str | None = None, advisory: Advisory | None = None) -> Scheduler:
+        """Return a new scheduler, with another policy if one is named.
+
+        ``advisory`` calls what judges and learns; see ``Scheduler``.
+
+        Raises:
+            ConfigError: no policy has this name.
+        """
+        made = make_policy(self.policy if policy is None else policy, self.config)
+        queue = OfflineQueue(made.queue_config(self.config.seed))
+        report = self.profile.report
+        return Scheduler(
+            made,
+            self.profile.latency_model,
+            self.slos,
+            queue,
+            self.config,
+            engine=self.engine,
+            profile_mape=None if report is None else report.mape,
+            advisory=advisory,
+        )
 
 
 class RecordingScheduler:

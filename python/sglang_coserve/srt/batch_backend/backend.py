@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.responses import Response
 
 from sglang_coserve.batch.token_rate import TokenRate
 from sglang_coserve.errors import RequestError
@@ -22,24 +29,97 @@ from sglang_coserve.lines.backend import (
     MovedKv,
 )
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.answer import engine_failure, invalid_request, line_result
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
-from sglang_coserve.srt.batch_backend.line_departures import LineDepartures
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_format, model_in_use
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
-from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask
+from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave
 from sglang_coserve.srt.safeguards.prompt_limit import body_limits
 
-__all__ = ["BatchBackend"]
+__all__ = ["BatchBackend", "engine_failure", "invalid_request", "line_result"]
 
 _STREAM_INTERVAL_TOKENS = 16
 """Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
 a message between processes."""
 
 logger = logging.getLogger(__name__)
+
+
+_log = logging.getLogger(__name__)
+
+
+def line_result(request_id: str, answer: Any) -> LineResult:
+    """Return the result for a handler's answer: a model, or a response with an error."""
+    if isinstance(answer, BaseModel):
+        return LineResult(HTTPStatus.OK.value, request_id, answer.model_dump(mode="json"))
+    assert isinstance(answer, Response), f"a handler answered {type(answer).__name__}"
+    content = orjson.loads(answer.body)
+    # Chat, completions and embeddings return flat errors, responses nest them as OpenAI does.
+    error = content.get("error", content)
+    fields = {name: error.get(name) for name in ("message", "type", "param", "code")}
+    return LineResult(
+        answer.status_code,
+        request_id,
+        {"error": fields},
+        is_retryable=answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
+def invalid_request(request_id: str, message: str) -> LineResult:
+    """Return the result for a body that cannot be served, now or later."""
+    return _failed(request_id, HTTPStatus.BAD_REQUEST, "invalid_request_error", message)
+
+
+def engine_failure(request_id: str, message: str) -> LineResult:
+    """Return the result for a line that may succeed another time."""
+    return _failed(request_id, HTTPStatus.SERVICE_UNAVAILABLE, "server_error", message)
+
+
+def _failed(request_id: str, status: HTTPStatus, kind: str, message: str) -> LineResult:
+    error = {"message": message, "type": kind, "param": None, "code": status.value}
+    return LineResult(
+        status.value,
+        request_id,
+        {"error": error},
+        is_retryable=status >= HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+
+
+class LineDepartures:
+    """Lives on the event loop of SGLang's tokenizer manager, ``inner``."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._asked: list[LineManager] = []
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def ask(self, line: LineManager) -> None:
+        """Let a line's request leave with its KV; one that cannot any more is aborted."""
+        line.is_leaving = True
+        self._asked.append(line)
+        if len(self._asked) == 1:
+            # Short-lived, and awaited by nobody: what it does not end the stream cancels in time.
+            task = asyncio.get_running_loop().create_task(self._ask())
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask(self) -> None:
+        by_model = defaultdict[str, list[str]](list)
+        for line in self._asked:
+            by_model[line.kv_model].append(line.request_id)
+        self._asked = []
+        for model, rids in by_model.items():
+            leaving: set[str] = set()
+            try:
+                for known in await ask(self._inner, leave(rids, model)):
+                    leaving.update(known)
+            except Exception:
+                _log.exception("%d lines go on elsewhere without their KV", len(rids))
+            for rid in rids:
+                if rid not in leaving:
+                    self._inner.abort_request(rid)
 
 
 class BatchBackend(Backend):

@@ -7,6 +7,7 @@ nothing of the server.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +28,7 @@ from sglang_coserve.batch.routes import (
     view_answer,
 )
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
-from sglang_coserve.srt.monitoring.view_sampler import sample
+from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask
 from sglang_coserve.srt.routes.trace_route import TRACE_PATH
 from sglang_coserve.view import History, Page, standing
 
@@ -35,6 +36,20 @@ __all__ = ["View"]
 
 _DECISION: Final = ("subject", "text", "steps", "span_s")
 _ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "prediction")
+
+
+_INTERVAL_S: Final = 1.0
+
+
+async def sample(manager: Any, history: History) -> None:
+    """Let ``history`` follow the schedulers of SGLang's tokenizer ``manager``; for a task.
+
+    A scheduler that does not answer is waited for: the age of the last sample shows it.
+    """
+    while True:
+        states = await ask(manager, STANDING)
+        history.add(time.time(), states)
+        await asyncio.sleep(_INTERVAL_S)
 
 
 class View:

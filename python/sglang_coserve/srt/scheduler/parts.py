@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.recording import RecordingScheduler
+from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.fifo import FifoAdmission
@@ -21,12 +26,11 @@ from sglang_coserve.srt.admission.protocol import Admission
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
-from sglang_coserve.srt.monitoring.plan_log import recorded
+from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.install import Installed
-from sglang_coserve.srt.scheduler.core_setup import core_setup, failed_plans
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
@@ -42,6 +46,45 @@ __all__ = ["CoserveParts"]
 Req = Any
 
 logger = logging.getLogger(__name__)
+
+
+def core_setup(
+    config: CoserveConfig, profile: LatencyProfile, engine: EngineSize
+) -> SchedulerSetup:
+    """Return the policy, the targets and the limits of ``config``.
+
+    ``engine`` has the limits for the no-interference baseline.
+    """
+    return SchedulerSetup(
+        policy=config.offline_policy,
+        slos=config.slos(),
+        config=SchedulerConfig(
+            iteration_budget_s=_seconds(config.iteration_budget_ms),
+            max_offline_requests=config.offline_max_running,
+            online_order=OnlineOrder(config.online_order),
+            overload=Overload(config.overload),
+            utility_ratio=config.offline_utility_ratio,
+            random_picks=config.offline_random_picks,
+            refine=True,
+        ),
+        profile=profile,
+        engine=engine,
+    )
+
+
+def failed_plans(setup: SchedulerSetup, config: CoserveConfig) -> FailedPlans:
+    """Return what writes down what plans were made from that failed.
+
+    It is beside the batches, as it is as confidential, or in a directory of this user's.
+    """
+    if config.coserve_data_dir is not None:
+        return FailedPlans(setup, Path(config.coserve_data_dir) / "failed-plans")
+    own = f"coserve-failed-plans-{os.getuid()}"
+    return FailedPlans(setup, Path(tempfile.gettempdir()) / own)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 class CoserveParts:
