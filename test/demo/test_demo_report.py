@@ -12,7 +12,6 @@ from matplotlib import rc_context
 from rich.console import Console
 
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.demo.load_scale import LoadScale
 from sglang_coserve.demo.offline_load import write_offline_load
 from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.report import (
@@ -23,6 +22,7 @@ from sglang_coserve.demo.report import (
     as_table,
     sentence,
 )
+from sglang_coserve.demo.run import LoadScale
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS

@@ -12,14 +12,13 @@ import typer
 
 from sglang_coserve.cli import exit_codes
 from sglang_coserve.cli.batches import cancel, list_batches, results, status
-from sglang_coserve.cli.gateway import gateway
 from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
 from sglang_coserve.cli.jobs import jobs
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.replay import replay
 from sglang_coserve.cli.say import say
-from sglang_coserve.cli.serve import PASS_THROUGH, serve
+from sglang_coserve.cli.serve import PASS_THROUGH, gateway, serve
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.cli.simulate_fleet import simulate_fleet
 from sglang_coserve.cli.submit import submit

@@ -1,4 +1,4 @@
-"""``coserve serve``: the same as ``python -m sglang_coserve.launch_server``."""
+"""``coserve serve`` and ``coserve gateway``: each is another module as a command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-__all__ = ["PASS_THROUGH", "serve"]
+__all__ = ["PASS_THROUGH", "gateway", "serve"]
 
 PASS_THROUGH = {
     "allow_extra_args": True,
@@ -16,6 +16,13 @@ PASS_THROUGH = {
     "help_option_names": list[str](),
 }
 """Settings of the command that leave every flag to the server."""
+
+
+def gateway(context: typer.Context) -> None:
+    """Serve batches on many engines; neither torch nor SGLang is needed here (--help)."""
+    from sglang_coserve.fleet.command import main
+
+    sys.exit(main(context.args))
 
 
 def serve(context: typer.Context) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, bearer_key, is_same_key, send_error
@@ -27,17 +29,20 @@ from sglang_coserve.batch.routes import (
     set_admin_key,
     set_not_ready,
     set_service,
+    shown_batches,
+    view_answer,
 )
 from sglang_coserve.batch.settings import limits_of, webhook_target_of
 from sglang_coserve.batch.webhooks import Webhooks
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
+from sglang_coserve.fleet.engine_views import EngineViews
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import fleet_metrics, fleet_status
-from sglang_coserve.fleet.view_routes import view_routes
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.unread_body import UnreadBodyMiddleware
+from sglang_coserve.view import LEVELS, Page, fleet_standing
 
 __all__ = ["gateway_app"]
 
@@ -52,6 +57,49 @@ _OPEN: Final = ("/health", "/ping", "/metrics", PAGE_PATH, VIEW_PATH)
 
 _OPERATORS: Final = "/coserve/batches"
 """Have a key of their own, which the routes check."""
+
+
+_ASK_FOR_KEY = "send the gateway's --api-key or --admin-api-key as a bearer token"
+
+
+def view_routes(keys: Keys) -> APIRouter:
+    """Return the routes; ``keys`` says who sees what."""
+    router, page, views = APIRouter(), Page.assemble(), EngineViews()
+
+    @router.get(PAGE_PATH, include_in_schema=False)
+    async def show_page() -> Response:
+        return Response(page.html, headers=page.headers)
+
+    @router.get(VIEW_PATH)
+    async def view_fleet(request: Request) -> Response:
+        """Say how engines, their online users and batches stand."""
+        caller = keys.caller(request.headers.raw)
+        if caller is None:
+            return view_answer(401, {"error": {"message": _ASK_FOR_KEY}})
+        answer = await _view(request.app.state.fleet, views)
+        return view_answer(200, answer | await shown_batches(request.app, caller))
+
+    return router
+
+
+async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
+    known = {
+        url: users
+        for url, users in (await views.online_users(fleet.engines)).items()
+        if users.level in LEVELS  # A newer engine may know others.
+    }
+    users_of = {url: msgspec.to_builtins(users) for url, users in known.items()}
+    status = fleet_status(fleet)
+    loads = [engine.load for engine in fleet.engines if engine.load is not None]
+    return {
+        "at": time.time(),
+        "model": loads[0].model_name if loads else None,
+        "online_users": fleet_standing(users_of),
+        "fleet": status | {"offline_tokens_per_s": fleet.load().offline_tokens_per_s},
+        "engines": [
+            each | {"online_users": users_of.get(each["url"])} for each in status.pop("engines")
+        ],
+    }
 
 
 class KeyCheck:

@@ -15,7 +15,6 @@ from sglang_coserve.extras import require
 require("ray", "sglang_coserve.ray")
 
 from sglang_coserve.fleet.discovery import DnsName, Router  # noqa: E402
-from sglang_coserve.ray.completion import complete  # noqa: E402
-from sglang_coserve.ray.request_files import read_requests  # noqa: E402
+from sglang_coserve.ray.completion import complete, read_requests  # noqa: E402
 
 __all__ = ["DnsName", "Router", "complete", "read_requests"]

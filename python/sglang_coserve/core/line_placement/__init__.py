@@ -5,17 +5,21 @@ prefix is computed once. Which engine that is follows from the prefix alone (ren
 hashing), so another gateway, or the same one after a restart, finds the same.
 """
 
-from sglang_coserve.core.line_placement.failure_streak import FAILURES_IN_A_ROW, FailureStreak
 from sglang_coserve.core.line_placement.model_vote import model_of_most
 from sglang_coserve.core.line_placement.placement import (
     DEATHS_BEFORE_ALONE,
     LinePlacement,
     Placed,
+    PrefixGroups,
 )
 from sglang_coserve.core.line_placement.pools import LinePools, Move
-from sglang_coserve.core.line_placement.prefix_groups import PrefixGroups
 from sglang_coserve.core.line_placement.rendezvous import Rendezvous
-from sglang_coserve.core.line_placement.window import LINES_AHEAD, line_window
+from sglang_coserve.core.line_placement.window import (
+    FAILURES_IN_A_ROW,
+    LINES_AHEAD,
+    FailureStreak,
+    line_window,
+)
 
 __all__ = [
     "DEATHS_BEFORE_ALONE",
