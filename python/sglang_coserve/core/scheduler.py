@@ -86,6 +86,7 @@ class Scheduler:
         """Learned only from steps without offline work; predicts the steps of the baseline."""
 
         self._mixes_decodes = engine is not None and engine.mixes_decodes
+        self._is_pipeline = engine is not None and engine.micro_batches > 1
         self._service_time = ServiceTime()
         self._resume_cost = ResumeCost()
         fair = self._config.online_order is OnlineOrder.VTC
@@ -169,6 +170,8 @@ class Scheduler:
         if snapshot.stop_share < 1.0:
             resume_s = self._resume_cost.seconds(snapshot.resume_s)
             snapshot = replace(snapshot, resume_s=resume_s)
+        if self._in_flight and not self._is_pipeline:
+            snapshot = replace(snapshot, ahead_s=self._ahead_s)
         context = self._context(snapshot, cache)
         shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
@@ -274,7 +277,7 @@ class Scheduler:
         if suspended is None:
             return self._build(self._compose_offline(snapshot, context), until_s)
         whole_s = self.model.predict(suspended.batch)
-        left_s = until_s - snapshot.now_s
+        left_s = until_s - snapshot.begins_s
         if not reaches_safepoint(suspended.batch, whole_s, snapshot, left_s):
             return None
         return StepPlan(
@@ -349,6 +352,13 @@ class Scheduler:
     def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
         users = self._waiting_order.users(batch.snapshot.waiting)
         return batch.build(self._next_step, users, until_s)
+
+    @property
+    def _ahead_s(self) -> float:
+        """Predicted time of the step in flight. One of the offline lane has ended, or is suspended:
+        it runs beside no other."""
+        steps = self._in_flight.values()
+        return sum(step.predicted_s for step in steps if step.lane is Lane.SHARED)
 
     @property
     def _arrival_s(self) -> float:

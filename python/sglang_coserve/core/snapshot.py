@@ -73,8 +73,8 @@ class Request(NamedTuple):
 
     last_token_s: float | None = None
     """When its last token came out; None before the first. Under overlap scheduling a plan is made
-    before the results of the last step are known: a token of that step counts as one that comes out
-    now, at the time of the snapshot."""
+    while the last step runs: a token of that step is counted, comes out when the step ends
+    (``EngineSnapshot.begins_s``), and has None here."""
 
     @property
     def length_tokens(self) -> int:
@@ -158,6 +158,15 @@ class EngineSnapshot:
     resume_s: float = 0.0
     """Assumed cost of suspending and resuming a step, in seconds, until a suspended step has shown
     it."""
+
+    ahead_s: float = 0.0
+    """Predicted rest of the step that runs, in seconds: under overlap scheduling the next one is
+    planned beside it, and begins when it ends."""
+
+    @property
+    def begins_s(self) -> float:
+        """When the planned step begins."""
+        return self.now_s + self.ahead_s
 
 
 class PrefixCache(Protocol):

@@ -144,6 +144,25 @@ def test_decodes_that_can_wait_let_prompts_go_first(arrival_s: float) -> None:
     assert scheduler("coserve").plan(snapshot(*requests), NO_CACHE).skips_decodes
 
 
+def test_decodes_do_not_wait_for_a_second_step_of_prompts_beside_the_first() -> None:
+    """Under overlap scheduling the second is planned before the first, of 60 ms, has ended."""
+    decodes = many_decodes(10)
+    core = scheduler("coserve")
+    first = core.plan(snapshot(*decodes, online(600)), NO_CACHE)
+    assert first.skips_decodes
+    requests = [*decodes, online(300)]
+    assert core.plan(snapshot(*requests), NO_CACHE).skips_decodes
+    core.start(first, first.prefills)
+    assert not core.plan(snapshot(*requests), NO_CACHE).skips_decodes
+
+
+def test_a_token_in_flight_comes_out_when_its_step_ends() -> None:
+    decodes = [one._replace(last_token_s=None) for one in many_decodes(10)]
+    core = scheduler("coserve")
+    core.start(core.plan(snapshot(*decodes), NO_CACHE), ())
+    assert core.plan(snapshot(*decodes, online(600)), NO_CACHE).skips_decodes
+
+
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
     requests = [online(10, DECODING), online(1000, arrival_s=-3.0)]
     plan = scheduler("coserve").plan(snapshot(*requests, free_kv_tokens=50), NO_CACHE)

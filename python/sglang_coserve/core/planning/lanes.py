@@ -40,7 +40,7 @@ def offline_until_s(batch: StepBuilder, context: PlanContext) -> float | None:
     if seen.suspended is None:
         return None
     left_s = _left_s(batch, context, batch.deadlines.slack_s)
-    return seen.now_s + left_s if 0 < left_s < math.inf else None
+    return seen.begins_s + left_s if 0 < left_s < math.inf else None
 
 
 def is_stuck(batch: StepBuilder, context: PlanContext) -> bool:

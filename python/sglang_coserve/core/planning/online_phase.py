@@ -171,13 +171,20 @@ def prefill_online(
 
 
 def slack_s(batch: StepBuilder, request: Request) -> float:
-    """Return the time until a request's next token misses its target; negative once it has."""
-    info, targets = request.info, batch.targets
-    if request.generated_tokens and request.last_token_s is not None:
-        start_s, target_s = request.last_token_s, info.tpot_target_s or targets.tpot_s
+    """Return how long the step may take before a request's next token misses its target.
+
+    Negative if it misses it before the step begins.
+    """
+    info, targets, begins_s = request.info, batch.targets, batch.snapshot.begins_s
+    if request.generated_tokens:
+        last_s = request.last_token_s
+        start_s, target_s = (
+            begins_s if last_s is None else last_s,
+            info.tpot_target_s or targets.tpot_s,
+        )
     else:
         start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
-    return math.inf if target_s is None else start_s + target_s - batch.snapshot.now_s
+    return math.inf if target_s is None else start_s + target_s - begins_s
 
 
 def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:

@@ -32,10 +32,10 @@ class DecodeDeadlines:
             requests: The requests of the engine.
             tpot_s: Target of requests without their own.
         """
-        self._now_s = requests.snapshot.now_s
+        begins_s = requests.snapshot.begins_s
         self._decodes = requests.online_decodes
         due_s = [
-            (self._now_s if last_s is None else last_s) + target_s
+            (begins_s if last_s is None else last_s) + target_s
             for info, _, _, _, _, last_s in requests.online_decodes
             if (target_s := info.tpot_target_s or tpot_s) is not None
         ]
@@ -48,9 +48,9 @@ class DecodeDeadlines:
             ]
             self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
         """The strictest TPOT target of the online requests in other micro-batches."""
-        self.slack_s = min(min(due_s, default=math.inf) - self._now_s, self.elsewhere_s)
-        """Time until the first online decode misses its TPOT target. A decode in another
-        micro-batch is assumed to have got its last token just now."""
+        self.slack_s = min(min(due_s, default=math.inf) - begins_s, self.elsewhere_s)
+        """How long the step may take before the first online decode misses its TPOT target. A
+        decode in another micro-batch is assumed to have got its last token just now."""
 
     def least_tpot_s(self, default_s: float) -> float:
         """Return the strictest TPOT target of the online decodes, in seconds. O(requests).

@@ -43,7 +43,7 @@ def snapshot_of(
         decodes_stop: See ``EngineSnapshot``.
         resume_s: See ``EngineSnapshot``.
     """
-    admitted = _admitted(view, ledger, running_batch, now_s)
+    admitted = _admitted(view, ledger, running_batch)
     num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)
     return EngineSnapshot(
         now_s=now_s,
@@ -58,7 +58,7 @@ def snapshot_of(
         keeps_prefixes=keeps_prefixes,
         window_tokens=pools.window_tokens,
         free_window_tokens=pools.free_window_tokens,
-        elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING, now_s)),
+        elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
         suspended=suspended,
         stop_share=stop_share,
         decodes_stop=decodes_stop,
@@ -67,10 +67,10 @@ def snapshot_of(
 
 
 def _admitted(
-    view: EngineView, ledger: RequestLedger, running_batch: ScheduleBatch, now_s: float
+    view: EngineView, ledger: RequestLedger, running_batch: ScheduleBatch
 ) -> list[Request]:
-    admitted = ledger.decoding_requests(running_batch.reqs, RequestState.DECODING, now_s)
-    admitted += ledger.decoding_requests(view.paused_requests.paused, RequestState.PAUSED, now_s)
+    admitted = ledger.decoding_requests(running_batch.reqs, RequestState.DECODING)
+    admitted += ledger.decoding_requests(view.paused_requests.paused, RequestState.PAUSED)
     admitted += [
         ledger.prefilling_request(req, RequestState.PARKED) for req in view.paused_requests.parked
     ]

@@ -179,10 +179,8 @@ class RequestLedger:
         self._begun.pop(rid, None)
         self._online.pop(rid, None)
 
-    def decoding_requests(
-        self, reqs: Iterable[Req], state: RequestState, now_s: float
-    ) -> list[Request]:
-        """Return those that generate or are paused as a snapshot has them at ``now_s``."""
+    def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
+        """Return those that generate or are paused as a snapshot has them."""
         known, new = self._live, tuple.__new__  # What Request() does, at half its cost.
         requests = []
         for req in reqs:
@@ -191,7 +189,7 @@ class RequestLedger:
             # Includes a token in flight under overlap scheduling, as its KV is allocated already.
             computed = computed_tokens(req)
             generated = computed + 1 - info.prompt_tokens
-            last_s = now_s if generated > len(req.output_ids) else live.last_token_s
+            last_s = None if generated > len(req.output_ids) else live.last_token_s
             requests.append(new(Request, (info, state, generated, computed, 0, last_s)))
         return requests
 
