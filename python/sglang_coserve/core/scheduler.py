@@ -330,6 +330,9 @@ class Scheduler:
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
         arrival_s = self._arrival_s
+        if snapshot.ahead_s:
+            # A request that arrives now waits for the step that runs, and for this one.
+            arrival_s /= 2
         return PlanContext(
             config=self._config,
             queue=self._queue,

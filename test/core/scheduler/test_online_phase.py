@@ -163,6 +163,18 @@ def test_a_token_in_flight_comes_out_when_its_step_ends() -> None:
     assert core.plan(snapshot(*decodes, online(600)), NO_CACHE).skips_decodes
 
 
+def test_who_arrives_beside_a_running_step_waits_for_two() -> None:
+    """What offline work may add to a first token is shared by both."""
+    targets = SloTargets(ttft_s=0.2, tpot_s=1.0)
+    core = scheduler("coserve", queued(8000), queued(8000), targets=targets)
+    seen = snapshot(online(10, DECODING))
+    first = core.plan(seen, NO_CACHE)
+    core.start(first, first.prefills)
+    second = core.plan(seen, NO_CACHE)
+    added_s = [plan.predicted_s - plan.expected.online_part_s for plan in (first, second)]
+    assert added_s[1] == pytest.approx(added_s[0] / 2, rel=0.02)
+
+
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
     requests = [online(10, DECODING), online(1000, arrival_s=-3.0)]
     plan = scheduler("coserve").plan(snapshot(*requests, free_kv_tokens=50), NO_CACHE)
