@@ -12,7 +12,6 @@ import torch
 from gpu.kv_rows import Rows, publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
@@ -51,7 +50,6 @@ class CacheEngine:
         shape: KvShape,
         policy: CheckpointPolicy,
         *,
-        online_share: float = 0.0,
         device: str,
         host_times: float,
     ) -> None:
@@ -99,9 +97,8 @@ class CacheEngine:
             page_size=page,
             tp_cache_group=torch.distributed.group.WORLD,
         )
-        shares = {RequestClass.OFFLINE: 1 - online_share, RequestClass.ONLINE: online_share}
         self.kv, self.allocator, self.table = kv, allocator, table
-        self.cache = CheckpointCache(params, server_args, policy, shares)
+        self.cache = CheckpointCache(params, server_args, policy)
         # As for a scheduler's cache: here passes run on the stream of whoever runs them.
         passes = torch.get_device_module(device).current_stream()
         self.cache.cache_controller.load_fence_stream = passes

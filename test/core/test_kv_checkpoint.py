@@ -15,14 +15,12 @@ from sglang_coserve.core.kv_checkpoint import (
     CheckpointMode,
     CheckpointPolicy,
     CheckpointSnapshot,
-    HostQuota,
     PageCopy,
     RequestPages,
     RequestToSave,
     plan_copies,
     reclaim_tokens,
 )
-from sglang_coserve.core.request import RequestClass
 
 PAGE = 16
 EAGER = CheckpointPolicy(CheckpointMode.EAGER)
@@ -176,14 +174,6 @@ def test_reclaim_takes_whole_pages_and_at_least_a_chunk(wanted: int, least: int,
     tokens = reclaim_tokens(wanted, least, page)
     assert tokens % page == 0
     assert max(wanted, least) <= tokens < max(wanted, least) + page
-
-
-def test_no_class_takes_from_the_others_quota() -> None:
-    quota = HostQuota(online_tokens=100, offline_tokens=300)
-    offline, online = RequestClass.OFFLINE, RequestClass.ONLINE
-    assert quota.shortage(offline, used_tokens=200, wanted_tokens=100) == 0
-    assert quota.shortage(offline, used_tokens=300, wanted_tokens=100) == 100
-    assert quota.shortage(online, used_tokens=0, wanted_tokens=101) is None
 
 
 def test_the_wait_doubles_with_every_refusal_up_to_a_bound() -> None:

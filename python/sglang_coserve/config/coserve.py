@@ -46,8 +46,6 @@ _COPIES = tuple(mode.value for mode in CheckpointMode if mode is not CheckpointM
 _CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "kv_checkpoint_host_gb": _COPIES,
-        "kv_checkpoint_offline_share": _COPIES,
-        "kv_checkpoint_online_share": _COPIES,
         "kv_checkpoint_watermark": (CheckpointMode.PRESSURE.value,),
         "kv_move_dir": _COPIES,
     }
@@ -221,19 +219,6 @@ class CoserveConfig(BatchApiConfig):
         type=float,
         metavar="GB",
     )
-    kv_checkpoint_offline_share: Annotated[float, SHARE] = setting(
-        1.0,
-        "Part of that memory that offline requests may use.",
-        type=float,
-        metavar="SHARE",
-    )
-    kv_checkpoint_online_share: Annotated[float, SHARE] = setting(
-        0.0,
-        "Part of that memory for cached prefixes of online requests; together with "
-        "--kv-checkpoint-offline-share at most 1.",
-        type=float,
-        metavar="SHARE",
-    )
     kv_checkpoint_watermark: Annotated[float, SHARE] = setting(
         0.8,
         "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
@@ -347,11 +332,6 @@ class CoserveConfig(BatchApiConfig):
 
 
 def _check_kv_checkpoint(config: CoserveConfig) -> None:
-    if config.kv_checkpoint_offline_share + config.kv_checkpoint_online_share > 1:
-        raise ConfigError(
-            f"{flag('kv_checkpoint_offline_share')} and {flag('kv_checkpoint_online_share')} "
-            "are parts of one memory: together they must not exceed 1"
-        )
     for field in dataclasses.fields(config):
         if field.name in _CHECKPOINT_MODES and getattr(config, field.name) != field.default:
             useful = _CHECKPOINT_MODES[field.name]

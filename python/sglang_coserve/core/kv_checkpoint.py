@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, NamedTuple
 
-from sglang_coserve.core.request import RequestClass
-
 __all__ = [
     "Backoff",
     "CheckpointMode",
     "CheckpointPolicy",
     "CheckpointSnapshot",
-    "HostQuota",
     "PageCopy",
     "RequestPages",
     "RequestToSave",
@@ -180,32 +177,6 @@ def is_stuck(policy: CheckpointPolicy, oldest_copy_steps: int) -> bool:
 def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:
     """Return how many tokens to reclaim, in whole pages, when ``wanted_tokens`` are needed."""
     return -(-max(wanted_tokens, least_tokens) // page_tokens) * page_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class HostQuota:
-    """Host memory of each request class in tokens; a class cannot use another's share."""
-
-    online_tokens: int
-    offline_tokens: int
-
-    def limit(self, request_class: RequestClass) -> int:
-        """Return the most tokens that a class may hold."""
-        if request_class is RequestClass.ONLINE:
-            return self.online_tokens
-        return self.offline_tokens
-
-    def shortage(
-        self, request_class: RequestClass, used_tokens: int, wanted_tokens: int
-    ) -> int | None:
-        """Return how many tokens the class must free first to store ``wanted_tokens`` more.
-
-        None if ``wanted_tokens`` alone exceed its quota.
-        """
-        limit = self.limit(request_class)
-        if wanted_tokens > limit:
-            return None
-        return max(0, used_tokens + wanted_tokens - limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "record_plans": {"record_plans": "plans.jsonl"},
     "kv_checkpoint": {"kv_checkpoint": "eager"},
     "kv_checkpoint_host_gb": {"kv_checkpoint_host_gb": 1.0, "kv_checkpoint": "lazy"},
-    "kv_checkpoint_offline_share": {"kv_checkpoint_offline_share": 0.5, "kv_checkpoint": "lazy"},
-    "kv_checkpoint_online_share": {
-        "kv_checkpoint_online_share": 0.1,
-        "kv_checkpoint_offline_share": 0.9,
-        "kv_checkpoint": "eager",
-    },
     "kv_checkpoint_watermark": {"kv_checkpoint_watermark": 0.5, "kv_checkpoint": "pressure"},
     "kv_move_dir": {"kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "pool": {"pool": "relaxed", "kv_move_dir": "moved", "kv_checkpoint": "eager"},

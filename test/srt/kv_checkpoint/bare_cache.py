@@ -34,7 +34,6 @@ class BareEngine(CacheEngine):
         slots: int,
         host_slots: int,
         page_tokens: int,
-        online_share: float = 0.0,
         context: int = 8192,
         requests: int = 128,
         heads: int = 1,
@@ -43,7 +42,6 @@ class BareEngine(CacheEngine):
         super().__init__(
             shape,
             policy,
-            online_share=online_share,
             device="cpu",
             host_times=host_slots / slots,
         )

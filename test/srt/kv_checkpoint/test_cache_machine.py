@@ -32,7 +32,6 @@ class CacheMachine(RuleBasedStateMachine):
         page=st.sampled_from([1, 4]),
         slots=st.sampled_from([128, 256]),
         host_slots=st.sampled_from([32, 160, 1024]),
-        online_share=st.sampled_from([0.0, 0.3]),
         least_copy=st.sampled_from([1, 8]),
         least=st.sampled_from([1, 16]),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
@@ -191,7 +191,7 @@ def test_of_a_suspended_step_nothing_is_saved_before_it_has_ended(
 
 def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     cache = engine.scheduler.tree_cache
-    cache.space._quota = HostQuota(online_tokens=0, offline_tokens=6 * cache.page_size)
+    cache.space.limit_tokens = 6 * cache.page_size
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     return outputs, aborted, engine.scheduler.parts.checkpointing.stats().to_dict()
 

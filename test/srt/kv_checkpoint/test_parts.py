@@ -16,7 +16,7 @@ from sglang.srt.managers import cache_controller
 
 from gpu.kv_rows import new_request
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt import compat
@@ -125,33 +125,22 @@ def test_a_copy_that_fails_never_counts_as_done() -> None:
 # --- Host memory --------------------------------------------------------------------------
 
 
-def host_space(counts: Counter[str], *, online: int, offline: int) -> HostSpace:
-    """On SGLang's host pool, which has more than both quotas together."""
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    engine = BareEngine(policy, slots=64, host_slots=2 * (online + offline), page_tokens=1)
-    return HostSpace(engine.cache.host_pool, HostQuota(online, offline), counts)
-
-
-def test_a_class_is_refused_beyond_its_quota_and_asks_again_later() -> None:
+def test_allocation_is_refused_beyond_the_limit_and_asked_for_again_later() -> None:
+    """SGLang's host pool has more than the limit."""
     counts: Counter[str] = Counter()
-    space = host_space(counts, online=20, offline=80)
-    held = space.alloc(OFFLINE, 80, step=1)
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=64, host_slots=200, page_tokens=1)
+    space = HostSpace(engine.cache.host_pool, 80, counts)
+    held = space.alloc(80, step=1)
     assert held is not None
-    assert space.free_tokens(OFFLINE) == 0
-    assert space.alloc(OFFLINE, 1, step=1) is None
+    assert space.free_tokens == 0
+    assert space.alloc(1, step=1) is None
     assert counts["allocation_failures"] == 1
-    assert not space.may_try(OFFLINE, step=2)
-    assert space.may_try(OFFLINE, step=3)
-    assert space.may_try(ONLINE, step=2)
-    assert space.alloc(ONLINE, 20, step=2) is not None
-    space.free(OFFLINE, held)
-    assert space.alloc(OFFLINE, 40, step=3) is not None
+    assert not space.may_try(step=2)
+    assert space.may_try(step=3)
+    space.free(held)
+    assert space.alloc(40, step=3) is not None
     space.assert_consistent()
-
-
-def test_a_class_without_a_share_never_asks() -> None:
-    space = host_space(Counter(), online=0, offline=80)
-    assert not space.may_try(ONLINE, step=1000)
 
 
 # --- Requests that give way -------------------------------------------------------------------
@@ -252,8 +241,6 @@ def test_online_work_does_not_wait_for_a_slow_copy() -> None:
         ("kv_checkpoint_host_gb", {"kv_checkpoint": "eager", "kv_checkpoint_host_gb": 0}),
         ("kv_checkpoint_host_gb", {"kv_checkpoint_host_gb": 4.0}),
         ("kv_checkpoint_watermark", {"kv_checkpoint_watermark": 1.5}),
-        ("kv_checkpoint_offline_share", {"kv_checkpoint_offline_share": -0.1}),
-        ("kv_checkpoint_online_share", {"kv_checkpoint_online_share": 0.1}),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_flag(field: str, values: Any) -> None:

@@ -21,7 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, HostQuota
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
@@ -52,7 +52,6 @@ class CheckpointCache(UnifiedRadixCache):
         params: SGLang's cache parameters.
         server_args: SGLang's settings.
         policy: what to copy, and when.
-        host_shares: share of the host pool for each class; together at most 1.
     """
 
     def __init__(
@@ -60,10 +59,8 @@ class CheckpointCache(UnifiedRadixCache):
         params: Any,
         server_args: Any,
         policy: CheckpointPolicy,
-        host_shares: dict[RequestClass, float],
     ) -> None:
         self.policy = policy
-        self._host_shares = host_shares
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.step = 0
@@ -82,12 +79,8 @@ class CheckpointCache(UnifiedRadixCache):
 
     def _start_over(self) -> None:
         counts, pool = self.counts, self.host_pool
-        limits = {
-            request_class: int(pool.logical_size * share) // self.page_size * self.page_size
-            for request_class, share in self._host_shares.items()
-        }
-        quota = HostQuota(limits[RequestClass.ONLINE], limits[RequestClass.OFFLINE])
-        self.space = HostSpace(pool, quota, counts)
+        limit_tokens = int(pool.logical_size) // self.page_size * self.page_size
+        self.space = HostSpace(pool, limit_tokens, counts)
         self.copies = CopyJobs(self, self.space, self.policy)
         self._reclaimer = Reclaimer(self, self.policy, self.space, self.copies, counts)
         self._saver = CheckpointWriter(
@@ -119,10 +112,8 @@ class CheckpointCache(UnifiedRadixCache):
         return self._saver.save(self.step)
 
     def _execute_and_commit_kv_backup(self, action: Any, **_options: Any) -> int:
-        """Back up nodes of online requests when SGLang would, within the quota of the class."""
-        if self._inserting is RequestClass.ONLINE:
-            for node_id in action.node_ids:
-                self._saver.save_online(self.tree_core.node_by_id(node_id), self.step)
+        """Return 0, the tokens backed up: SGLang's own copies are off."""
+        del action
         return 0
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
@@ -188,15 +179,14 @@ class CheckpointCache(UnifiedRadixCache):
     # --- KV that comes from another engine ---------------------------------------------------
 
     def expect(self, rid: str, tokens: int) -> torch.Tensor | None:
-        """Return host slots for the KV of a request's first tokens; None if its class has no room.
+        """Return host slots for the KV of a request's first tokens; None if there is no room.
 
         They belong to nobody until ``arrived``.
         """
-        offline = RequestClass.OFFLINE
-        self._reclaimer.reclaim_host(offline, min(tokens, self.space.limit_tokens(offline)))
-        if tokens > self.space.free_tokens(offline):
+        self._reclaimer.reclaim_host(min(tokens, self.space.limit_tokens))
+        if tokens > self.space.free_tokens:
             return None
-        slots = self.space.alloc(offline, tokens, self.step)
+        slots = self.space.alloc(tokens, self.step)
         if slots is not None:
             self._expected[rid] = slots
         return slots
@@ -207,7 +197,7 @@ class CheckpointCache(UnifiedRadixCache):
         if has_kv:
             self._handover.take_in(req, slots)
         else:
-            self.space.free(RequestClass.OFFLINE, slots)
+            self.space.free(slots)
 
     def rank_of_ranks(self) -> tuple[int, int]:
         """Return which rank this is, and of how many that share out the heads of the same KV."""
@@ -236,8 +226,8 @@ class CheckpointCache(UnifiedRadixCache):
         self.seconds["reclaim"] += time.perf_counter() - begin_s
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are off: host
-        memory is reclaimed only within the quota of a class."""
+        """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are
+        off."""
         del num_tokens
         return 0
 
@@ -306,5 +296,5 @@ class CheckpointCache(UnifiedRadixCache):
         slots += self._expected.values()
         taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
         assert len(taken.unique()) == len(taken), "a host slot has two owners"
-        used = sum(self.space.used_tokens(request_class) for request_class in RequestClass)
+        used = self.space.used_tokens
         assert len(taken) == used, f"{used - len(taken)} host slots have no owner"

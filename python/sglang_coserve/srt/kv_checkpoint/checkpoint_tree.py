@@ -47,18 +47,15 @@ class CheckpointTree(UnifiedTreeCore):
 
     # --- Host slots ----------------------------------------------------------------------
 
-    def bind_host(self, node: Node, slots: torch.Tensor, request_class: RequestClass) -> None:
-        """Assign host slots to a node; they count towards the quota of ``request_class``."""
+    def bind_host(self, node: Node, slots: torch.Tensor) -> None:
+        """Assign host slots to a node."""
         assert host_slots(node) is None
         assert len(slots) == len(node.key)
         self.commit_backup(node.id, slots, {})
         self.finish_write_through([node.id], ack_id=node.id)
-        node.host_holder = request_class
 
-    def add_on_host(
-        self, parent: Node, key: Any, slots: torch.Tensor, request_class: RequestClass
-    ) -> Node:
-        """Return a new node of ``key`` whose KV is on the host alone, in ``slots``.
+    def add_on_host(self, parent: Node, key: Any, slots: torch.Tensor) -> Node:
+        """Return a new offline node of ``key`` whose KV is on the host alone, in ``slots``.
 
         ``parent`` has host slots or is the root, and no child that begins like ``key``.
         """
@@ -66,12 +63,11 @@ class CheckpointTree(UnifiedTreeCore):
         node = self.node_by_id(inserted)
         assert len(node.key) == len(slots)
         node.hash_value = None
-        node.priority = EVICTION_RANK[request_class]
-        node.host_holder = request_class
+        node.priority = EVICTION_RANK[RequestClass.OFFLINE]
         return node
 
     def _is_settled_full_host_duplicate(self, _node: Node) -> bool:
-        # Since 0.5.22 SGLang may free such host slots; ours count towards a quota.
+        # Since 0.5.22 SGLang may free such host slots; ours are counted.
         return False
 
     def pin(self, node: Node) -> None:
@@ -101,8 +97,6 @@ class CheckpointTree(UnifiedTreeCore):
 
     def _split_node(self, key: Any, child: Node, split_len: int) -> tuple[Node, Any]:
         head, action = super()._split_node(key, child, split_len)
-        if host_slots(child) is not None:
-            head.host_holder = child.host_holder
         if self.on_split is not None:
             self.on_split(child, head)
         return head, action

@@ -16,13 +16,12 @@ from sglang_coserve.core.kv_checkpoint import (
     RequestToSave,
     plan_copies,
 )
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, full, host_slots, unsaved_path
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import full, host_slots, unsaved_path
 
 __all__ = ["CheckpointWriter"]
 
@@ -77,7 +76,7 @@ class CheckpointWriter:
         """Free the host pages of a request, if it has a checkpoint."""
         checkpoint = self.checkpoints.pop(rid, None)
         if checkpoint is not None:
-            self._space.free(RequestClass.OFFLINE, checkpoint.release())
+            self._space.free(checkpoint.release())
 
     # --- What to copy --------------------------------------------------------------------
 
@@ -86,26 +85,26 @@ class CheckpointWriter:
         unsaved = self._unsaved()
         if not unsaved:
             return 0
-        if not self._space.may_try(RequestClass.OFFLINE, step):
+        if not self._space.may_try(step):
             self._counts["backed_off_steps"] += 1
             return 0
         if self._copies.is_stuck(step):
             self._counts["stalled_steps"] += 1
             return 0
         plan = self._plan(unsaved, step)
-        return self._copy(self._targets(plan), RequestClass.OFFLINE, step) if plan else 0
+        return self._copy(self._targets(plan), step) if plan else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
         """Begin to copy the unsaved nodes, up to ``end``, of a request that is being retracted.
 
         For example the last chunk of an unfinished prompt.
         """
-        if not self._copies.may_begin(RequestClass.OFFLINE, step):
+        if not self._copies.may_begin(step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
         unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
         if self._plan([unsaved], step):
-            self._copy(targets, RequestClass.OFFLINE, step)
+            self._copy(targets, step)
 
     def save_path(self, path: Sequence[Node], step: int) -> None:
         """Begin to copy what is not saved of a path from the root, whatever the mode."""
@@ -114,8 +113,8 @@ class CheckpointWriter:
             for node in path
             if host_slots(node) is None and not self._copies.is_copying(node)
         ]
-        if targets and self._copies.may_begin(RequestClass.OFFLINE, step):
-            self._copy(targets, RequestClass.OFFLINE, step)
+        if targets and self._copies.may_begin(step):
+            self._copy(targets, step)
 
     def _plan(self, unsaved: Sequence[RequestToSave], step: int) -> tuple[PageCopy, ...]:
         return plan_copies(self._policy, self._snapshot(unsaved, step), self._cache.page_size)
@@ -164,32 +163,23 @@ class CheckpointWriter:
                 targets.append((checkpoint, left))
         return targets
 
-    def save_online(self, node: Node, step: int) -> None:
-        """Begin to copy a node that an online request has just inserted, within the quota."""
-        online = RequestClass.ONLINE
-        if not self._copies.may_begin(online, step):
-            return
-        if can_save(node, self._cache.root_node) and not self._copies.is_copying(node):
-            self._copy([(node, len(node.key))], online, step)
-
     # --- Copies --------------------------------------------------------------------------
 
-    def _copy(self, targets: Sequence[Target], request_class: RequestClass, step: int) -> int:
+    def _copy(self, targets: Sequence[Target], step: int) -> int:
         """Begin to copy the first targets, as many as fit host memory; return their tokens.
 
         A node must come after its parent, a request after its prefix.
         """
         totals = list(accumulate(tokens for _, tokens in targets))
-        limit = self._space.limit_tokens(request_class)
-        self._reclaimer.reclaim_host(request_class, min(totals[-1], limit))
-        free_tokens = self._space.free_tokens(request_class)
+        self._reclaimer.reclaim_host(min(totals[-1], self._space.limit_tokens))
+        free_tokens = self._space.free_tokens
         # Try at least one, so that a refusal is recorded.
         while len(totals) > 1 and totals[-1] > free_tokens:
             totals.pop()
-        host_slots = self._space.alloc(request_class, totals[-1], step)
+        host_slots = self._space.alloc(totals[-1], step)
         if host_slots is None:
             return 0
-        self._begin(targets[: len(totals)], host_slots, request_class, step)
+        self._begin(targets[: len(totals)], host_slots, step)
         self._counts["checkpointed_tokens"] += totals[-1]
         return totals[-1]
 
@@ -197,7 +187,6 @@ class CheckpointWriter:
         self,
         targets: Sequence[Target],
         host_slots: torch.Tensor,
-        request_class: RequestClass,
         step: int,
     ) -> None:
         pieces: list[Piece] = []
@@ -208,7 +197,7 @@ class CheckpointWriter:
         for node, tokens in targets:
             if not isinstance(node, RequestCheckpoint):
                 slots = host_slots[begin : begin + tokens]
-                pieces.append(NodeCopy([node], slots, request_class))
+                pieces.append(NodeCopy([node], slots))
                 device_slots.append(full(node).value)
                 begin += tokens
         if checkpoints:

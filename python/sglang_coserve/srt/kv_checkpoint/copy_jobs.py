@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOpera
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots
@@ -40,7 +39,6 @@ class NodeCopy:
     """The node; if it is split meanwhile, its parts from the top down."""
 
     host_slots: torch.Tensor
-    request_class: RequestClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +90,9 @@ class CopyJobs:
         """Return whether copying counts as stuck, by the age of the oldest copy."""
         return is_stuck(self._policy, self.oldest_steps(step))
 
-    def may_begin(self, request_class: RequestClass, step: int) -> bool:
+    def may_begin(self, step: int) -> bool:
         """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""
-        return self._space.may_try(request_class, step) and not self.is_stuck(step)
+        return self._space.may_try(step) and not self.is_stuck(step)
 
     def begin(
         self,
@@ -152,22 +150,22 @@ class CopyJobs:
     def _end(self, piece: Piece) -> None:
         if isinstance(piece, RequestCopy):
             if piece.checkpoint.is_released:
-                self._space.free(RequestClass.OFFLINE, torch.as_tensor(piece.host_slots))
+                self._space.free(torch.as_tensor(piece.host_slots))
             else:
                 piece.checkpoint.end_copy(len(piece.host_slots))
         elif isinstance(piece, NodeCopy):
             self._end_node(piece)
         elif host_slots(piece.node) is None:  # The node was dropped after a timeout.
-            self._space.free(RequestClass.OFFLINE, piece.host_slots)
+            self._space.free(piece.host_slots)
 
     def _end_node(self, piece: NodeCopy) -> None:
         sizes = [len(node.key) for node in piece.nodes]
         for node, slots in zip(piece.nodes, torch.split(piece.host_slots, sizes), strict=True):
             del self._copying[id(node)]
             if can_save(node, self._cache.root_node):
-                self._cache.tree_core.bind_host(node, slots, piece.request_class)
+                self._cache.tree_core.bind_host(node, slots)
             else:
-                self._space.free(piece.request_class, slots)
+                self._space.free(slots)
 
     def finish_all(self, timeout_s: float) -> bool:
         """Wait for all copies in flight; return False if they do not end in time.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
@@ -44,11 +43,11 @@ class Handover:
         for node, first in _between(last_saved, start, end):
             slots = host_slots[first - start : first - start + len(node.key)]
             if can_save(node, self._cache.root_node):
-                self._cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
+                self._cache.tree_core.bind_host(node, slots)
                 self._counts["adopted_tokens"] += len(slots)
             else:
                 unused.append(slots)
-        self._space.free(RequestClass.OFFLINE, torch.cat(unused))
+        self._space.free(torch.cat(unused))
         last = self._node_at(req, kv_end)
         self._pin(req.rid, (last_saved, last))
         return last
@@ -64,16 +63,16 @@ class Handover:
             here = slots[first : first + len(node.key)]
             first += len(node.key)
             if can_save(node, root):
-                tree.bind_host(node, here, RequestClass.OFFLINE)
+                tree.bind_host(node, here)
             else:
                 unused.append(here)
         rest = slots[first:]
         if len(rest) and (last is root or host_slots(last) is not None):
             key = compat.radix_key(req, tokens)[first:]
-            last = tree.add_on_host(last, key, rest, RequestClass.OFFLINE)
+            last = tree.add_on_host(last, key, rest)
         else:
             unused.append(rest)
-        self._space.free(RequestClass.OFFLINE, torch.cat(unused) if unused else rest[:0])
+        self._space.free(torch.cat(unused) if unused else rest[:0])
         self._pin(req.rid, (last, last))
 
     def pinned_path(self, rid: str) -> list[Node]:

@@ -132,12 +132,12 @@ class KvCheckpointing:
             checkpointed_tokens=checkpointed,
             checkpointed_bytes=checkpointed * bytes_per_token,
             lag_tokens=cache.copies.in_flight_tokens if cache is not None else 0,
+            host_tokens=cache.space.used_tokens if cache is not None else 0,
+            host_limit_tokens=cache.space.limit_tokens if cache is not None else 0,
             release_ms=seconds.get("release", 0.0) * 1e3,
             reclaim_ms=seconds.get("reclaim", 0.0) * 1e3,
             classes={
                 request_class.value: ClassStats(
-                    host_tokens=cache.space.used_tokens(request_class) if cache else 0,
-                    host_limit_tokens=cache.space.limit_tokens(request_class) if cache else 0,
                     computed_tokens=meter.computed_tokens[request_class],
                     recomputed_tokens=meter.recomputed_tokens[request_class],
                     recompute_tax=meter.tax(request_class),

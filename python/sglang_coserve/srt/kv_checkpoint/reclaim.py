@@ -1,4 +1,4 @@
-"""Reclaims memory from the radix tree: device pages from the end, host pages within a quota."""
+"""Reclaims memory from the radix tree: device pages from the end, host pages as needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any, Final
 import torch
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, reclaim_tokens
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
     device_slots,
-    holder,
     host_slots,
     is_offline_node,
 )
@@ -119,13 +117,13 @@ class Reclaimer:
             return False
         if self._copies.is_late:
             return False
-        if not self._copies.may_begin(RequestClass.OFFLINE, cache.step):
+        if not self._copies.may_begin(cache.step):
             return False
-        self.reclaim_host(RequestClass.OFFLINE, tokens)
-        slots = self._space.alloc(RequestClass.OFFLINE, tokens, cache.step)
+        self.reclaim_host(tokens)
+        slots = self._space.alloc(tokens, cache.step)
         if slots is None:
             return False
-        cache.tree_core.bind_host(node, slots, RequestClass.OFFLINE)
+        cache.tree_core.bind_host(node, slots)
         self._copies.begin([PendingCopy(node, slots)], device_slots(node), slots, cache.step)
         self._counts["checkpointed_tokens"] += tokens
         return True
@@ -145,21 +143,17 @@ class Reclaimer:
 
     # --- Host ----------------------------------------------------------------------------
 
-    def reclaim_host(self, request_class: RequestClass, tokens: int) -> None:
-        """Free host pages of a class until it can allocate ``tokens``, as far as possible.
+    def reclaim_host(self, tokens: int) -> None:
+        """Free host pages until ``tokens`` can be allocated, as far as possible.
 
         Only nodes that are on the host only, least recently used first, except those from which a
         waiting request resumes. O(host leaves).
         """
         tree = self._cache.tree_core
-        shortage = self._space.shortage(request_class, tokens)
+        shortage = self._space.shortage(tokens)
         if not shortage:
             return
-        heap = [
-            (node.last_access_time, node)
-            for node in tree.evictable_host_leaves
-            if holder(node) is request_class
-        ]
+        heap = [(node.last_access_time, node) for node in tree.evictable_host_leaves]
         heapq.heapify(heap)
         freed = 0
         while freed < shortage and heap:
@@ -167,11 +161,11 @@ class Reclaimer:
             freed += len(host_slots(node))
             parent = node.parent
             tree.drop(node, self._free)
-            if parent in tree.evictable_host_leaves and holder(parent) is request_class:
+            if parent in tree.evictable_host_leaves:
                 heapq.heappush(heap, (parent.last_access_time, parent))
         self._counts["host_evicted_tokens"] += freed
 
     def _free(self, node: Node) -> None:
         """Free a node's host slots; those of a staged node are freed when its copy ends."""
         if self._staged.pop(node.id, None) is None:
-            self._space.free(holder(node), host_slots(node))
+            self._space.free(host_slots(node))

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt import compat
 
@@ -159,10 +158,6 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
             context.params,
             context.server_args,
             CheckpointPolicy(mode, watermark=config.kv_checkpoint_watermark),
-            {
-                RequestClass.OFFLINE: config.kv_checkpoint_offline_share,
-                RequestClass.ONLINE: config.kv_checkpoint_online_share,
-            },
         )
         # SGLang sets it itself since 0.5.22, when the scheduler is there.
         cache.cache_controller.load_fence_stream = context.tp_worker.model_runner.forward_stream

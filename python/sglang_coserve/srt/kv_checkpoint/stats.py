@@ -13,12 +13,6 @@ __all__ = ["COUNTED", "CheckpointStats", "ClassStats"]
 class ClassStats:
     """Statistics of one class of requests."""
 
-    host_tokens: int
-    """Host slots in use now."""
-
-    host_limit_tokens: int
-    """Quota of host slots."""
-
     computed_tokens: int
     recomputed_tokens: int
     """Computed tokens that had been computed before."""
@@ -42,8 +36,14 @@ class CheckpointStats:
     lag_tokens: int
     """Tokens whose copy is in flight (current)."""
 
+    host_tokens: int
+    """Host slots in use (current)."""
+
+    host_limit_tokens: int
+    """The most host slots that may be in use."""
+
     allocation_failures: int = 0
-    """Allocations of host memory refused, as the quota or the pool was exhausted."""
+    """Allocations of host memory refused, as it was exhausted."""
 
     backed_off_steps: int = 0
     """Steps without copies because of such a refusal."""

@@ -15,7 +15,6 @@ __all__ = [
     "can_save",
     "device_slots",
     "full",
-    "holder",
     "host_slots",
     "is_offline_node",
     "path_to",
@@ -78,13 +77,6 @@ def can_save(node: Node, root: Node) -> bool:
     saved."""
     is_below_saved = node.parent is root or host_slots(node.parent) is not None
     return device_slots(node) is not None and host_slots(node) is None and is_below_saved
-
-
-def holder(node: Node) -> RequestClass:
-    """Return the class to whose quota the node's host slots count."""
-    request_class = node.host_holder
-    assert isinstance(request_class, RequestClass)
-    return request_class
 
 
 def unsaved_path(node: Node, root: Node) -> list[Node]:

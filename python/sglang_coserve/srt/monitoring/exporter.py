@@ -85,9 +85,7 @@ class Exporter:
             "The way from an online arrival to its first token through a suspension, step by step.",
             *("step", "statistic"),
         )
-        self._host_tokens = gauge(
-            "kv_host_tokens", "KV tokens in host memory, by class.", "request_class"
-        )
+        self._host_tokens = gauge("kv_host_tokens", "KV tokens in host memory.")
         self._recompute_tax = gauge(
             "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
         )
@@ -213,8 +211,8 @@ class Exporter:
     def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
         for request_class, values in checkpoints["classes"].items():
             labels = (*self._common, request_class)
-            self._host_tokens.labels(*labels).set(values["host_tokens"])
             self._recompute_tax.labels(*labels).set(values["recompute_tax"])
+        self._host_tokens.labels(*self._common).set(checkpoints["host_tokens"])
         self._lag_tokens.labels(*self._common).set(checkpoints["lag_tokens"])
         for event in COUNTED:
             self._count(self._checkpoint_events, checkpoints[event], event)
