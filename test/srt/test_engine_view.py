@@ -102,15 +102,6 @@ def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     assert engine.queue == ["on0", "on1", "on2"]
 
 
-def test_prefills_that_were_dropped_wait_first_or_as_offline_ones_do() -> None:
-    engine = Engine(req("waits"))
-    dropped = [req("on"), req("off", offline=True), req("bad", offline=True, fails=True)]
-    engine.view.wait_again(dropped)
-    assert engine.queue == ["on", "bad", "waits"]
-    assert engine.retracted == ["off"]
-    assert not engine.running_batch.batch_is_full
-
-
 def test_a_prefill_that_sglang_is_about_to_abort_is_not_taken() -> None:
     engine = Engine()
     assert not engine.view.can_take_chunk

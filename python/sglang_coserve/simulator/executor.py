@@ -219,23 +219,16 @@ class SimulatedExecutor:
         return ended
 
     def drop(self) -> list[SimRequest]:
-        """Drop the suspended step; return the requests that it had admitted, which wait again.
-
-        Its other requests return to their state before the step.
-        """
+        """Drop the suspended step; return its requests, which wait again."""
         batch, self.suspended = self.suspended, None
         assert batch is not None
         self.pool.release(batch.opened_pages)
         for request in batch.decodes:
             request.dropped_tokens += 1
-        lost: list[SimRequest] = []
         for request, tokens in batch.chunks:
             request.dropped_tokens += tokens
-            if request in batch.admitted:
-                lost.append(self._retract(request, 0))
-            else:
-                self._switch(request, RequestState.PARKED)
-        return lost
+        # The prefix cache keeps what they had before the step.
+        return [self._retract(request, 0) for request in batch.requests]
 
     def withdraw(self, request: SimRequest) -> None:
         """Remove a waiting request."""
@@ -324,7 +317,7 @@ class SimulatedExecutor:
         pages_of = self.pool.pages_of
         request = self.admitted.get(rid)
         if request is None:
-            request = self._admit(batch, rid)
+            request = self._admit(rid)
         else:
             request.move(RequestState.PREFILLING)
         assert request.state is RequestState.PREFILLING, f"{rid} is {request.state}"
@@ -333,7 +326,7 @@ class SimulatedExecutor:
         batch.chunks.append((request, tokens))
         return pages_of(computed + tokens) - pages_of(computed)
 
-    def _admit(self, batch: RunningStep, rid: str) -> SimRequest:
+    def _admit(self, rid: str) -> SimRequest:
         """Admit a waiting request."""
         request = self.offline_waiting.pop(rid, None)
         if request is None:
@@ -343,7 +336,6 @@ class SimulatedExecutor:
         if request.num_admissions == 0:
             request.cached_prompt_tokens = request.locked_tokens
         request.num_admissions += 1
-        batch.admitted.add(request)
         request.move(RequestState.PREFILLING)
         self._add_admitted(request)
         assert len(self.admitted) + len(self._ended) <= self.config.max_running_requests, (

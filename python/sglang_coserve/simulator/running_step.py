@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import SuspendedStep
@@ -41,9 +41,6 @@ class RunningStep:
 
     shed: list[SimRequest]
     """Requests that the plan refused."""
-
-    admitted: set[SimRequest] = field(default_factory=set)
-    """Requests of ``chunks`` that held no KV before."""
 
     opened_pages: int = 0
     """Pages allocated for the KV that it computes."""

@@ -35,7 +35,6 @@ class _Suspended:
     batch: StepStats
     prefills: tuple[PrefillChunk, ...]
     decodes: list[str]
-    admitted: list[str]
     done_share: float = 0.0
     spent_s: float = 0.0
 
@@ -179,7 +178,7 @@ class TinyEngine:
             assert plan.prefills or plan.is_idle, "an iteration for nobody"
             decodes = []
         contexts = [self.requests[rid].computed for rid in decodes]
-        chunks, admitted = self._begin_chunks(prefills)
+        chunks = self._begin_chunks(prefills)
         batch = StepStats.of(chunks, contexts)
         if prefills == plan.prefills:
             assert plan.batch == batch
@@ -189,7 +188,7 @@ class TinyEngine:
         if alone and not batch.is_empty:
             assert self.stop_share < 1
             assert self.suspended is None, "two steps are suspended"
-            self.suspended = _Suspended(plan, self.now_s, batch, prefills, decodes, admitted)
+            self.suspended = _Suspended(plan, self.now_s, batch, prefills, decodes)
             assert self.free_kv + sum(self.cache.values()) >= 0
             assert not any(self.requests[rid].info.is_online for rid in self._suspended_work)
             self._run_alone(plan, stops_at)
@@ -238,16 +237,13 @@ class TinyEngine:
         self._end_aborted()
 
     def _drop(self) -> None:
-        """Give the suspended step up: its requests are as before it."""
+        """Give the suspended step up: its requests wait again."""
         step, self.suspended = self.suspended, None
         assert step is not None
         self.num_drops += 1
-        for rid in step.admitted:
-            self._put_back(rid)
-        for rid, _ in step.prefills:
-            if rid not in step.admitted:
-                self._enter(rid, _S.PARKED)
         rids = tuple(step.work)
+        for rid in rids:
+            self._wait_again(rid, self.requests[rid].computed)
         self.scheduler.update(StepResult(step.plan.step, step.started_s, dropped=rids))
         self._end_aborted()
 
@@ -283,26 +279,23 @@ class TinyEngine:
         for rid in plan.park:
             self._enter(rid, _S.PARKED)
 
-    def _begin_chunks(
-        self, prefills: Sequence[PrefillChunk]
-    ) -> tuple[list[tuple[int, int]], list[str]]:
-        """Return the tokens and context of each chunk, and who is new."""
+    def _begin_chunks(self, prefills: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
+        """Return the tokens and context of each chunk."""
         for rid in self._unfinished():
             if rid not in dict(prefills):
                 self._enter(rid, _S.PARKED)
-        chunks, admitted = [], []
+        chunks = []
         for rid, tokens in prefills:
             live = self.requests[rid]
             if rid not in self.admitted:
                 self._admit(rid)
-                admitted.append(rid)
             elif live.state is _S.PARKED:
                 self._enter(rid, _S.PREFILLING)
             assert live.state is _S.PREFILLING
             assert 0 < tokens <= live.length - live.computed
             chunks.append((tokens, live.computed))
         assert len(self.admitted) <= self.slots
-        return chunks, admitted
+        return chunks
 
     def _compute_all(
         self,
@@ -321,17 +314,6 @@ class TinyEngine:
             for live, (last_s, generated) in zip(requests, before, strict=True)
             if live.info.is_online
         )
-
-    def _put_back(self, rid: str) -> None:
-        """Let a request wait again whose admission was given up."""
-        live = self.requests[rid]
-        self.admitted.remove(rid)
-        self._enter(rid, _S.WAITING)
-        live.computed = 0
-        if live.info.is_online:
-            self.waiting.insert(0, rid)
-        else:
-            self.scheduler.restore(rid, live.generated)
 
     def _seen(self, rid: str) -> Request:
         live = self.requests[rid]
@@ -356,15 +338,18 @@ class TinyEngine:
         self._enter(rid, _S.PREFILLING)
 
     def _retract(self, rid: str, tokens: int) -> None:
+        computed = self.requests[rid].computed
+        assert 0 < tokens <= computed
+        self._wait_again(rid, computed - tokens)
+
+    def _wait_again(self, rid: str, kept_tokens: int) -> None:
+        """Release a request, of which the cache keeps the first tokens."""
         live = self.requests[rid]
-        assert rid in self.admitted
-        assert 0 < tokens <= live.computed
-        head = live.computed - tokens
         self.admitted.remove(rid)
         self._enter(rid, _S.WAITING)
         live.computed = 0
-        if head >= self.page_tokens:
-            self.cache[rid] = head - head % self.page_tokens
+        if kept_tokens >= self.page_tokens:
+            self.cache[rid] = kept_tokens - kept_tokens % self.page_tokens
         if live.info.is_online:
             self.waiting.insert(0, rid)
         else:

@@ -57,7 +57,7 @@ def _checking(base: type) -> type:
 
 def _assert_saved(cache: Any, checkpoint: Any) -> None:
     """What counts as saved is the KV that the request has on the device, and nothing is sent that
-    is not computed, or was rolled back."""
+    is not computed."""
     page, start = cache.page_size, checkpoint.start_tokens
     assert start + checkpoint.pages.sent * page <= compat.computed_tokens(checkpoint.req)
     end = checkpoint.saved_end_tokens

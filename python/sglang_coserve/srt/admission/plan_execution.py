@@ -79,7 +79,7 @@ class PlanExecution:
                 scheduler,
                 view,
                 self._chunks,
-                runner.counted_penalties,
+                retraction,
                 num_layers,
                 events,
                 answer_aborted,

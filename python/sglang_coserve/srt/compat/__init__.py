@@ -24,8 +24,8 @@ from sglang_coserve.srt.compat.requests import (
     refuse,
     release_aborted,
     release_for_requeue,
-    release_uncomputed,
     send_abort,
+    undo_allocation,
 )
 from sglang_coserve.srt.compat.settings import (
     check_one_replica,
@@ -52,10 +52,10 @@ __all__ = [
     "refuse",
     "release_aborted",
     "release_for_requeue",
-    "release_uncomputed",
     "replace",
     "send_abort",
     "start_up_line",
+    "undo_allocation",
 ]
 __all__ += by_version.__all__
 

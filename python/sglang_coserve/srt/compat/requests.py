@@ -5,8 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from sglang_coserve.srt.compat.by_version import release_kv
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.compat.by_version import release_kv, set_computed_tokens, slot_of
 
 __all__ = [
     "check_logit_processor",
@@ -15,8 +14,8 @@ __all__ = [
     "refuse",
     "release_aborted",
     "release_for_requeue",
-    "release_uncomputed",
     "send_abort",
+    "undo_allocation",
 ]
 
 
@@ -86,26 +85,26 @@ def lowest_priority(low_values_first: bool) -> int:
     return sys.maxsize if low_values_first else -sys.maxsize - 1
 
 
-def release_for_requeue(req: Any, tree_cache: Any) -> None:
+def release_for_requeue(req: Any, tree_cache: Any, *, keeps: bool = True) -> None:
     """Free a running request's slot and KV so that it can wait again with its progress.
 
-    What it has computed goes to the radix cache, from where it is evicted when
+    If ``keeps``, what it has computed goes to the radix cache, from where it is evicted when
     memory is needed and matched again when not.
     """
-    release_kv(req, tree_cache, keeps=True)
+    release_kv(req, tree_cache, keeps=keeps)
     req.reset_for_retract()
 
 
-def release_uncomputed(req: Any, tree_cache: Any) -> None:
-    """Free the slot and KV of a request whose prefill was prepared but has not run.
-
-    Nothing goes to the radix cache. For an online request this is not counted as a retraction.
-    """
-    retractions = req.retraction_count
-    release_kv(req, tree_cache, keeps=False)
-    req.reset_for_retract()
-    if not is_offline(req):
-        req.retraction_count = retractions
+def undo_allocation(req: Any, tree_cache: Any, tokens: int) -> None:
+    """Free the KV that a prepared step has allocated behind a request's first ``tokens``."""
+    allocator = tree_cache.token_to_kv_pool_allocator
+    page = allocator.page_size
+    first_page = -(-tokens // page) * page
+    rows = tree_cache.req_to_token_pool.req_to_token
+    slots = rows[slot_of(req), first_page : req.kv.kv_allocated_len]
+    allocator.free_segment(slots, start_pos=first_page)
+    req.kv.kv_allocated_len = tokens
+    set_computed_tokens(req, tokens)
 
 
 def release_aborted(req: Any, tree_cache: Any) -> None:

@@ -102,7 +102,7 @@ def device_events(device: str, depth: int) -> list[StreamEvent]:
 def order_behind_pass(scheduler: Any) -> None:
     """Order later work on the schedule stream after the pass of a batch that is dropped.
 
-    Must be called before the batch is rolled back. Under overlap scheduling the pass runs on its
+    Must be called before its requests are released. Under overlap scheduling the pass runs on its
     own stream, while the scheduler prepares batches on another: there it would reuse and overwrite
     memory that the pass still reads (page tables, freed tensors). SGLang
     orders the two streams only after ``run_batch``, and, if the pass ran on graphs, after only a

@@ -9,11 +9,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from typing import Any
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.paused_requests import CountedRequests, PausedRequests
 
 __all__ = ["EngineView"]
@@ -146,19 +144,6 @@ class EngineView:
         for req in removed:
             self.waiting.remove(req)
         return removed
-
-    def wait_again(self, reqs: Sequence[Req]) -> None:
-        """Requeue requests whose prefill was dropped; those of SGLang's queue go to its front.
-
-        Also marks the running batch as having room.
-        """
-        self._scheduler.running_batch.batch_is_full = False
-        # A request that is to fail is handled by SGLang, whatever its class.
-        is_ours = [is_offline(req) and req.to_finish is None for req in reqs]
-        first = [req for req, ours in zip(reqs, is_ours, strict=True) if not ours]
-        self._scheduler.waiting_queue = [*first, *self.waiting]
-        for req in compress(reqs, is_ours):
-            self.requeue(req)
 
     def requeue(self, req: Req) -> None:
         """Requeue a request whose KV was released."""

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.snapshot import SuspendedStep
@@ -26,12 +25,10 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
-from sglang_coserve.srt.safepoint.rollback import give_up, roll_back
 from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.offline_retraction import Prefill
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 
 __all__ = ["OfflineLane", "SuspendedBatch"]
 
@@ -63,7 +60,7 @@ class OfflineLane:
         scheduler: Any,
         view: EngineView,
         chunks: ChunkAdmission,
-        penalties: CountedPenalties,
+        retraction: OfflineRetraction,
         num_layers: int,
         events: Counter[str],
         answer_aborted: Callable[[Req], None],
@@ -73,7 +70,7 @@ class OfflineLane:
         self._answer_aborted = answer_aborted
         self._view = view
         self._chunks = chunks
-        self._penalties = penalties
+        self._retraction = retraction
         self._num_layers = num_layers
         self._events = events
         self._suspended: SuspendedBatch | None = None
@@ -252,34 +249,18 @@ class OfflineLane:
     def drop(self) -> tuple[str, ...]:
         """Drop the suspended step; return its requests.
 
-        They are rolled back to their state before the step; if layers keep a state (Mamba), their
-        KV is released instead. Prefills that were aborted meanwhile end here.
+        They are retracted with what they had before the step; those that were aborted meanwhile
+        end here.
         """
         suspended, self._suspended = self._suspended, None
         assert suspended is not None
         self._view.suspended = ()
-        batch, view = suspended.batch, self._view
+        batch = suspended.batch
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
-        if isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool):
-            undone = give_up(batch)
-        else:
-            undone = roll_back(batch, suspended.kind, _chunk_of(batch), self._scheduler.future_map)
-            self._penalties.keep(batch)
-        batch.filter_batch()  # Requests may have ended meanwhile.
-        view.paused_requests.hold(batch if batch.reqs else None)
-        unfinished = undone.unfinished
-        if unfinished is not None and unfinished.to_finish is not None:
-            compat.release_aborted(unfinished, self._scheduler.tree_cache)
-            self._answer_aborted(unfinished)
-        elif unfinished is not None and view.chunk is None:
-            view.put_chunk(unfinished)
-        elif unfinished is not None:
-            view.paused_requests.park(unfinished)
-        view.wait_again([req for req in undone.released if req.to_finish is None])
-        for req in undone.released:
-            if req.to_finish is not None:
-                self._answer_aborted(req)
+        num_prefills = len(batch.reqs) - num_decodes(batch, suspended.kind)
+        for req in self._retraction.release_unfinished(batch, num_prefills):
+            self._answer_aborted(req)
         self._has_left_decodes = False
         return rids
 

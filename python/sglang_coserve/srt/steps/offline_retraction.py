@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from sglang_coserve.srt.compat import release_for_requeue
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
@@ -153,5 +155,30 @@ class OfflineRetraction:
 
     def release(self, req: Req) -> None:
         """Release the KV of a request that is in no batch, or about to leave it, and requeue it."""
-        release_for_requeue(req, self._scheduler.tree_cache)
+        compat.release_for_requeue(req, self._scheduler.tree_cache)
         self._view.requeue(req)
+
+    def release_unfinished(self, batch: ScheduleBatch, num_prefills: int) -> list[Req]:
+        """Release the requests of a prepared batch that has not run to its end.
+
+        What they had before it goes to the radix cache; if layers keep a state (Mamba), nothing
+        does, as some layers have advanced theirs. Under overlap scheduling, some of its decodes may
+        have ended and have no KV. Those that were aborted meanwhile are not requeued, but returned.
+        """
+        cache, aborted = self._scheduler.tree_cache, []
+        has_state = isinstance(self._scheduler.req_to_token_pool, HybridReqToTokenPool)
+        self._scheduler.running_batch.batch_is_full = False
+        for row, req in enumerate(batch.reqs):
+            if not compat.holds_kv(req):
+                continue
+            is_prefill = row < num_prefills
+            tokens = compat.prefix_tokens(req) if is_prefill else compat.computed_tokens(req) - 1
+            keeps = tokens > 0 and not has_state
+            if keeps:
+                compat.undo_allocation(req, cache, tokens)
+            compat.release_for_requeue(req, cache, keeps=keeps)
+            if req.to_finish is None:
+                self._view.requeue(req)
+            else:
+                aborted.append(req)
+        return aborted

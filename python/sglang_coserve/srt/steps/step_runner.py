@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_coserve.srt.safepoint.counted_penalties import CountedPenalties
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
@@ -49,7 +48,6 @@ class StepRunner:
         self.timer: PartTimer | None = None
         """Times what is run; set only if that is asked for and the host does not wait for it."""
 
-        self.counted_penalties = CountedPenalties()
         self._scheduler = scheduler
 
     # --- Before a step -------------------------------------------------------------------
@@ -91,7 +89,6 @@ class StepRunner:
                 self.timer.launched()
 
     def _run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
-        self.counted_penalties.put_back(batch)
         safepoints, lane = self.safepoints, self.lane
         if terms is None or safepoints is None or lane is None:
             return forward(batch)
@@ -126,7 +123,6 @@ class StepRunner:
 
     def forget(self, rid: str) -> None:
         """Remove the state of a request that has ended."""
-        self.counted_penalties.forget(rid)
         if self.safepoints is not None:
             self.safepoints.stats.forget(rid)
 
