@@ -11,10 +11,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_coserve.srt.compat.seam_check import imported_names, problems
-from sglang_coserve.srt.compat.seams import seams_of
-from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
+from seam_check import imported_names, problems
+from seams import seams_of
 from sglang_coserve.srt.compat.versions import NEWEST, supported_text, version_key
+from source_tree import Definition, SourceTree
 
 __all__ = ["changes", "main"]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
 
 import pytest
 
 from sglang_coserve.errors import UnsupportedError
-from sglang_coserve.srt.compat import version_check, versions
+from sglang_coserve.srt.compat import versions
 from sglang_coserve.srt.compat.version_check import OVERRIDE_VARIABLE, check_version
 from sglang_coserve.srt.compat.versions import (
     SUPPORTED,
@@ -62,21 +61,10 @@ def test_no_sglang_is_told_from_another_one(monkeypatch: pytest.MonkeyPatch) -> 
         check_version({OVERRIDE_VARIABLE: "1"})
 
 
-def test_an_untested_version_with_every_seam_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked up in the sources that are there, whatever their version says."""
-    real = importlib.metadata.version("sglang")
-    problems = version_check.problems
-    monkeypatch.setattr(version_check, "problems", lambda tree, _version: problems(tree, real))
+def test_an_untested_version_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.5.99")
     check_version({OVERRIDE_VARIABLE: "1"})
-
-
-def test_an_untested_version_without_a_seam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "0.5.99")
-    lacking: list[Any] = ["sglang.srt.x: not there, read", "sglang.srt.y: not there, called"]
-    monkeypatch.setattr(version_check, "problems", lambda _tree, _version: lacking)
-    with pytest.raises(UnsupportedError, match=r"0\.5\.99 lacks .*srt\.x: .*; sglang\.srt\.y"):
-        check_version({OVERRIDE_VARIABLE: "1"})
+    assert "SGLang 0.5.99 (supported: 0.5.17," in start_up_line()
 
 
 def test_what_is_no_version_is_said_to_be_none() -> None:

@@ -1,13 +1,12 @@
-"""What depends on the version of SGLang: private names, replacements, differences, checks.
+"""What depends on the version of SGLang: differences, replacements, the check at start-up.
 
 - ``versions``: the supported ones; ``version_check``, at start-up, refuses others.
-- ``seams``: every private name and replacement that co-serving relies on; ``seam_check`` looks
-  them up in the sources of any version (``source_tree``).
 - ``by_version`` chooses between ``v17`` and ``v22``.
 - ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
 
-See docs/upgrading.md. Attributes that only instances have (``waiting_queue``, …) are used where
-they are needed.
+``scripts/seams`` lists every private name that co-serving relies on, and looks it up in any
+version's sources: see docs/upgrading.md. Attributes that only instances have (``waiting_queue``,
+…) are used where they are needed.
 """
 
 from __future__ import annotations

@@ -6,26 +6,19 @@ import importlib
 from typing import Any
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.compat.seams import SEAMS, NameUse
 from sglang_coserve.srt.compat.versions import installed_version
 
-__all__ = ["replace", "replaced_names"]
-
-
-def replaced_names() -> frozenset[str]:
-    """Return the dotted names that may be replaced: those listed in ``seams``."""
-    return frozenset(seam.name for seam in SEAMS if seam.use is NameUse.REPLACED)
+__all__ = ["replace"]
 
 
 def replace(name: str, value: Any) -> Any:
     """Set a module-level name of SGLang to ``value``; return the old value.
 
-    ``name`` is dotted and listed in ``seams``. Imports the module.
+    ``name`` is dotted, and listed in ``scripts/seams/seams.txt``. Imports the module.
 
     Raises:
         StartupError: there is no such name in this SGLang, so that replacing it would do nothing.
     """
-    assert name in replaced_names(), f"{name} is not listed as replaced in compat/seams.py"
     owner, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(owner)

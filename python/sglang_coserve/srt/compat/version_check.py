@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from sglang_coserve.errors import UnsupportedError
-from sglang_coserve.srt.compat.seam_check import problems
-from sglang_coserve.srt.compat.source_tree import SourceTree
 from sglang_coserve.srt.compat.versions import (
     NEWEST,
     installed_version,
@@ -19,14 +17,14 @@ from sglang_coserve.srt.compat.versions import (
 __all__ = ["OVERRIDE_VARIABLE", "check_version"]
 
 OVERRIDE_VARIABLE: Final = "COSERVE_UNTESTED_SGLANG"
-"""Set to 1, another version is tried, if every seam is in it."""
+"""Set to 1, another version is tried, whatever it lacks."""
 
 
 def check_version(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a version of SGLang that is not supported.
 
-    With ``COSERVE_UNTESTED_SGLANG=1`` in the environment it is refused only if a seam is missing
-    in it. That reads 50 of its files, which takes a second.
+    With ``COSERVE_UNTESTED_SGLANG=1`` in the environment it is tried: ``scripts/sglang-seams`` says
+    what it lacks.
 
     Raises:
         UnsupportedError: no SGLang is installed, or another version.
@@ -37,16 +35,8 @@ def check_version(environment: Mapping[str, str] = os.environ) -> None:
             f"sglang_coserve needs SGLang, and none is installed (supported: {supported_text()}): "
             "pip install 'sglang-coserve[engine]'"
         )
-    if is_supported(found):
-        return
-    if environment.get(OVERRIDE_VARIABLE) != "1":
+    if not is_supported(found) and environment.get(OVERRIDE_VARIABLE) != "1":
         raise UnsupportedError(
             f"sglang_coserve supports SGLang {supported_text()}, found {found}: pip install "
             f"sglang=={NEWEST}, or set {OVERRIDE_VARIABLE}=1 to try it with {found}"
-        )
-    missing = problems(SourceTree.installed(), found)
-    if missing:
-        raise UnsupportedError(
-            f"SGLang {found} lacks what co-serving relies on, {OVERRIDE_VARIABLE} or not: "
-            + "; ".join(missing)
         )

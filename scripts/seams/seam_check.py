@@ -1,7 +1,7 @@
 """Looks up what co-serving relies on in the sources of a version of SGLang.
 
-That is what ``seams`` lists, and whatever this package imports from SGLang, which is found in its
-own sources. Nothing of SGLang is imported.
+That is what ``seams`` lists, and whatever ``srt/`` imports from SGLang, which is found in its
+sources. Nothing of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.srt.compat.seams import NameUse, Seam, seams_of
-from sglang_coserve.srt.compat.source_tree import Definition, SourceTree
+import sglang_coserve
+from seams import NameUse, Seam, seams_of
 from sglang_coserve.srt.compat.versions import uses_v22
+from source_tree import Definition, SourceTree
 
 __all__ = ["imported_names", "problems"]
 
-_SRT: Final = Path(__file__).parent.parent
+_SRT: Final = Path(sglang_coserve.__file__).parent / "srt"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -42,7 +43,7 @@ def problems(tree: SourceTree, version: str) -> list[str]:
 
 
 def imported_names(version: str) -> Iterator[tuple[str, str]]:
-    """Yield what this package imports from SGLang of ``version``, dotted, and which file does."""
+    """Yield what ``srt/`` imports from SGLang of ``version``, dotted, and which file does."""
     for node, where in _own_nodes(version):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
             for alias in node.names:
@@ -74,7 +75,7 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 
 
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the syntax of this package, as far as ``version`` uses it, and of which file it is."""
+    """Yield the syntax of ``srt/``, as far as ``version`` uses it, and of which file it is."""
     unused = _SRT / "compat" / ("v17.py" if uses_v22(version) else "v22.py")
     for path in sorted(_SRT.rglob("*.py")):
         if path != unused:
