@@ -49,6 +49,21 @@ class Server:
         entries = (entry.split() for entry in self.engine_log.read_text().splitlines())
         return [(batch_id, custom_id, int(count)) for batch_id, custom_id, count in entries]
 
+    def journal_time_ns(self) -> int:
+        """When tokens were last written; 0: not yet."""
+        times = [path.stat().st_mtime_ns for path in (self.data / "journal").glob("*")]
+        return max(times, default=0)
+
+    def wait_for_tokens(self, starts_before: int) -> None:
+        """Wait until lines have started and tokens are written, however slow the machine is."""
+        end_s, written_ns = time.monotonic() + 60.0, None
+        while time.monotonic() < end_s:
+            if written_ns is None and len(self.engine_starts()) > starts_before:
+                written_ns = self.journal_time_ns()
+            elif written_ns is not None and self.journal_time_ns() > written_ns:
+                return
+            time.sleep(0.01)
+
     def finished(self) -> set[tuple[str, int]]:
         """(batch, line) of every whole record on the disk."""
         found: Counter[tuple[str, int]] = Counter()
@@ -93,6 +108,8 @@ def test_killed_servers_add_up_to_one_record_per_line(tmp_path: Path, num_kills:
         if number % 5 == 4:
             time.sleep(rng.uniform(0.0, 1.0))
         elif process.stdout.readline() == "ready\n":
+            if not continued:
+                server.wait_for_tokens(starts_before)
             time.sleep(rng.uniform(0.0, MAX_UP_S))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"

@@ -95,9 +95,9 @@ class Plans(RuleBasedStateMachine):
     def drop(self) -> None:
         executor = self.executor
         assert executor.suspended is not None
-        admitted = set(executor.suspended.admitted)
-        assert set(executor.drop()) == admitted
-        assert not admitted & set(executor.admitted.values())
+        requests = set(executor.suspended.requests)
+        assert set(executor.drop()) == requests
+        assert not requests & set(executor.admitted.values())
 
     def end(self, batch: RunningStep) -> None:
         self.computed_tokens += sum(batch.tokens_by_class())

@@ -65,7 +65,9 @@ def flags_of_coserve() -> set[str]:
 
 def flags_of_scripts() -> set[str]:
     """By their source: they have parsers of many kinds."""
-    python = [file for name in ("benchmark", "python") for file in (ROOT / name).rglob("*.py")]
+    python = [
+        file for name in ("benchmark", "python", "scripts") for file in (ROOT / name).rglob("*.py")
+    ]
     shell = [file for file in (ROOT / "scripts").iterdir() if file.is_file()]
     declared = re.compile(r"""["'](--[a-z][a-z0-9-]*)["']""")
     found = {flag for file in python for flag in declared.findall(file.read_text())}
