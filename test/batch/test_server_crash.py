@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from batch.crash_child import NUM_BATCHES, NUM_TOKENS
+from batch.route_calls import eventually
 from batch.scenarios import OWNER, list_files, opened
 from batch.scripted_backend import tokens_of
 from sglang_coserve.lines.result_record import batch_tag, record_identity
@@ -56,13 +57,9 @@ class Server:
 
     def wait_for_tokens(self, starts_before: int) -> None:
         """Wait until lines have started and tokens are written, however slow the machine is."""
-        end_s, written_ns = time.monotonic() + 60.0, None
-        while time.monotonic() < end_s:
-            if written_ns is None and len(self.engine_starts()) > starts_before:
-                written_ns = self.journal_time_ns()
-            elif written_ns is not None and self.journal_time_ns() > written_ns:
-                return
-            time.sleep(0.01)
+        eventually(lambda: len(self.engine_starts()) > starts_before)
+        written_ns = self.journal_time_ns()
+        eventually(lambda: self.journal_time_ns() > written_ns)
 
     def finished(self) -> set[tuple[str, int]]:
         """(batch, line) of every whole record on the disk."""

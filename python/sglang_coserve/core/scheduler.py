@@ -167,11 +167,10 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        if snapshot.stop_share < 1.0:
+        ahead_s = self._ahead_s
+        if ahead_s or snapshot.stop_share < 1.0:
             resume_s = self._resume_cost.seconds(snapshot.resume_s)
-            snapshot = replace(snapshot, resume_s=resume_s)
-        if self._in_flight and not self._is_pipeline:
-            snapshot = replace(snapshot, ahead_s=self._ahead_s)
+            snapshot = replace(snapshot, resume_s=resume_s, ahead_s=ahead_s)
         context = self._context(snapshot, cache)
         shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
@@ -358,10 +357,12 @@ class Scheduler:
 
     @property
     def _ahead_s(self) -> float:
-        """Predicted time of the step in flight. One of the offline lane has ended, or is suspended:
-        it runs beside no other."""
+        """Predicted time of the step in flight; 0 in a pipeline, whose steps do not wait for it.
+        One of the offline lane has ended, or is suspended: it runs beside no other."""
+        if self._is_pipeline:
+            return 0.0
         steps = self._in_flight.values()
-        return sum(step.predicted_s for step in steps if step.lane is Lane.SHARED)
+        return sum((step.predicted_s for step in steps if step.lane is Lane.SHARED), 0.0)
 
     @property
     def _arrival_s(self) -> float:

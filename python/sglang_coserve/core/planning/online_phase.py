@@ -176,14 +176,10 @@ def slack_s(batch: StepBuilder, request: Request) -> float:
     Negative if it misses it before the step begins.
     """
     info, targets, begins_s = request.info, batch.targets, batch.snapshot.begins_s
+    start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
     if request.generated_tokens:
-        last_s = request.last_token_s
-        start_s, target_s = (
-            begins_s if last_s is None else last_s,
-            info.tpot_target_s or targets.tpot_s,
-        )
-    else:
-        start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
+        start_s = begins_s if request.last_token_s is None else request.last_token_s
+        target_s = info.tpot_target_s or targets.tpot_s
     return math.inf if target_s is None else start_s + target_s - begins_s
 
 
