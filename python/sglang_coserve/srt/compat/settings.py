@@ -1,6 +1,6 @@
 """Settings of SGLang that co-serving refuses, and why: all of them, before anything is started.
 
-docs/support.md says for each what was tried.
+docs/support.md lists them, with what was run of those that are supported.
 """
 
 from __future__ import annotations
