@@ -5,7 +5,7 @@
 Four tables: median and worst ratios for each device and phase, the same coefficients chosen without
 each of the sources, every time, and the sources. Beside the roofline as it is stands the plain one:
 0.8 of the peak bandwidth for everything, and all-reduces that cost their bytes alone.
-docs/latency_model.md has all but the third, and what follows from them.
+benchmark/results/roofline_check.md has all but the third, docs/latency_model.md what follows.
 """
 
 from __future__ import annotations

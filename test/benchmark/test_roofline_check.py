@@ -1,4 +1,4 @@
-"""Published step times: they are well formed, and docs state what comes of them."""
+"""Published step times: they are well formed, and the results state what comes of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from roofline_check import (
 )
 from sglang_coserve.core.latency_model import HYGEN, LinearModel
 
-PAGE = Path(__file__).parents[2] / "docs" / "latency_model.md"
+PAGE = Path(__file__).parents[2] / "benchmark" / "results" / "roofline_check.md"
 
 
 @pytest.mark.parametrize("table", [summary_table, held_out_table, sources_table])
-def test_docs_have_the_tables_as_they_are_computed(table: Callable[[], str]) -> None:
+def test_results_have_the_tables_as_they_are_computed(table: Callable[[], str]) -> None:
     assert table() in PAGE.read_text(), "copy what benchmark/roofline_check.py prints"
 
 
