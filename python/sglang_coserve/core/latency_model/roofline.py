@@ -24,8 +24,8 @@ __all__ = ["RooflineModel"]
 # Assumed share of each peak that is achieved, for unfitted models and as the start of a fit.
 # The two compute shares give ConServe's published prefill times for Llama-3.1-8B on an H100
 # (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). Shares of memory and the cost of an
-# all-reduce give published decode times: see benchmark/results/roofline_check.md for these and their
-# sources. The others are assumptions.
+# all-reduce give published decode times, which benchmark/results/roofline_check.md has with
+# their sources. The others are assumptions.
 _GEMM_COMPUTE: Final = 0.65
 _PREFILL_ATTENTION_COMPUTE: Final = 0.6
 _DECODE_ATTENTION_COMPUTE: Final = 0.3
