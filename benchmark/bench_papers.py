@@ -24,11 +24,11 @@ from paper import bros, conserve, hygen, ooco
 from paper.experiment import Conditions, Experiment, to_json, to_markdown
 from sglang_coserve import __version__
 
-EXPERIMENTS: Final[dict[str, Experiment]] = {
-    **conserve.EXPERIMENTS,
-    **hygen.EXPERIMENTS,
-    **bros.EXPERIMENTS,
-    **ooco.EXPERIMENTS,
+EXPERIMENTS: Final = {
+    "conserve_fig6": Experiment("ConServe Fig. 6: online load and SLO scale", conserve.fig6, 240.0),
+    "hygen_fig6": Experiment("HyGen Fig. 6: prefix sharing maximization", hygen.fig6),
+    "bros_fig9_10": Experiment("BROS Fig. 9 and 10: hybrid workloads", bros.fig9_10),
+    "ooco_fig6": Experiment("OOCO Fig. 6: two instances within 3% online violations", ooco.fig6),
 }
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument(
-        "--seconds", type=float, help="simulated time of a run (default: 120 to 300)"
+        "--seconds", type=float, help="simulated time of a run (default: 120 or 240)"
     )
     parser.add_argument(
         "--trace", type=Path, help="Azure's conversation trace; else the bundled sample"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from interference_bench.load import OnlineArrival, Traffic
-from paper.conserve import BURSTGPT
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload import (
@@ -107,7 +106,7 @@ TRACES: Final[Mapping[str, str | BurstyTraffic]] = {
     # Mean and P99 of AzureLLMInferenceTrace_code.csv (Azure/AzurePublicDataset, 2023).
     "azure-code-like": BurstyTraffic(Lengths(2048, 7436, 28, 251), cv=1.0),
     # ConServe, table 1; twice as bursty as a Poisson process.
-    "burstgpt-like": BurstyTraffic(BURSTGPT, cv=2.0),
+    "burstgpt-like": BurstyTraffic(Lengths(2747, 3446, 267, 481), cv=2.0),
 }
 """By name: a file in the folder of traces, or what stands for one."""
 

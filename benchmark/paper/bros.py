@@ -1,4 +1,4 @@
-"""BROS's experiments: Fig. 9 and 10, and Fig. 12.
+"""BROS Fig. 9 and 10: latency, throughput and attainment on hybrid workloads.
 
 RT: Poisson arrivals, lognormal lengths with ShareGPT's mean and deviation (Table II). BE: uniform
 lengths; 128 always wait (the paper submits them in batches, one after the other). vLLM is first
@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from statistics import mean
 from typing import Final
 
-from paper.experiment import Cell, Claim, Conditions, Experiment, Findings
+from paper.experiment import Cell, Claim, Conditions, Findings
 from paper.testbed import Lengths, Testbed, gamma_arriving, offline_backlog, run
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.simulator import SimulationResult, Workload
 from sglang_coserve.simulator.assemble import SimulatedMachine
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["fig9_10"]
 
 SHAREGPT: Final = Lengths.of_deviation(222.76, 256.36, 234.51, 268.50)
 TTFT, TPOT = SloTargets(ttft_s=0.4), SloTargets(tpot_s=0.2)
@@ -72,7 +72,7 @@ def fig9_10(conditions: Conditions) -> Iterator[Findings]:
     for rate in (4.0, 8.0, 12.0):
         load = hybrid(rate, conditions.seconds)
         for policy, results in by_policy.items():
-            result = run(load, testbed.setup(TARGETS), policy)
+            result = run(load, testbed.setup(TARGETS), make_policy(policy))
             results.append(result)
             rows.append(
                 (
@@ -120,46 +120,3 @@ def fig9_10(conditions: Conditions) -> Iterator[Findings]:
             ),
         ],
     )
-
-
-def fig12(conditions: Conditions) -> Iterator[Findings]:
-    """KV kept for preempted BE requests against recomputation; Qwen2.5-32B on four A100s."""
-    machine = SimulatedMachine.named("qwen2.5-32b", "a100", tp_size=4)
-    # KV of 4 x 40 GB: 90% less 65 GB of weights, at 256 KiB a token.
-    without = Testbed(machine, kv_tokens=300_000, prefix_cache=False)
-    kept = replace(without, checkpoint_byte_per_s=SWAP_BYTE_PER_S)
-    load = hybrid(10.0, conditions.seconds)
-    results = {
-        name: run(load, testbed.setup(TARGETS), "bros")
-        for name, testbed in (("recomputation", without), ("KV kept", kept))
-    }
-    before, after = results.values()
-    yield Findings(
-        "Fig. 12",
-        ("what RT takes from BE", "TTFT SLO %", "TPOT SLO %", "retractions", "recomputed tokens"),
-        [
-            (
-                name,
-                100 * share(result, TTFT),
-                100 * share(result, TPOT),
-                result.counters.retractions,
-                result.recomputed_tokens,
-            )
-            for name, result in results.items()
-        ],
-        [
-            Claim(
-                f"{name} attainment with KV kept",
-                paper,
-                f"{share(after, of) / share(before, of):.2f}x",
-                "BE pays for what it lost, not RT: the order protects RT's targets either way",
-            )
-            for name, paper, of in (("TTFT", "1.23x", TTFT), ("TPOT", "1.63x", TPOT))
-        ],
-    )
-
-
-EXPERIMENTS: Final = {
-    "bros_fig9_10": Experiment("BROS Fig. 9 and 10: hybrid workloads", fig9_10),
-    "bros_fig12": Experiment("BROS Fig. 12: kept KV against recomputation", fig12),
-}

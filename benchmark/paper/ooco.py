@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from paper.experiment import Cell, Claim, Conditions, Experiment, Findings
+from paper.experiment import Cell, Claim, Conditions, Findings
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
 from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
@@ -35,7 +35,7 @@ from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.source import TrafficSource
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["fig6"]
 
 MACHINE: Final = SimulatedMachine.named("qwen2.5-7b", "ascend-910c")
 OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
@@ -180,8 +180,3 @@ def fig6(conditions: Conditions) -> Iterator[Findings]:
             ),
         ],
     )
-
-
-EXPERIMENTS: Final = {
-    "ooco_fig6": Experiment("OOCO Fig. 6: two instances within 3% online violations", fig6)
-}

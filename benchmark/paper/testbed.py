@@ -15,9 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
-from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report
@@ -175,8 +173,8 @@ class Testbed:
     kv_tokens: int | None = None
     prefix_cache: bool = True
 
-    def setup(self, targets: SloTargets, believed: LatencyModel | None = None) -> SimulationSetup:
-        """Return the machine with these targets; the scheduler may believe another model."""
+    def setup(self, targets: SloTargets) -> SimulationSetup:
+        """Return the machine with these targets."""
         machine = self.machine
         model = machine.roofline()
         copied = machine.copied_tokens_per_s(self.checkpoint_byte_per_s)
@@ -185,8 +183,7 @@ class Testbed:
             machine.shape, machine.hardware, tp_size=machine.tp_size
         )
         return SimulationSetup(
-            model=believed or model,
-            true_model=model,
+            model=model,
             targets=targets,
             executor=ExecutorConfig(
                 kv_capacity_tokens=capacity,
@@ -202,11 +199,10 @@ class Testbed:
         )
 
 
-def run(workload: Workload, setup: SimulationSetup, policy: str | Policy) -> SimulationResult:
-    """Run one policy, by name or with settings of its own."""
-    chosen = make_policy(policy) if isinstance(policy, str) else policy
-    sys.stderr.write(f"  simulating {chosen.name} ...\n")
-    return simulate(workload, setup, chosen)
+def run(workload: Workload, setup: SimulationSetup, policy: Policy) -> SimulationResult:
+    """Run one policy, and say so."""
+    sys.stderr.write(f"  simulating {policy.name} ...\n")
+    return simulate(workload, setup, policy)
 
 
 def p99_ttft_ms(result: SimulationResult) -> float:
