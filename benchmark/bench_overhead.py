@@ -1,6 +1,6 @@
 """Time of a scheduling pass beside many waiting offline requests: ours and stock SGLang's.
 
-    python benchmark/bench_overhead.py --out benchmark/results/overhead_cpu.json --plot overhead.svg
+    python benchmark/bench_overhead.py --out benchmark/results/overhead_cpu.json
     PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) python benchmark/bench_overhead.py --waiting 1000 \
         --systems coserve fifo --settings '{"enable_metrics": true}'
 
@@ -36,9 +36,8 @@ from rich.progress import Progress
 
 from common.own_process import OwnProcess
 from common.results import write_results
-from overhead_bench.engine import Pass, TimedEngine
-from overhead_bench.report import draw, print_table, summary
-from overhead_bench.systems import DEFAULT_SYSTEMS, SYSTEMS
+from overhead_bench.engine import SYSTEMS, Pass, TimedEngine
+from overhead_bench.report import print_table, summary
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
@@ -47,8 +46,7 @@ def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
     console = Console(stderr=True)
-    measured: dict[tuple[str, int], list[list[Pass]]] = {}
-    arrival_us: dict[tuple[str, int], float] = {}
+    measured: dict[tuple[str, int], list[Pass]] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
         model = options.model_path or make_small_model(Path(directory) / "model", SmallModelSpec())
@@ -65,31 +63,25 @@ def main() -> None:
             for num_waiting in options.waiting:
                 for name, engine in engines.items():
                     progress.update(bar, description=f"{name}: {num_waiting:,}", advance=1)
-                    arrival_us[name, num_waiting] = engine.call("fill", num_waiting) * 1e6
+                    engine.call("fill", num_waiting)
                 for _ in range(options.rounds):
                     for name, engine in engines.items():
                         progress.update(bar, description=f"{name}: {num_waiting:,}", advance=1)
                         passes = engine.call("run", num_waiting, options.passes, options.limit_s)
-                        measured.setdefault((name, num_waiting), []).append(passes)
+                        measured.setdefault((name, num_waiting), []).extend(passes)
     rows = [
-        {
-            **summary(name, options.running, num_waiting, rounds),
-            "arrival_us": arrival_us[name, num_waiting],
-        }
-        for (name, num_waiting), rounds in sorted(
-            measured.items(), key=lambda item: (options.systems.index(item[0][0]), item[0][1])
-        )
+        summary(name, options.running, num_waiting, measured[name, num_waiting])
+        for name in options.systems
+        for num_waiting in sorted(options.waiting)
     ]
     print_table(rows)
     write_results(options.out, options, rows=rows)
-    if options.plot:
-        draw(rows, options.plot)
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="+", default=list(DEFAULT_SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS)[:3], choices=SYSTEMS)
     parser.add_argument("--waiting", nargs="+", type=int, default=[100, 1000, 10_000, 100_000])
     parser.add_argument("--running", type=int, default=32, help="requests that run at a time")
     parser.add_argument(
@@ -103,7 +95,6 @@ def parse_options() -> argparse.Namespace:
         "--settings", type=json.loads, default={}, metavar="JSON", help="ServerArgs of every system"
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--plot", type=Path, help="draw them (.svg, .png, .pdf)")
     return parser.parse_args()
 
 

@@ -24,19 +24,17 @@ from typing import Any, Final
 
 import orjson
 
-from chaos_bench.answers import known_answers
+from chaos_bench.answers import CHAT, COMPLETIONS, known_answers
 from chaos_bench.batch_load import BatchLoad
-from chaos_bench.flags import add_batch_flags, add_round_flags, chaos_parser
+from chaos_bench.figures import exit_status, report
+from chaos_bench.null_server import NullServer
 from chaos_bench.prober import Prober
-from chaos_bench.rounds import hurt_in_rounds
+from chaos_bench.rounds import chaos_parser, hurt_in_rounds
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
 from chaos_bench.verdict import Verdict, verdict
-from common.failures import exit_status
-from common.figures import report
-from common.input_file import CHAT, COMPLETIONS
-from common.model import prepare_model
-from common.null_server import NullServer
+from chaos_bench.vision_model import make_vision_model
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "requests.py"
 """Requests that once ended or stalled a server, or might."""
@@ -45,25 +43,25 @@ CORPUS: Final = Path(__file__).parents[1] / "test" / "srt" / "hostile" / "reques
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(lambda: run(options).is_met, interrupted=" before all batches had ended")
+    return exit_status(lambda: run(options).figures)
 
 
 def run(options: argparse.Namespace) -> Verdict:
     """Hurt a server for as long as asked, and judge it."""
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    corpus = read_corpus(options.corpus)
+    corpus = read_corpus()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        model = prepare_model(options.model_path, work, takes_pictures=options.pictures > 0)
+        model = options.model_path or str(
+            _made(work / "model", takes_pictures=options.pictures > 0)
+        )
         flags = [
             *("--model-path", model, "--log-level", "warning"),
             *("--max-queued-requests", str(options.max_queued_requests)),
             *options.server_flag,
         ]
-        server = SupervisedServer(
-            flags, work / "data", out / "server.log", options.ready_timeout, options.seed
-        )
+        server = SupervisedServer(flags, work / "data", out / "server.log", options.seed)
         with server, NullServer() as control:
             known = known_answers(server.base_url, options.known, options.seed, options.pictures)
             prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace) -> Verdict:
                 storm.stop()
             batches.stop()
             server.restart_if_ended()
-            lines = batches.results(options.drain_timeout)
+            lines = batches.results()
             seen = [*prober.stop(), *batches.seen]
             for storm in storms:
                 seen += storm.seen
@@ -101,16 +99,19 @@ def run(options: argparse.Namespace) -> Verdict:
         found.examples,
         injuries=server.injuries,
         outages=[asdict(outage) for outage in server.outages],
-        stalls=found.stalls,
     )
     return found
 
 
-def read_corpus(path: Path) -> list[HostileRequest]:
-    """Return the requests of a module like ``CORPUS``; none where there is no file."""
-    if not path.exists():
-        return []
-    spec = importlib.util.spec_from_file_location("hostile_requests", path)
+def _made(directory: Path, *, takes_pictures: bool) -> Path:
+    if takes_pictures:
+        return make_vision_model(directory)
+    return make_small_model(directory, SmallModelSpec())
+
+
+def read_corpus() -> list[HostileRequest]:
+    """Return the requests of ``CORPUS``."""
+    spec = importlib.util.spec_from_file_location("hostile_requests", CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Its dataclasses look themselves up there.
@@ -135,13 +136,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: argparse refused it, or printed its help.
     """
-    parser = chaos_parser(__doc__ or "", "chaos-report", (5.0, 25.0))
-    add_batch_flags(parser)
-    add_round_flags(parser, INJURIES)
+    parser = chaos_parser(__doc__ or "", "chaos-report", (5.0, 25.0), INJURIES)
     add = parser.add_argument
     add("--pictures", type=float, default=0.0, metavar="SHARE", help="of the requests, of 1")
     add("--max-queued-requests", type=int, default=8, help="SGLang refuses what waits beyond it")
-    add("--corpus", type=Path, default=CORPUS, metavar="REQUESTS.py")
     add("--streams", type=int, default=2, help="online streams at a time")
     add("--storms", type=int, default=2, help="senders of hostile requests")
     return parser.parse_args(argv)

@@ -24,11 +24,10 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from common.input_file import COMPLETIONS, batch_line, completion_body
-from common.model import prepare_model
 from common.results import write_results
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.tables import markdown_table
 
 _TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
@@ -39,6 +38,7 @@ _SETTLE_TIMEOUT_S: Final = 60.0
 
 _IDLE_S: Final = 5.0
 _FLAGS: Final = ("--startup-profile-seconds", "1", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "200")
+_COMPLETIONS: Final = "/v1/completions"
 _COLUMNS: Final = ("walk", "files", "not when idle")
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     options = parse_options()
     with tempfile.TemporaryDirectory() as directory, terminate_as_interrupt():
         work = Path(directory)
-        model = prepare_model(None, work)
+        model = str(make_small_model(work / "model", SmallModelSpec()))
         walks = Walks(work)
         os.environ["COSERVE_WALK_DIR"] = str(walks.folder)
         os.environ["PYTHONPATH"] = f"{_TRACER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -127,18 +127,26 @@ def run(client: httpx.Client, walks: Walks) -> None:
 def complete(client: httpx.Client, output_tokens: int, tier: str, prompt_tokens: int = 32) -> None:
     """Have a completion of one class served."""
     prompt = [16 + place % 200 for place in range(prompt_tokens)]
-    body = completion_body(prompt, output_tokens, service_tier=tier)
-    client.post(COMPLETIONS, json=body).raise_for_status()
+    body = {**_body(prompt, output_tokens), "service_tier": tier}
+    client.post(_COMPLETIONS, json=body).raise_for_status()
 
 
 def serve_batch(client: httpx.Client) -> None:
     """Have a batch of one line served."""
-    line = batch_line("one", completion_body([20, 21, 22, time.time_ns() % 200], 8))
-    form = {"data": {"purpose": "batch"}, "files": {"file": ("line.jsonl", line)}}
-    fields = {"endpoint": COMPLETIONS, "completion_window": "30d"}
+    body = _body([20, 21, 22, time.time_ns() % 200], 8)
+    line = {"custom_id": "one", "method": "POST", "url": _COMPLETIONS, "body": body}
+    upload = {"file": ("line.jsonl", json.dumps(line).encode())}
+    form = {"data": {"purpose": "batch"}, "files": upload}
+    fields = {"endpoint": _COMPLETIONS, "completion_window": "30d"}
     fields["input_file_id"] = asked(client, "POST", "/v1/files", **form)["id"]
     path = f"/v1/batches/{asked(client, 'POST', '/v1/batches', json=fields)['id']}"
     wait_until(lambda: asked(client, "GET", path)["status"] == "completed", 300.0, "a batch", 0.05)
+
+
+def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Return the body of a greedy completion that does not end early."""
+    fields = {"model": "default", "temperature": 0, "ignore_eos": True}
+    return {**fields, "prompt": prompt, "max_tokens": max_tokens}
 
 
 def asked(client: httpx.Client, method: str, path: str, **request: Any) -> dict[str, Any]:

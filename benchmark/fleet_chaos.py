@@ -13,6 +13,7 @@ and the figures are those until then.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -23,14 +24,12 @@ from typing import Final
 
 from chaos_bench.answers import KnownAnswer, known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
-from chaos_bench.flags import add_batch_flags, add_round_flags, chaos_parser
+from chaos_bench.figures import Figure, exit_status, report
 from chaos_bench.fleet_online import OnlineLoad
 from chaos_bench.fleet_processes import INJURIES, FleetProcesses
-from chaos_bench.rounds import hurt_in_rounds
+from chaos_bench.rounds import chaos_parser, hurt_in_rounds
 from chaos_bench.router import Router
-from common.failures import exit_status
-from common.figures import Figure, all_met, report
-from common.model import prepare_model
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 _ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-breaker")
 """As docs/fleet.md has them, but for the interval, with which every injury is noticed."""
@@ -39,7 +38,7 @@ _ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status."""
     options = parse_options(argv)
-    return exit_status(lambda: all_met(run(options)), interrupted=" before all batches had ended")
+    return exit_status(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> list[Figure]:
@@ -48,13 +47,12 @@ def run(options: argparse.Namespace) -> list[Figure]:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        model = prepare_model(options.model_path, work)
+        model = options.model_path or str(make_small_model(work / "model", SmallModelSpec()))
         flags = ["--model-path", model, "--log-level", "warning", *options.server_flag]
         fleet = FleetProcesses(
             options.engines,
             flags,
             work,
-            ready_timeout_s=options.ready_timeout,
             spares_one=options.router is not None,
             seed=options.seed,
             other_versions=options.other_versions,
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> list[Figure]:
                 start_s = time.monotonic()
                 hurt_in_rounds(fleet.injure, options.injuries, options)
                 batches.stop()
-                counts = batches.results(options.drain_timeout)
+                counts = batches.results()
                 span_s = time.monotonic() - start_s
                 answered = online.stop(fleet.kills) if online else None
             fleet.note_attempts()
@@ -98,21 +96,18 @@ def _online_load(
 
 
 def _figures(fleet: FleetProcesses, counts: LineCounts, span_s: float) -> list[Figure]:
-    drains = fleet.drains_s
+    drains: dict[str, float] = {}
+    if fleet.drains_s:
+        drains = {"median": statistics.median(fleet.drains_s), "longest": max(fleet.drains_s)}
     return [
-        *(Figure(name, "", (count,)) for name, count in fleet.injuries.items()),
-        Figure(
-            "engines that did not end or start as they should",
-            "",
-            (len(fleet.failures),),
-            at_most=0,
-        ),
-        *([Figure("SIGTERM to end of process", "s", tuple(drains))] if drains else []),
+        *(Figure(name, count) for name, count in fleet.injuries.items()),
+        Figure("engines that did not end or start as they should", len(fleet.failures), at_most=0),
+        *(Figure(f"SIGTERM to end of process, {name}", s, "s") for name, s in drains.items()),
         *counts.figures(),
-        Figure("lines given up", "", (counts.given_up,), at_most=0),
-        Figure("attempts that ended with an engine", "", (fleet.attempts["lost"],)),
-        Figure("attempts that were given back", "", (fleet.attempts["moved"],)),
-        Figure("time", "s", (span_s,)),
+        Figure("lines given up", counts.given_up, at_most=0),
+        Figure("attempts that ended with an engine", fleet.attempts["lost"]),
+        Figure("attempts that were given back", fleet.attempts["moved"]),
+        Figure("time", span_s, "s"),
     ]
 
 
@@ -122,9 +117,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: argparse refused it, or printed its help.
     """
-    parser = chaos_parser(__doc__ or "", "fleet-chaos-report", (2.0, 15.0))
-    add_batch_flags(parser)
-    add_round_flags(parser, INJURIES)
+    parser = chaos_parser(__doc__ or "", "fleet-chaos-report", (2.0, 15.0), INJURIES)
     add = parser.add_argument
     add("--engines", type=int, default=3)
     add(

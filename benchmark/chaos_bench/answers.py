@@ -11,10 +11,19 @@ import httpx
 import orjson
 
 from chaos_bench.observation import ChaosError
-from common.input_file import CHAT, COMPLETIONS, completion_body
-from common.vision_model import random_picture
+from chaos_bench.vision_model import random_picture
 
-__all__ = ["KnownAnswer", "answered_text", "known_answers"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "KnownAnswer",
+    "answered_text",
+    "completion_body",
+    "known_answers",
+]
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
 
 _WORDS: Final = ("mill", "river", "lamp", "boat", "rain", "harbour", "letter", "winter", "road")
 _PROMPT_WORDS: Final = (4, 200)
@@ -47,6 +56,12 @@ class KnownAnswer:
             picture = {"type": "image_url", "image_url": {"url": self.picture}}
             body["messages"] = [{"role": "user", "content": [picture, text]}]
         return body
+
+
+def completion_body(prompt: str, max_tokens: int, **extra: Any) -> dict[str, Any]:
+    """Return the body of a greedy completion that does not end early."""
+    fields = {"model": "default", "temperature": 0, "ignore_eos": True}
+    return {**fields, "prompt": prompt, "max_tokens": max_tokens, **extra}
 
 
 def answered_text(choice: dict[str, Any]) -> str:

@@ -17,13 +17,17 @@ import httpx
 import orjson
 
 from chaos_bench.answers import KnownAnswer, answered_text
+from chaos_bench.figures import Figure
 from chaos_bench.observation import ChaosError, Observation
-from common.figures import Figure
 
 __all__ = ["BatchLoad", "LineCounts"]
 
 _FINAL: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+_KEYS: Final = ("key-0", "key-1", "key-2")
 _RETRY_S: Final = 0.3
+_DRAIN_TIMEOUT_S: Final = 900.0
+"""For the last batches."""
+
 _CALL_TIMEOUT_S: Final = 30.0
 _GIVE_UP_CODE: Final = "engine_failed"
 _HOSTILE_SHARE: Final = 0.05
@@ -62,11 +66,11 @@ class LineCounts:
     def figures(self) -> list[Figure]:
         """Return the counts that every chaos run reports."""
         return [
-            Figure("batches", "", (self.batches,)),
-            Figure("lines", "", (self.lines,)),
-            Figure("lines lost", "", (self.lost,), at_most=0),
-            Figure("lines doubled", "", (self.doubled,), at_most=0),
-            Figure("lines different", "", (self.different,), at_most=0),
+            Figure("batches", self.batches),
+            Figure("lines", self.lines),
+            Figure("lines lost", self.lost, at_most=0),
+            Figure("lines doubled", self.doubled, at_most=0),
+            Figure("lines different", self.different, at_most=0),
         ]
 
 
@@ -80,7 +84,7 @@ class BatchLoad:
         options: argparse.Namespace,
         hostile: Mapping[str, Sequence[dict[str, Any]]] = MappingProxyType({}),
     ) -> None:
-        """``options`` are those of ``add_batch_flags``; ``hostile`` bodies go among the lines, by
+        """``options`` are those of ``chaos_parser``; ``hostile`` bodies go among the lines, by
         endpoint.
         """
         self._known: dict[str, list[KnownAnswer]] = {}
@@ -89,7 +93,6 @@ class BatchLoad:
         self._hostile = hostile
         self._lines: int = options.lines
         self._unfinished: int = options.unfinished
-        self._keys = [f"key-{number}" for number in range(options.keys)]
         self._rng = random.Random(options.seed)
         self._client = httpx.Client(base_url=base_url, timeout=_CALL_TIMEOUT_S, trust_env=False)
         self._submitted: list[_Submitted] = []
@@ -115,13 +118,13 @@ class BatchLoad:
         if self._error is not None:
             raise ChaosError(f"submitting batches failed: {self._error!r}") from self._error
 
-    def results(self, timeout_s: float) -> LineCounts:
+    def results(self) -> LineCounts:
         """Wait for the end of all batches and compare every record.
 
         Raises:
             ChaosError: they do not end.
         """
-        give_up_s = time.monotonic() + timeout_s
+        give_up_s = time.monotonic() + _DRAIN_TIMEOUT_S
         counts = LineCounts(batches=len(self._submitted))
         told_s = 0.0
         for number, batch in enumerate(self._submitted):
@@ -153,7 +156,7 @@ class BatchLoad:
 
     def _submit(self) -> None:
         number = len(self._submitted)
-        key = self._rng.choice(self._keys)
+        key = self._rng.choice(_KEYS)
         endpoint = self._rng.choice(list(self._known))
         known, hostile = self._known[endpoint], self._hostile.get(endpoint)
         wanted: dict[str, str | None] = {}

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from chaos_bench.answers import KnownAnswer
+from chaos_bench.figures import Figure
 from chaos_bench.observation import ChaosError, Interval
 from chaos_bench.online_stream import OnlineAnswer, OnlineRequest, online_requests
-from common.figures import Figure
 
 __all__ = ["OnlineCounts", "OnlineLoad"]
 
@@ -42,16 +42,16 @@ class OnlineCounts:
     def figures(self) -> list[Figure]:
         """Return the counts, and TTFT at the client."""
         figures = [
-            Figure("online requests", "", (len(self.answers),)),
-            Figure("that failed with a killed engine", "", (len(self.killed),)),
-            Figure("that failed otherwise", "", (len(self.failed),), at_most=0),
-            Figure("online answers different", "", (len(self.different),), at_most=0),
+            Figure("online requests", len(self.answers)),
+            Figure("that failed with a killed engine", len(self.killed)),
+            Figure("that failed otherwise", len(self.failed), at_most=0),
+            Figure("online answers different", len(self.different), at_most=0),
         ]
         ttfts_s = [a.first_token_s - a.start_s for a in self.answers if a.first_token_s is not None]
         if ttfts_s:
             for percent in (50, 99):
                 ttft_s = float(np.percentile(ttfts_s, percent))
-                figures.append(Figure(f"P{percent} online TTFT", "s", (ttft_s,)))
+                figures.append(Figure(f"P{percent} online TTFT", ttft_s, "s"))
         return figures
 
     def examples(self) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Final, Self
 import httpx
 import psutil
 
-from chaos_bench.observation import Interval
+from chaos_bench.observation import READY_TIMEOUT_S, Interval
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
@@ -42,7 +42,6 @@ class FleetProcesses:
         engine_flags: Sequence[str],
         directory: Path,
         *,
-        ready_timeout_s: float,
         spares_one: bool,
         seed: int,
         other_versions: bool = False,
@@ -53,7 +52,6 @@ class FleetProcesses:
             count: Engines.
             engine_flags: Of each of them.
             directory: Where logs and the gateway's data go.
-            ready_timeout_s: How long a start may take.
             spares_one: Never hurt all engines at a time, as a router must have one to send to.
             seed: Of which engine is hurt.
             other_versions: Let the gateway and every second engine speak as other versions.
@@ -69,7 +67,7 @@ class FleetProcesses:
                     [*(["engine"] if is_other else []), *engine_flags, "--admin-api-key", _KEY],
                     log_path=directory / f"engine-{number}.log",
                     module=_OTHER_VERSION if is_other else "sglang_coserve.launch_server",
-                    ready_timeout_s=ready_timeout_s,
+                    ready_timeout_s=READY_TIMEOUT_S,
                     # Several share the cores.
                     extra_env={"OMP_NUM_THREADS": "1", **others},
                 )
@@ -83,7 +81,7 @@ class FleetProcesses:
             ],
             log_path=directory / "gateway.log",
             module=_OTHER_VERSION if other_versions else "sglang_coserve.fleet",
-            ready_timeout_s=ready_timeout_s,
+            ready_timeout_s=READY_TIMEOUT_S,
             extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY, **others},
         )
         self.base_url = self._gateway.base_url

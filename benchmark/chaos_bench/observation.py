@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["ChaosError", "Interval", "Observation"]
+__all__ = ["READY_TIMEOUT_S", "ChaosError", "Interval", "Observation"]
+
+READY_TIMEOUT_S: Final = 300.0
+"""For a server that starts, on a machine with other work."""
 
 
 @dataclass(frozen=True, slots=True)

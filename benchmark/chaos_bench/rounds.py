@@ -1,4 +1,4 @@
-"""When something is hurt, and by what."""
+"""When something is hurt, by what, and the flags that say so."""
 
 from __future__ import annotations
 
@@ -6,15 +6,43 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
+from pathlib import Path
 from typing import Final
 
 from sglang_coserve.interrupts import StopOnInterrupt
 
-__all__ = ["hurt_in_rounds"]
+__all__ = ["chaos_parser", "hurt_in_rounds"]
 
 _POLL_S: Final = 0.2
+
+
+def chaos_parser(
+    description: str, out: str, pause_s: tuple[float, float], injuries: Iterable[str]
+) -> argparse.ArgumentParser:
+    """Return a parser with the flags that all programs have that hurt servers.
+
+    Args:
+        description: Of the program; its first line is shown.
+        out: Where everything goes, by default.
+        pause_s: The bounds of the time between two injuries, by default.
+        injuries: The names that there are.
+    """
+    names = list(injuries)
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, default=Path(out), help="where everything goes")
+    add("--seed", type=int, default=1)
+    add("--model-path", help="default: a random model of 4 layers, hidden size 256, fp32")
+    add("--server-flag", action="append", default=[], metavar="FLAG", help="one word of a flag")
+    add("--known", type=int, default=60, help="different prompts")
+    add("--lines", type=int, default=120, help="of a batch")
+    add("--unfinished", type=int, default=4, help="batches at a time")
+    add("--minutes", type=float, default=60.0, help="each injury is done once, however few")
+    add("--pause", type=float, nargs=2, default=pause_s, metavar=("LOW", "HIGH"))
+    add("--injuries", nargs="*", choices=names, default=names, help="only these")
+    return parser
 
 
 def hurt_in_rounds(
@@ -33,7 +61,7 @@ def hurt_in_rounds(
         injure: Does what a name stands for; False if that cannot be done now, and it is asked for
             again.
         names: Of the injuries.
-        options: Those of ``chaos_parser`` and ``add_round_flags``.
+        options: Those of ``chaos_parser``.
         meanwhile: Called again and again between injuries.
     """
     rng = random.Random(options.seed)

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
+from chaos_bench.answers import COMPLETIONS, completion_body
 from chaos_bench.observation import Observation
-from common.input_file import COMPLETIONS, completion_body
 
 __all__ = ["HostileRequest", "Storm"]
 

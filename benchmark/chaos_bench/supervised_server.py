@@ -15,7 +15,7 @@ from typing import Final, Self
 import httpx
 import psutil
 
-from chaos_bench.observation import ChaosError, Interval
+from chaos_bench.observation import READY_TIMEOUT_S, ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.local_server import LocalServer, free_port
 
@@ -37,9 +37,7 @@ _POLL_S: Final = 0.05
 class SupervisedServer:
     """Runs while it is entered, but for the outages that are asked for."""
 
-    def __init__(
-        self, flags: Sequence[str], data: Path, log: Path, ready_timeout_s: float, seed: int
-    ) -> None:
+    def __init__(self, flags: Sequence[str], data: Path, log: Path, seed: int) -> None:
         self.data = data
         self.outages: list[Interval] = []
         """When no answer was to be expected."""
@@ -60,7 +58,7 @@ class SupervisedServer:
             [*flags, "--coserve-data-dir", str(data)],
             log_path=log,
             port=free_port(),
-            ready_timeout_s=ready_timeout_s,
+            ready_timeout_s=READY_TIMEOUT_S,
             extra_env=self._disk.environment,
         )
         self.base_url = self._server.base_url

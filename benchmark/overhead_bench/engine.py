@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
-from overhead_bench.systems import OverheadSystem
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["Pass", "TimedEngine"]
+__all__ = ["SYSTEMS", "OverheadSystem", "Pass", "TimedEngine"]
 
 ONLINE_SHARE: Final = 1 / 4
 """Of the requests that run."""
@@ -31,6 +30,25 @@ WARM_UP_PASSES: Final = 8
 _AROUND: Final = ("around", "metrics", "load")
 
 
+@dataclass(frozen=True)
+class OverheadSystem:
+    """A scheduler to start; stock SGLang's where ``policy`` is None."""
+
+    policy: str | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+SYSTEMS: Final = {
+    "coserve": OverheadSystem("coserve"),
+    "fifo": OverheadSystem("fifo"),
+    "stock priority": OverheadSystem(flags={"enable_priority_scheduling": True}),
+    "coserve overlap on": OverheadSystem("coserve", {"disable_overlap_schedule": False}),
+    "coserve overlap off": OverheadSystem("coserve", {"disable_overlap_schedule": True}),
+    "stock overlap on": OverheadSystem(flags={"disable_overlap_schedule": False}),
+    "stock overlap off": OverheadSystem(flags={"disable_overlap_schedule": True}),
+}
+
+
 @dataclass
 class Pass:
     """One scheduling pass, and the step after it."""
@@ -43,7 +61,6 @@ class Pass:
     """What the same plan took once more, at once: when a forward pass has not just filled the
     processor's caches with something else."""
 
-    admits: bool
     around_s: dict[str, float] = field(default_factory=dict)
     """What ours takes of the step outside of the pass: "around", "metrics" to gather them and
     publish them where they are wanted, and the whole "load", with SGLang's part of it."""
@@ -79,18 +96,14 @@ class TimedEngine:
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
-    def fill(self, num_waiting: int) -> float:
-        """Let so many requests wait; return the seconds that each new one took."""
-        missing = max(0, num_waiting - self._num_waiting())
-        started_s = self._clock_s()
-        for _ in range(missing):
+    def fill(self, num_waiting: int) -> None:
+        """Let so many requests wait."""
+        for _ in range(num_waiting - self._num_waiting()):
             prompt = self._rng.choice(self._prefixes) + self._tokens(32)
             self._send(prompt, self._rng.randint(16, 48), is_offline=not self._online_waits)
-        seconds = self._clock_s() - started_s
         if self._online_waits and not self._is_stock and not self._num_offline():
             # Passes are planned only beside offline requests.
             self._send(self._tokens(64), 16, is_offline=True)
-        return seconds / max(1, missing)
 
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""
@@ -160,7 +173,7 @@ class TimedEngine:
             again_s = spent_s.pop("again", 0.0)
             spent_s.pop("", None)
             spent_s.pop("around", None)  # The begin of the round, which is the last one's.
-            self._passes.append(Pass(spent_s, again_s, result.batch_to_run is not None))
+            self._passes.append(Pass(spent_s, again_s))
             self._spent_s.clear()
             return result
 

@@ -1,26 +1,22 @@
-"""From timed passes to figures, a table and a plot."""
+"""From timed passes to figures and a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from overhead_bench.engine import Pass
-from overhead_bench.systems import SYSTEMS
+from overhead_bench.engine import SYSTEMS, Pass
 
-__all__ = ["draw", "print_table", "summary"]
+__all__ = ["print_table", "summary"]
 
-TARGET_MS: Final = 0.5
 _PARTS: Final = ("account", "snapshot", "plan", "rest", "plan_again", "around", "load")
 
 
-def summary(name: str, running: int, num_waiting: int, rounds: list[list[Pass]]) -> dict[str, Any]:
-    """Return the figures of one system; times in ms, the spread over the rounds' medians."""
-    passes = [one for passes in rounds for one in passes]
+def summary(name: str, running: int, num_waiting: int, passes: list[Pass]) -> dict[str, Any]:
+    """Return the figures of one system; times in ms."""
     whole_s = [sum(p.spent_s.values()) for p in passes]
     parts = {"pass": whole_s, "iteration": [p.iteration_s for p in passes]}
     if SYSTEMS[name].policy is not None:
@@ -34,17 +30,12 @@ def summary(name: str, running: int, num_waiting: int, rounds: list[list[Pass]])
         parts["around"] = [p.around_s["around"] + p.around_s["metrics"] for p in passes]
         parts["load"] = [p.around_s["load"] for p in passes]
     added = parts.get("overhead", parts["pass"])
-    round_medians = [
-        float(np.median([sum(p.spent_s.values()) for p in one])) * 1e3 for one in rounds
-    ]
     return {
         "system": name,
         "running": running,
         "waiting": num_waiting,
         "passes": len(passes),
-        "admitting": sum(p.admits for p in passes),
         **{f"{part}_ms": statistics_ms(times_s) for part, times_s in parts.items()},
-        "round_medians_ms": round_medians,
         "metrics_share": sum(p.around_s["metrics"] for p in passes) / sum(parts["iteration"]),
         "share": sum(added) / sum(parts["iteration"]),
     }
@@ -83,31 +74,3 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             f"{100 * row['metrics_share']:.2f}",
         )
     Console(width=180).print(table)
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw what grows with the number of waiting requests, and what does not."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == name]
-        part = "overhead_ms" if "overhead_ms" in own[0] else "pass_ms"
-        label = f"{name}: beyond SGLang's own pass" if part == "overhead_ms" else name
-        waiting = [row["waiting"] for row in own]
-        (line,) = axes.plot(waiting, [row[part]["mean"] for row in own], marker="o", label=label)
-        for statistic, style in (("median", "--"), ("p99", ":")):
-            values = [row[part][statistic] for row in own]
-            axes.plot(waiting, values, style, color=line.get_color(), linewidth=0.8)
-    axes.axhline(TARGET_MS, color="grey", linewidth=0.8)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="waiting offline requests",
-        ylabel="scheduling pass (ms): mean, -- median, ·· P99",
-    )
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)

@@ -15,7 +15,7 @@ import orjson
 import psutil
 import pytest
 
-from common.vision_model import make_vision_model
+from chaos_bench.vision_model import make_vision_model
 from sglang_coserve.local_server import LocalServer
 from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
 

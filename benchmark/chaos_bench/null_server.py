@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import re
 import signal
 import socket
 from contextlib import suppress
@@ -12,18 +11,12 @@ from typing import Final, Self
 
 __all__ = ["NullServer"]
 
-_BODY: Final = b'{"id": "file-null"}'
-_ANSWER: Final = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-    % (len(_BODY), _BODY)
-)
-_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-_READ_BYTES: Final = 1 << 18
+_ANSWER: Final = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 _JOIN_TIMEOUT_S: Final = 10.0
 
 
 class NullServer:
-    """Reads what it is sent, drops it and answers at once, in a process of its own.
+    """Answers every request without a body at once, in a process of its own.
 
     The machine that runs the server, the clients and the probes is busy: an answer that is late
     may have waited for a core, and the one who asked may have read it late.
@@ -51,21 +44,14 @@ def _run(listening: socket.socket) -> None:
 
 
 async def _serve(listening: socket.socket) -> None:
-    server = await asyncio.start_server(_answer, sock=listening, limit=_READ_BYTES)
+    server = await asyncio.start_server(_answer, sock=listening)
     await server.serve_forever()
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            found = _LENGTH.search(head)
-            left_bytes = int(found[1]) if found else 0
-            while left_bytes:
-                content = await reader.read(min(left_bytes, _READ_BYTES))
-                if not content:
-                    break
-                left_bytes -= len(content)
+            await reader.readuntil(b"\r\n\r\n")
             writer.write(_ANSWER)
             await writer.drain()
     writer.close()

@@ -1,0 +1,94 @@
+"""What was found, against what it should be, and how a program that judges a run ends."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from common.results import write_results
+from sglang_coserve.errors import CoserveError
+from sglang_coserve.interrupts import terminate_as_interrupt
+from sglang_coserve.tables import markdown_table
+
+__all__ = ["Figure", "all_met", "exit_status", "markdown", "report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One quantity."""
+
+    name: str
+    value: float
+    unit: str = ""
+    at_most: float | None = None
+    """What it should be; None when it is there to be known only."""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether it is what it should be; None when nothing is asked of it."""
+        return None if self.at_most is None else self.value <= self.at_most
+
+
+def all_met(figures: Iterable[Figure]) -> bool:
+    """Return whether none of the figures misses what it should be."""
+    return all(figure.is_met is not False for figure in figures)
+
+
+def markdown(figures: Sequence[Figure]) -> str:
+    """Return the figures as a Markdown table."""
+    rows = [
+        [
+            figure.name,
+            f"{_number(figure.value)} {figure.unit}".strip(),
+            "" if figure.at_most is None else f"≤ {_number(figure.at_most)}",
+            {True: "yes", False: "**no**", None: ""}[figure.is_met],
+        ]
+        for figure in figures
+    ]
+    return markdown_table(("figure", "found", "target", "met"), rows)
+
+
+def report(
+    figures: Sequence[Figure], options: Namespace, examples: Sequence[str], **more: Any
+) -> None:
+    """Write results.json and table.md to ``options.out``, and print the table and examples.
+
+    ``more`` are other entries of results.json.
+    """
+    found = [{**asdict(figure), "is_met": figure.is_met} for figure in figures]
+    path = options.out / "results.json"
+    write_results(path, options, figures=found, examples=list(examples), **more)
+    table = markdown(figures)
+    (options.out / "table.md").write_text(table + "\n")
+    console = Console()
+    console.print(Markdown(table))
+    for example in examples:
+        console.print(example, markup=False, highlight=False)
+
+
+def exit_status(run: Callable[[], Iterable[Figure]]) -> int:
+    """Run a benchmark; return 0 if it met its targets, else 1; 2 after an error, 130 after Ctrl-C.
+
+    An error is printed after the script's name.
+    """
+    try:
+        with terminate_as_interrupt():
+            return 0 if all_met(run()) else 1
+    except CoserveError as error:
+        reason, status = str(error), 2
+    except KeyboardInterrupt:
+        reason, status = "interrupted before all batches had ended", 130
+    print(f"{Path(sys.argv[0]).stem}: {reason}", file=sys.stderr)
+    return status
+
+
+def _number(value: float) -> str:
+    """Three significant digits, whole numbers in full."""
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:.3g}"
