@@ -28,7 +28,7 @@ from chaos_bench.answers import CHAT, COMPLETIONS, known_answers
 from chaos_bench.batch_load import BatchLoad
 from chaos_bench.figures import exit_status, report
 from chaos_bench.null_server import NullServer
-from chaos_bench.prober import Prober
+from chaos_bench.prober import Prober, Probes
 from chaos_bench.rounds import chaos_parser, hurt_in_rounds
 from chaos_bench.storm import HostileRequest, Storm
 from chaos_bench.supervised_server import INJURIES, SupervisedServer
@@ -64,7 +64,15 @@ def run(options: argparse.Namespace) -> Verdict:
         server = SupervisedServer(flags, work / "data", out / "server.log", options.seed)
         with server, NullServer() as control:
             known = known_answers(server.base_url, options.known, options.seed, options.pictures)
-            prober = Prober(server.base_url, control.base_url, known, options.streams, options.seed)
+            prober = Prober(
+                Probes(
+                    server.base_url,
+                    known,
+                    options.seed,
+                    streams=options.streams,
+                    control_url=control.base_url,
+                )
+            )
             batches = BatchLoad(server.base_url, known, options, _bodies(corpus))
             storms = [
                 Storm(server.base_url, corpus, options.seed + number)

@@ -25,10 +25,11 @@ from typing import Final
 from chaos_bench.answers import KnownAnswer, known_answers
 from chaos_bench.batch_load import BatchLoad, LineCounts
 from chaos_bench.figures import Figure, exit_status, report
-from chaos_bench.fleet_online import OnlineLoad
 from chaos_bench.fleet_processes import INJURIES, FleetProcesses
+from chaos_bench.prober import Prober, Probes
 from chaos_bench.rounds import chaos_parser, hurt_in_rounds
 from chaos_bench.router import Router
+from chaos_bench.verdict import Verdict, online_verdict
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
 _ROUTER_FLAGS: Final = ("--health-check-interval-secs", "1", "--disable-circuit-breaker")
@@ -62,35 +63,37 @@ def run(options: argparse.Namespace) -> list[Figure]:
             known = known_answers(fleet.engine_urls[0], options.known, options.seed)
             batches = BatchLoad(fleet.base_url, known, options)
             with ExitStack() as stack:
-                online = _online_load(stack, fleet, known, options)
+                online = _online_requests(stack, fleet, known, options)
                 batches.start()
                 start_s = time.monotonic()
                 hurt_in_rounds(fleet.injure, options.injuries, options)
                 batches.stop()
                 counts = batches.results()
                 span_s = time.monotonic() - start_s
-                answered = online.stop(fleet.kills) if online else None
+                seen = online.stop() if online else None
             fleet.note_attempts()
         print(f"fleet_chaos: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
-    figures = [*_figures(fleet, counts, span_s), *(answered.figures() if answered else [])]
-    examples = [*fleet.failures, *counts.examples[:20], *(answered.examples() if answered else [])]
+    answered = Verdict([], []) if seen is None else online_verdict(seen, fleet.kills)
+    figures = [*_figures(fleet, counts, span_s), *answered.figures]
+    examples = [*fleet.failures, *counts.examples[:20], *answered.examples]
     report(figures, options, examples, injuries=fleet.injuries)
     return figures
 
 
-def _online_load(
+def _online_requests(
     stack: ExitStack,
     fleet: FleetProcesses,
     known: Sequence[KnownAnswer],
     options: argparse.Namespace,
-) -> OnlineLoad | None:
+) -> Prober | None:
     """Start a router and online requests, if asked for."""
     if options.router is None:
         return None
     log_path = options.out / "router.log"
     router = Router(options.router, "cache_aware", fleet.engine_urls, log_path, *_ROUTER_FLAGS)
     base_url = stack.enter_context(router).base_url
-    online = OnlineLoad(base_url, known, options.online_rate, options.seed)
+    probes = Probes(base_url, known, options.seed, arrivals_per_s=options.online_rate)
+    online = Prober(probes)
     online.start()
     return online
 

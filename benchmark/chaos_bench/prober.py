@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from typing import Any, Final
 
@@ -22,33 +23,48 @@ import orjson
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.observation import ChaosError, Observation
 
-__all__ = ["Prober"]
+__all__ = ["Prober", "Probes"]
 
 _PROBE_EVERY_S: Final = 0.02
 _TIMEOUT_S: Final = 20.0
-_END_TIMEOUT_S: Final = 60.0
+_ARRIVAL_TIMEOUT_S: Final = 180.0
+"""Longer than an engine is frozen or started again."""
+
+_END_TIMEOUT_S: Final = 240.0
+"""More than a request may take."""
+
 _RETRY_S: Final = 0.1
 
 
-class Prober:
-    """Probes from ``start`` to ``stop``."""
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """What is sent."""
 
-    def __init__(
-        self,
-        base_url: str,
-        control_url: str,
-        known: Sequence[KnownAnswer],
-        streams: int,
-        seed: int,
-    ) -> None:
+    base_url: str
+    known: Sequence[KnownAnswer]
+    seed: int
+    streams: int = 0
+    """Online streams at a time, each of which follows another; the end breaks them off."""
+
+    arrivals_per_s: float = 0.0
+    """Online streams that begin at random times, on average; the end waits for them."""
+
+    control_url: str | None = None
+    """A server without work: routes without work are asked, and this one beside them."""
+
+
+class Prober:
+    """Sends from ``start`` to ``stop``."""
+
+    def __init__(self, probes: Probes) -> None:
         context = multiprocessing.get_context("spawn")
         self._stop = context.Event()
         self._connection, remote = context.Pipe(duplex=False)
-        arguments = (base_url, control_url, list(known), streams, seed, self._stop, remote)
+        arguments = (probes, self._stop, remote)
         self._process = context.Process(target=_run, args=arguments, daemon=True)
 
     def start(self) -> None:
-        """Begin to probe."""
+        """Begin."""
         self._process.start()
 
     def stop(self) -> list[Observation]:
@@ -70,40 +86,26 @@ class Prober:
         return seen
 
 
-def _run(
-    base_url: str,
-    control_url: str,
-    known: Sequence[KnownAnswer],
-    streams: int,
-    seed: int,
-    stop: Event,
-    connection: Any,
-) -> None:
+def _run(probes: Probes, stop: Event, connection: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever started this process ends it.
     seen: list[Observation] = []
-    asyncio.run(_probe_all(base_url, control_url, known, streams, seed, stop, seen))
+    asyncio.run(_send(probes, stop, seen))
     connection.send(seen)
 
 
-async def _probe_all(
-    base_url: str,
-    control_url: str,
-    known: Sequence[KnownAnswer],
-    streams: int,
-    seed: int,
-    stop: Event,
-    seen: list[Observation],
-) -> None:
-    async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT_S, trust_env=False) as client:
-        tasks = [
-            asyncio.create_task(_probe(client, "ping", "/ping", seen)),
-            asyncio.create_task(_probe(client, "control", control_url, seen)),
-            asyncio.create_task(_probe(client, "health", "/health", seen)),
-            *(
-                asyncio.create_task(_stream(client, known, random.Random(seed + i), seen))
-                for i in range(streams)
-            ),
-        ]
+async def _send(probes: Probes, stop: Event, seen: list[Observation]) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=probes.base_url, timeout=_TIMEOUT_S, limits=limits, trust_env=False
+    ) as client:
+        rngs = (random.Random(probes.seed + number) for number in range(probes.streams))
+        endless = [_streams(client, probes.known, rng, seen) for rng in rngs]
+        if probes.control_url is not None:
+            paths = {"ping": "/ping", "control": probes.control_url, "health": "/health"}
+            endless += [_probe(client, kind, path, seen) for kind, path in paths.items()]
+        tasks = [asyncio.create_task(each) for each in endless]
+        if probes.arrivals_per_s:
+            await _arrivals(client, probes, stop, seen)
         while not stop.is_set():
             await asyncio.sleep(0.2)
         for task in tasks:
@@ -123,40 +125,56 @@ async def _probe(client: httpx.AsyncClient, kind: str, path: str, seen: list[Obs
         await asyncio.sleep(_RETRY_S if status == 0 else _PROBE_EVERY_S)
 
 
-async def _stream(
+async def _streams(
     client: httpx.AsyncClient,
     known: Sequence[KnownAnswer],
     rng: random.Random,
     seen: list[Observation],
 ) -> None:
     while True:
-        answer = rng.choice(known)
-        start_s = last_s = time.monotonic()
-        text, status, detail, is_whole, is_aborted = "", 0, "", False, False
-        try:
-            async with client.stream(
-                "POST", answer.path, json=answer.body(stream=True)
-            ) as response:
-                status = response.status_code
-                if status != 200:
-                    detail = (await response.aread()).decode(errors="replace")[:300]
-                async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        is_whole = True
-                    elif line.startswith("data: {"):
-                        now_s = time.monotonic()
-                        if text:
-                            seen.append(Observation("gap", last_s, now_s, status))
-                        last_s = now_s
-                        choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
-                        text += answered_text(choices[0])
-                        is_aborted |= choices[0].get("finish_reason") == "abort"
-        except httpx.HTTPError:
-            pass
-        if status == 200 and (is_aborted or not is_whole):
-            status = 0
-        is_different = status == 200 and text != answer.text
-        end_s = time.monotonic()
-        seen.append(Observation("stream", start_s, end_s, status, is_different, detail))
-        if status != 200:
+        await _stream(client, rng.choice(known), seen, _TIMEOUT_S)
+        if seen[-1].status != 200:
             await asyncio.sleep(_RETRY_S)
+
+
+async def _arrivals(
+    client: httpx.AsyncClient, probes: Probes, stop: Event, seen: list[Observation]
+) -> None:
+    rng = random.Random(probes.seed)
+    async with asyncio.TaskGroup() as tasks:
+        while not stop.is_set():
+            stream = _stream(client, rng.choice(probes.known), seen, _ARRIVAL_TIMEOUT_S)
+            tasks.create_task(stream)
+            await asyncio.sleep(rng.expovariate(probes.arrivals_per_s))
+
+
+async def _stream(
+    client: httpx.AsyncClient, answer: KnownAnswer, seen: list[Observation], timeout_s: float
+) -> None:
+    """Ask for an answer; note the gaps between its parts, and what became of it last."""
+    start_s = last_s = time.monotonic()
+    text, status, detail, is_whole, is_aborted = "", 0, "", False, False
+    body = answer.body(stream=True)
+    try:
+        async with client.stream("POST", answer.path, json=body, timeout=timeout_s) as response:
+            status = response.status_code
+            if status != 200:
+                detail = (await response.aread()).decode(errors="replace")[:300]
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    is_whole = True
+                elif line.startswith("data: {"):
+                    now_s = time.monotonic()
+                    if text:
+                        seen.append(Observation("gap", last_s, now_s, status))
+                    last_s = now_s
+                    choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
+                    text += answered_text(choices[0])
+                    is_aborted |= choices[0].get("finish_reason") == "abort"
+    except httpx.HTTPError as error:
+        detail = repr(error)
+    if status == 200 and (is_aborted or not is_whole):
+        status, detail = 0, detail or "the stream ended early"
+    is_different = status == 200 and text != answer.text
+    end_s = time.monotonic()
+    seen.append(Observation("stream", start_s, end_s, status, is_different, detail))

@@ -11,11 +11,14 @@ from chaos_bench.batch_load import LineCounts
 from chaos_bench.figures import Figure
 from chaos_bench.observation import Interval, Observation
 
-__all__ = ["Verdict", "verdict"]
+__all__ = ["Verdict", "online_verdict", "verdict"]
 
 _MOST_STALL_MS: Final = 100.0
 _SETTLE_S: Final = 1.0
 """After an outage, before answers are judged: connections that broke are opened again."""
+
+_BREAK_S: Final = 1.0
+"""Within it a router has passed on that a stream broke."""
 
 _QUEUE_FULL: Final = "The request queue is full"
 """What SGLang answers beyond ``--max-queued-requests``, which is an ordinary outcome."""
@@ -88,6 +91,36 @@ def verdict(
 
 _PROBES: Final = frozenset({"ping", "health", "stream"})
 _OURS: Final = _PROBES | {"gap", "batch", "control"}
+
+
+def online_verdict(seen: Sequence[Observation], kills: Sequence[Interval]) -> Verdict:
+    """Judge online requests that were sent through a router; engines were killed in ``kills``.
+
+    One failed with an engine if it was under way when one was killed and ended soon after; nobody
+    says which engine had it.
+    """
+    streams = [each for each in seen if each.kind == "stream"]
+    failed = [each for each in streams if each.status != 200]
+    otherwise = [
+        each
+        for each in failed
+        if not any(
+            kill.overlaps(each.start_s, each.end_s) and each.end_s <= kill.end_s + _BREAK_S
+            for kill in kills
+        )
+    ]
+    different = sum(each.is_different for each in streams)
+    figures = [
+        Figure("online requests", len(streams)),
+        Figure("that failed with a killed engine", len(failed) - len(otherwise)),
+        Figure("that failed otherwise", len(otherwise), at_most=0),
+        Figure("online answers different", different, at_most=0),
+    ]
+    examples = [
+        f"online request after {each.end_s - each.start_s:.1f} s: {each.status} {each.detail}"
+        for each in otherwise
+    ]
+    return Verdict(figures, examples)
 
 
 def _is_refused(each: Observation) -> bool:

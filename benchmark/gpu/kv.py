@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.machine import describe_machine
-from common.results import write_json
+from common.results import measure_missing, write_json
 from gpu import kv_parts
 from gpu.kv_beside_decode import decode_interference, late_write
 from gpu.kv_engine import KvEngine
 from gpu.kv_pools import KvShape
-from gpu.missing_parts import measure_missing
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.tables import markdown_table
 

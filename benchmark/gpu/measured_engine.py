@@ -18,7 +18,6 @@ class SystemSpec:
     """What to start; without safepoints where the interval is 0."""
 
     model: Path
-    context: int
     interval: int
     ttft_ms: float
     online_tokens: int

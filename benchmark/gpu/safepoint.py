@@ -25,7 +25,8 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +35,8 @@ import numpy as np
 
 from common.machine import describe_machine
 from common.own_process import OwnProcess
-from common.results import write_json
+from common.results import measure_missing, write_json
 from gpu.measured_engine import MeasuredEngine, SystemSpec
-from gpu.missing_parts import measure_missing
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.tables import markdown_table
 
@@ -49,7 +49,46 @@ GRAPHS: Final[Mapping[str, Mapping[str, Any]]] = {
     "eager": {"cuda_graph_backend_prefill": "disabled"},
     "breakable": {"cuda_graph_backend_prefill": "breakable"},
 }
-PARTS: Final = ("stream", "decode", "engine")
+PASS_TOKENS: Final = (512, 2048, 8192)
+"""Of a pass (stream)."""
+
+INTERVALS: Final = (4, 8)
+"""Layers between safepoints (stream)."""
+
+RUN_AHEADS: Final = (0, 1, 2)
+"""Groups of layers (stream)."""
+
+REPEATS: Final = 8
+"""Passes of each kind (stream)."""
+
+TTFT_MS: Final = 50.0
+"""An arrival that would have its first token later suspends (engine)."""
+
+ARRIVALS_PER_S: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """What is asked of the real engine (engine)."""
+
+    chunk_tokens: int = 8192
+    """Of a prefill."""
+
+    prompt_tokens: int = 8192
+    """Of an offline request."""
+
+    offline_requests: int = 16
+    """Alone, one after the other."""
+
+    online_tokens: int = 512
+    """Of an online prompt."""
+
+    arrivals: int = 60
+    interval: int = 4
+    """Layers between safepoints."""
+
+
+TINY: Final = EngineSizes(256, 256, 2, 16, 3, 2)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | int]:
@@ -66,13 +105,13 @@ def measure_stream(args: argparse.Namespace) -> dict[str, Any]:
 
     layers = decoder_layers(args.model_path)
     rows = []
-    for tokens in args.tokens:
+    for tokens in PASS_TOKENS:
         x = torch.randn(tokens, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
-        plain_ms = Stack(layers, 1, None).pass_ms(x, args.repeats)
-        for interval, depth in itertools.product(args.intervals, args.depths):
+        plain_ms = Stack(layers, 1, None).pass_ms(x, REPEATS)
+        for interval, depth in itertools.product(INTERVALS, RUN_AHEADS):
             stack = Stack(layers, interval, depth)
-            pass_ms = stack.pass_ms(x, args.repeats)
-            delays = stack.delays_ms(x, pass_ms, 3 * args.repeats)
+            pass_ms = stack.pass_ms(x, REPEATS)
+            delays = stack.delays_ms(x, pass_ms, 3 * REPEATS)
             stack.close()
             rows.append(
                 {
@@ -88,37 +127,31 @@ def measure_stream(args: argparse.Namespace) -> dict[str, Any]:
     return {"safepoint_us": safepoint_us(), "passes": rows}
 
 
-def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the part "decode"."""
-    from gpu.decode_graphs import measure_decode_graphs
-
-    return measure_decode_graphs(args.model_path)
-
-
-def measure_engine(args: argparse.Namespace, graphs: str, interval: int) -> dict[str, Any]:
+def measure_engine(
+    args: argparse.Namespace, sizes: EngineSizes, graphs: str, interval: int
+) -> dict[str, Any]:
     """Measure one engine, in a process of its own."""
     settings: dict[str, Any] = {
         "load_format": args.load_format,
         "sampling_backend": "pytorch",
-        "chunked_prefill_size": args.chunk_tokens,
+        "chunked_prefill_size": sizes.chunk_tokens,
         **(GRAPHS[graphs] if cpu.has_cuda() else {}),
     }
     if args.attention_backend is not None:
         settings["attention_backend"] = args.attention_backend
     spec = SystemSpec(
         args.model_path,
-        args.prompt_tokens,
         interval,
-        args.slo_ttft_ms,
-        online_tokens=args.online_tokens,
+        TTFT_MS,
+        online_tokens=sizes.online_tokens,
         settings=settings,
     )
-    tokens, seconds = args.prompt_tokens, args.arrivals / args.arrivals_per_s
+    tokens, seconds = sizes.prompt_tokens, sizes.arrivals / ARRIVALS_PER_S
     with OwnProcess(MeasuredEngine, spec) as engine:
         engine.call("prefill_s", tokens)  # Kernels are tuned, the latency model is refined.
-        times_s = [engine.call("prefill_s", tokens) for _ in range(args.offline_requests)]
+        times_s = [engine.call("prefill_s", tokens) for _ in range(sizes.offline_requests)]
         idle_ms = engine.call("idle_ttft_ms", 10)
-        load = engine.call("load", seconds, args.arrivals_per_s, tokens)
+        load = engine.call("load", seconds, ARRIVALS_PER_S, tokens)
         state = engine.call("status")
     return {
         "graphs": graphs,
@@ -196,21 +229,8 @@ def parse_args() -> argparse.Namespace:
     add("--model-path", type=Path, required=True, help="directory of the model")
     add("--load-format", default="auto", help="dummy: random weights")
     add("--out", type=Path, required=True, help="JSON file to write")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--graphs", nargs="+", choices=tuple(GRAPHS), default=["breakable", "eager"])
     add("--attention-backend", help="SGLang's flag")
-    add("--tokens", nargs="+", type=int, default=[512, 2048, 8192], help="of a pass (stream)")
-    add("--intervals", nargs="+", type=int, default=[2, 4, 8], help="k, in layers (stream)")
-    add("--depths", nargs="+", type=int, default=[0, 1, 2], help="d, in groups (stream)")
-    add("--repeats", type=int, default=30, help="passes of each kind (stream)")
-    add("--interval", type=int, default=4, help="k, in layers (engine)")
-    add("--chunk-tokens", type=int, default=8192, help="of a prefill (engine)")
-    add("--prompt-tokens", type=int, default=8192, help="of an offline request (engine)")
-    add("--offline-requests", type=int, default=16, help="alone, one after the other (engine)")
-    add("--online-tokens", type=int, default=512, help="of an online prompt (engine)")
-    add("--arrivals", type=int, default=100, help="online requests (engine)")
-    add("--arrivals-per-s", type=float, default=4.0, help="online requests (engine)")
-    add("--slo-ttft-ms", type=float, default=50.0, help="an arrival later than that suspends")
+    add("--tiny", action="store_true", help="tiny counts, to find faults")
     return parser.parse_args()
 
 
@@ -225,21 +245,23 @@ def main() -> int:
         write_json(args.out, results)
         args.out.with_suffix(".md").write_text(as_markdown(results))
 
-    on_gpu = cpu.has_cuda()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {}
-    for name, measure in (("stream", measure_stream), ("decode", measure_decode)):
-        if name in args.parts and on_gpu:
-            parts[name] = partial(measure, args)
-        elif name in args.parts:
-            print(f"no CUDA device: the part {name!r} is left out")
-    is_complete = measure_missing(parts, results, write)
-    if "engine" in args.parts:
-        engines = {
-            f"{kind}, {interval}": partial(measure_engine, args, kind, interval)
-            for kind in (args.graphs if on_gpu else ["eager"])
-            for interval in (0, args.interval)
+    is_complete, kinds = True, ["eager"]
+    if cpu.has_cuda():
+        from gpu.decode_graphs import measure_decode_graphs
+
+        kinds = ["breakable", "eager"]
+        parts = {
+            "stream": partial(measure_stream, args),
+            "decode": partial(measure_decode_graphs, args.model_path),
         }
-        is_complete &= measure_missing(engines, results.setdefault("engine", {}), write)
+        is_complete = measure_missing(parts, results, write)
+    sizes = TINY if args.tiny else EngineSizes()
+    engines = {
+        f"{kind}, {interval}": partial(measure_engine, args, sizes, kind, interval)
+        for kind in kinds
+        for interval in (0, sizes.interval)
+    }
+    is_complete &= measure_missing(engines, results.setdefault("engine", {}), write)
     print(as_markdown(results))
     return int(not is_complete)
 

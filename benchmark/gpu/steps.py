@@ -140,17 +140,11 @@ def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
 
 
 def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
-    flags: dict[str, object] = {
-        "model-path": setting.model_path,
-        "out": folder / "safepoint_gpu.json",
-    }
+    flags = {"model-path": setting.model_path, "out": folder / "safepoint_gpu.json"}
     if setting.dry_run:
-        flags |= {"chunk-tokens": 256, "prompt-tokens": 256, "offline-requests": 2}
-        flags |= {"online-tokens": 16, "arrivals": 3, "interval": 2}
-    else:
-        flags |= {"load-format": setting.load_format, "repeats": 8, "arrivals": 60}
-        flags |= {"attention-backend": setting.attention_backend}
-    return [[*_module("gpu.safepoint", flags), "--intervals", "4", "8"]]
+        return [[*_module("gpu.safepoint", flags), "--tiny"]]
+    flags |= {"load-format": setting.load_format, "attention-backend": setting.attention_backend}
+    return [_module("gpu.safepoint", flags)]
 
 
 def _kv(setting: GpuSetting, folder: Path) -> list[list[str]]:

@@ -17,10 +17,10 @@ import chaos
 from chaos_bench.answers import CHAT, KnownAnswer, answered_text
 from chaos_bench.batch_load import LineCounts
 from chaos_bench.figures import Figure, markdown
-from chaos_bench.observation import Observation
+from chaos_bench.observation import Interval, Observation
 from chaos_bench.rounds import hurt_in_rounds
 from chaos_bench.torn_tails import DiskFaults
-from chaos_bench.verdict import verdict
+from chaos_bench.verdict import online_verdict, verdict
 from chaos_bench.vision_model import random_picture
 
 WRITER = """
@@ -118,6 +118,23 @@ def test_a_full_queue_is_an_ordinary_outcome_and_other_errors_are_none() -> None
     figures = {figure.name: figure.value for figure in found.figures}
     assert figures["requests refused by a full queue"] == 1
     assert figures["answers of 5xx"] == 1
+
+
+def test_online_requests_fail_with_an_engine_only_as_it_is_killed() -> None:
+    seen = [
+        Observation("stream", 1.0, 5.5, 0),  # Broken off as the engine was killed.
+        Observation("stream", 1.0, 9.0, 0),  # Long after.
+        Observation("stream", 6.0, 7.0, 503),
+        Observation("stream", 1.0, 5.0, 200, is_different=True),
+        Observation("gap", 1.0, 5.0, 0),
+    ]
+    found = online_verdict(seen, [Interval(5.0, 5.2)])
+    assert {figure.name: figure.value for figure in found.figures} == {
+        "online requests": 4,
+        "that failed with a killed engine": 1,
+        "that failed otherwise": 2,
+        "online answers different": 1,
+    }
 
 
 def test_a_figure_is_judged_and_its_table_says_how() -> None:

@@ -15,10 +15,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos_bench.online_stream import OnlineAnswer, online_requests
 from chaos_bench.router import COMMANDS, Router, router_command
 from sglang_coserve.local_server import LocalServer
-from srt.router_load import full_of_offline_work, unshared_requests
+from srt.router_load import (
+    OnlineAnswer,
+    full_of_offline_work,
+    online_requests,
+    unshared_requests,
+)
 
 ADMIN_KEY = "admin secret"
 GIVE_UP_S = 120
