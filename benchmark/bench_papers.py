@@ -4,15 +4,13 @@
     python benchmark/bench_papers.py hygen_fig6 --trace AzureLLMInferenceTrace_conv.csv
 
 The scheduler is the production code, the machine a roofline of the paper's hardware: see
-docs/simulator.md. Writes ``NAME.json`` and ``NAME.md`` of each experiment to ``--out``.
+docs/simulator.md. Writes ``NAME.md`` of each experiment to ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
@@ -21,8 +19,7 @@ from rich.markdown import Markdown
 
 from common.machine import commit
 from paper import bros, conserve, hygen, ooco
-from paper.experiment import Conditions, Experiment, to_json, to_markdown
-from sglang_coserve import __version__
+from paper.experiment import Conditions, Experiment, to_markdown
 
 EXPERIMENTS: Final = {
     "conserve_fig6": Experiment("ConServe Fig. 6: online load and SLO scale", conserve.fig6, 240.0),
@@ -56,25 +53,12 @@ def run(name: str, options: argparse.Namespace) -> None:
     experiment = EXPERIMENTS[name]
     conditions = Conditions(options.seconds or experiment.seconds, options.trace)
     print(f"{name}: simulated, not measured", file=sys.stderr, flush=True)
-    began_s = time.process_time()
     findings = list(experiment.measure(conditions))
-    record = {
-        "label": "simulated",
-        "experiment": name,
-        "title": experiment.title,
-        "simulated_seconds": conditions.seconds,
-        "trace": conditions.trace and conditions.trace.name,
-        "cpu_seconds": round(time.process_time() - began_s, 1),
-        "sglang_coserve": __version__,
-        "commit": commit(),
-        "findings": to_json(findings),
-    }
-    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    (options.out / f"{name}.json").write_text(text + "\n")
     command = f"python benchmark/bench_papers.py {name}"
     command += f" --seconds {options.seconds:g}" if options.seconds else ""
     command += f" --trace {options.trace.name}" if options.trace else ""
-    table = to_markdown(experiment.title, command, findings)
+    origin = f"`{command}`, commit {commit()}, {conditions.seconds:g} simulated seconds a run."
+    table = to_markdown(experiment.title, origin, findings)
     (options.out / f"{name}.md").write_text(table)
     Console(width=150).print(Markdown(table))
 

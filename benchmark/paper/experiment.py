@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_coserve.tables import markdown_table
 
-__all__ = ["Cell", "Claim", "Conditions", "Experiment", "Findings", "to_json", "to_markdown"]
+__all__ = ["Cell", "Claim", "Conditions", "Experiment", "Findings", "to_markdown"]
 
 Cell = str | float | int
 
@@ -57,22 +55,9 @@ class Experiment:
     """Simulated time of a run, unless the command line says otherwise."""
 
 
-def to_json(findings: Sequence[Findings]) -> list[dict[str, Any]]:
-    """Return plain JSON values; what is not a number is null."""
-    return [
-        {
-            "figure": each.figure,
-            "columns": list(each.columns),
-            "rows": [[_plain(cell) for cell in row] for row in each.rows],
-            "claims": [asdict(claim) for claim in each.claims],
-        }
-        for each in findings
-    ]
-
-
-def to_markdown(title: str, command: str, findings: Sequence[Findings]) -> str:
-    """Return the tables, and the paper's statements beside ours."""
-    parts = [f"# {title}", f"**Simulated, not measured.** `{command}`"]
+def to_markdown(title: str, origin: str, findings: Sequence[Findings]) -> str:
+    """Return the tables, and the paper's statements beside ours; ``origin``: what gave them."""
+    parts = [f"# {title}", f"**Simulated, not measured.** {origin}"]
     for each in findings:
         parts.append(f"## {each.figure} (simulated)")
         parts.append(markdown_table(each.columns, [list(map(_text, row)) for row in each.rows]))
@@ -82,10 +67,6 @@ def to_markdown(title: str, command: str, findings: Sequence[Findings]) -> str:
                 markdown_table(("the paper's text", "paper", "ours", "why they differ"), claims)
             )
     return "\n\n".join(parts) + "\n"
-
-
-def _plain(cell: Cell) -> Cell | None:
-    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _text(cell: Cell) -> str:
