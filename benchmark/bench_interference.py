@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from common.results import write_results
-from interference_bench.report import print_table, row
-from interference_bench.session import RATES, add_load_flags, engine_flags, measured
+from interference_bench.report import print_table
+from interference_bench.session import RATES, load_parser, measured
 from interference_bench.systems import ALONE, SYSTEMS
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.errors import ConfigError
@@ -44,7 +44,7 @@ def main() -> None:
     systems = {name: SYSTEMS[name.removesuffix(", again")] for name in names}
     rows: Sequence[Mapping[str, Any]] = ()
     with Progress(console=Console(stderr=True)) as progress:
-        for rates, rows in measured(systems, options, row, progress):
+        for rates, rows in measured(systems, options, progress):
             write_results(options.out, options, **{RATES: rates}, rows=rows)
     print_table(rows, names)
     if options.emulate is not None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = engine_flags(__doc__, seconds=60.0)
+    parser = load_parser(__doc__)
     known = [name for name in SYSTEMS if name != ALONE]
     interleaved = {name for name in known if "prefill_decode_interval" in SYSTEMS[name].flags}
     usual = [
@@ -63,7 +63,6 @@ def parse_options() -> argparse.Namespace:
         and (name not in interleaved or stock.has_decode_interval())
     ]
     parser.add_argument("--systems", nargs="+", choices=known, default=usual)
-    add_load_flags(parser)
     parser.add_argument("--aa", action="store_true", help="run the first system twice")
     options = parser.parse_args()
     held = [name for name in options.systems if SYSTEMS[name].stock_share is not None]

@@ -1,11 +1,11 @@
 """The most offline work beside online requests that is possible, and what ``coserve`` does.
 
     python benchmark/bound.py
-    python benchmark/bound.py --trace azure.csv --rate 2 --offline 6916x394
+    python benchmark/bound.py --trace azure.csv --offline 6916x394
 
 The bound is computed for a load that goes on as in the trace (docs/benchmarks.md says how, and why
-it is one); what stands beside it is simulated with the same latency model: a roofline from the
-datasheet, or ``--profile``. Without a trace there are two, of lognormal lengths and Poisson
+it is one); what stands beside it is simulated with the same latency model: Llama-3.1-8B on an H100,
+a roofline from the datasheet. Without a trace there are two, of lognormal lengths and Poisson
 arrivals: one with long prompts, one with long outputs. A load of 1 is the rate at which the
 no-interference baseline serves requests that all come at once.
 
@@ -28,12 +28,10 @@ from typing import Final
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
 from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.latency_model.known_models import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile
-from sglang_coserve.profiler import load_profile
 from sglang_coserve.simulator import (
     ExecutorConfig,
     SafepointConfig,
@@ -57,17 +55,20 @@ SPREAD: Final = 0.6
 """Sigma of the logarithm of a length."""
 
 BACKLOG: Final = 64
+LATE_SHARE: Final = 0.01
+"""Of the requests, whose targets are P99s."""
+
+MACHINE: Final = SimulatedMachine.named("llama-3.1-8b", "h100")
+MODEL: Final = MACHINE.roofline()
 
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
     """What stays the same from row to row."""
 
-    model: LatencyModel
     executor: ExecutorConfig
     offline: str
     policy: str
-    late_share: float
 
     def bound(self, requests: Sequence[TraceRequest], targets: SloTargets) -> float:
         """Return the upper bound in tokens/s."""
@@ -76,9 +77,9 @@ class Machinery:
         capacity = Capacity(
             executor.max_batch_tokens, executor.max_running_requests, executor.kv_capacity_tokens
         )
-        online = required(requests, targets, late_share=self.late_share)
+        online = required(requests, targets, late_share=LATE_SHARE)
         shape = OfflineShape(prompt_tokens, output_tokens)
-        return offline_bound(self.model, capacity, shape, online, window_s)
+        return offline_bound(MODEL, capacity, shape, online, window_s)
 
     def run(
         self, requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str]
@@ -90,28 +91,20 @@ class Machinery:
             backlog_depth=BACKLOG,
             interval_s=requests[-1].arrival_s,
         )
-        setup = SimulationSetup(
-            self.model, self.executor, targets, slos=tuple(map(parse_slo, slos))
-        )
+        setup = SimulationSetup(MODEL, self.executor, targets, slos=tuple(map(parse_slo, slos)))
         return simulate(workload, setup, make_policy(self.policy))
 
 
 def main() -> None:
     """Print a row for each trace, load and kind of target."""
     arguments = parse()
-    machine = SimulatedMachine.named(arguments.model, arguments.hardware)
-    model: LatencyModel = machine.roofline()
-    if arguments.profile:
-        model = load_profile(arguments.profile).latency_model
     executor = ExecutorConfig(
         kv_capacity_tokens=arguments.kv_tokens
-        or kv_capacity_tokens(machine.shape, machine.hardware),
-        max_running_requests=arguments.max_running,
-        safepoint=SafepointConfig(machine.shape.num_layers, arguments.safepoint_layers),
+        or kv_capacity_tokens(MACHINE.shape, MACHINE.hardware),
+        max_running_requests=256,
+        safepoint=SafepointConfig(MACHINE.shape.num_layers),
     )
-    machinery = Machinery(
-        model, executor, arguments.offline, arguments.policy, arguments.late_share
-    )
+    machinery = Machinery(executor, arguments.offline, arguments.policy)
     print(
         f"offline {arguments.offline}, {executor.kv_capacity_tokens:,} KV tokens, tokens/s;"
         f" {arguments.policy} is simulated\n"
@@ -169,8 +162,9 @@ def traces(
 ) -> Iterator[tuple[str, list[TraceRequest]]]:
     """Yield the traces with their names; made ones at a load of 1."""
     if arguments.trace:
-        whole = scale_rate(read_trace(arguments.trace), arguments.rate)
-        fitting, _ = fit_to_context(whole, machinery.executor.kv_capacity_tokens)
+        fitting, _ = fit_to_context(
+            read_trace(arguments.trace), machinery.executor.kv_capacity_tokens
+        )
         yield arguments.trace.stem[:10], list(islice(fitting, arguments.requests))
         return
     for lengths in arguments.lengths:
@@ -208,7 +202,7 @@ def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[
         baseline.produced(rid, request.output_tokens)
         baseline.ended(rid)
     times: dict[str, list[float]] = {str(request.index): [] for request in requests}
-    for token in baseline.advance(machinery.model.predict, math.inf):
+    for token in baseline.advance(MODEL.predict, math.inf):
         times[str(token.key)].append(token.at_s)
     return times
 
@@ -217,7 +211,6 @@ def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, help="as it comes; default: two made ones")
-    parser.add_argument("--rate", type=float, default=1.0, help="factor of a trace's rate")
     parser.add_argument("--lengths", nargs="+", default=["2048x64", "256x512"])
     parser.add_argument("--loads", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     parser.add_argument("--requests", type=int, default=800)
@@ -226,13 +219,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policy", default="coserve")
     parser.add_argument("--scale", type=float, default=1.2, help="absolute targets over alone's")
     parser.add_argument("--slowdown", type=float, default=0.1)
-    parser.add_argument("--late-share", type=float, default=0.01, help="requests that may be late")
-    parser.add_argument("--profile", type=Path, help="latency profile; default: a roofline")
-    parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--kv-tokens", type=int)
-    parser.add_argument("--max-running", type=int, default=256)
-    parser.add_argument("--safepoint-layers", type=int, default=4)
     return parser.parse_args()
 
 

@@ -15,12 +15,7 @@ from interference_bench.engine import RunOutcome
 from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
 from sglang_coserve.bench_serving.stock import best_setting
 
-__all__ = ["figures", "held_to_stock", "print_table", "row", "searched"]
-
-
-def row(outcome: RunOutcome) -> dict[str, Any]:
-    """Return the figures of one run, and the server's own report."""
-    return {**figures(outcome), "report": outcome.report}
+__all__ = ["figures", "held_to_stock", "print_table"]
 
 
 def figures(outcome: RunOutcome) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None
         table.add_section()
     console = Console(width=150)
     console.print(table)
-    for (traffic, load, kind), name in searched(rows).items():
+    for (traffic, load, kind), name in _searched(rows).items():
         console.print(f"{traffic} at {load:.0%}: {kind} is {name!r}", highlight=False)
 
 
@@ -94,7 +89,7 @@ def held_to_stock(system: EngineSystem, rows: Sequence[Mapping[str, Any]]) -> En
     return replace(system, coserve={**system.coserve, "slo": slos})
 
 
-def searched(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float, str], str]:
+def _searched(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float, str], str]:
     """Return which system counts of those of ``SEARCHED`` for each load: see ``stock``."""
     by_system: dict[tuple[str, float], dict[str, list[Mapping[str, Any]]]] = {}
     for one in rows:

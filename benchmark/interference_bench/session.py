@@ -6,7 +6,7 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,14 @@ from rich.progress import Progress
 from common.own_process import OwnProcess
 from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import TRAFFIC, Load, OnlineTraffic
-from interference_bench.report import held_to_stock
+from interference_bench.report import figures, held_to_stock
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 
-__all__ = ["RATES", "add_load_flags", "engine_flags", "measured"]
+__all__ = ["RATES", "load_parser", "measured"]
 
 RATES: Final = "requests_per_s_at_full_load"
 """Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
@@ -33,11 +33,11 @@ MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 _EMULATED_CONTEXT_TOKENS: Final = 16_384
 
 
-def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
-    """Return a command line with the flags of the engines."""
+def load_parser(description: str) -> argparse.ArgumentParser:
+    """Return a command line with the flags of ``measured``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
-    add("--seconds", type=float, default=seconds, help="of CPU time a run")
+    add("--seconds", type=float, default=60.0, help="of CPU time a run")
     add("--ttft-ms", type=float, default=100.0)
     add("--tpot-ms", type=float, default=50.0)
     add("--core", type=int, default=0, help="all systems run on this one")
@@ -46,12 +46,6 @@ def engine_flags(description: str, seconds: float) -> argparse.ArgumentParser:
     add("--hardware", default="h100", help="that GPU")
     add("--host-factor", type=float, default=1.0, help="how long a second of CPU time is")
     add("--out", type=Path, help="write the figures as JSON")
-    return parser
-
-
-def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``measured``."""
-    add = parser.add_argument
     add("--traffic", nargs="+", choices=TRAFFIC, default=["prompts", "outputs"])
     add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     add("--repeats", type=int, default=3)
@@ -64,6 +58,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="an earlier --out: what load a request makes is taken from there, so that two "
         "versions get the same requests",
     )
+    return parser
 
 
 @contextmanager
@@ -111,13 +106,12 @@ def _full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float)
 def measured(
     systems: Mapping[str, EngineSystem],
     options: argparse.Namespace,
-    figures: Callable[[RunOutcome], Mapping[str, Any]],
     progress: Progress,
 ) -> Iterator[tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]]:
     """Run systems under the same loads; yield the rates of full load and all rows so far.
 
-    In each repeat all systems get the same requests, in a random order. ``figures`` are those of
-    a row. No engine runs while the caller has its turn.
+    In each repeat all systems get the same requests, in a random order. No engine runs while the
+    caller has its turn.
     """
     rates = json.loads(options.rates_of.read_text())[RATES] if options.rates_of else {}
     loads = [(kind, share) for kind in options.traffic for share in options.load]
@@ -147,7 +141,7 @@ def measured(
                         head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
                         own = replace(load, **offline) if of_turn[name].has_offline else load
                         outcome: RunOutcome = running[name].call("run", own)
-                        rows.append({**head, **figures(outcome)})
+                        rows.append({**head, **figures(outcome), "report": outcome.report})
                         progress.advance(bar)
             yield rates, rows
 
