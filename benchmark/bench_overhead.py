@@ -15,11 +15,10 @@ The systems run in turn, some dozens of passes each, again and again, before mor
 are let wait. Timed is ``get_new_batch_prefill``. Ours has SGLang's own build the batch, and
 takes finished requests out of the running one, which SGLang would do a moment later; what it
 takes beyond that is our overhead: the account of the last step, the snapshot of the engine, the
-plan, and the rest, which carries it out. "plan_again" is the same plan made once more, which counts
-as no part of anything; "around" is what ours takes of a step outside of the pass. A step lasts from
-one pass to the next. On a CPU, where one thread does all of this, it is that thread's CPU time that
-is measured: what else runs on the machine does not count. "metrics" is what gathering and
-publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
+plan, and the rest, which carries it out. "around" is what ours takes of a step outside of the pass.
+A step lasts from one pass to the next. On a CPU, where one thread does all of this, it is that
+thread's CPU time that is measured: what else runs on the machine does not count. "metrics" is what
+gathering and publishing them takes of a step, with SGLang's ``enable_metrics`` as above.
 """
 
 from __future__ import annotations

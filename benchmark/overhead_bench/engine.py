@@ -57,10 +57,6 @@ class Pass:
     """What its parts took, each without the others: "stock" (SGLang's own code), "account" (for the
     last step), "snapshot", "plan", and "rest", what carries the plan out."""
 
-    again_s: float
-    """What the same plan took once more, at once: when a forward pass has not just filled the
-    processor's caches with something else."""
-
     around_s: dict[str, float] = field(default_factory=dict)
     """What ours takes of the step outside of the pass: "around", "metrics" to gather them and
     publish them where they are wanted, and the whole "load", with SGLang's part of it."""
@@ -144,14 +140,7 @@ class TimedEngine:
             admission = scheduler.parts.admission
             self._time("account", admission, "_account")
             self._time("snapshot", admission, "_snapshot")
-            core = admission.core
-            first, again = self._timed("plan", core.plan), self._timed("again", core.plan)
-
-            def plan_twice(*arguments: Any) -> Any:
-                first(*arguments)  # A plan changes no state.
-                return again(*arguments)
-
-            core.plan = plan_twice
+            self._time("plan", admission.core, "plan")
         if not self._is_stock:
             from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
 
@@ -164,16 +153,15 @@ class TimedEngine:
             now_s = self._clock_s()
             if self._passes:
                 last = self._passes[-1]
-                last.iteration_s = now_s - self._pass_started_s - self._away_s - last.again_s
+                last.iteration_s = now_s - self._pass_started_s - self._away_s
                 last.around_s = {part: self._spent_s[part] for part in _AROUND}
             self._pass_started_s, self._away_s = now_s, 0.0
             self._spent_s.clear()
             result = whole(running_batch)
             spent_s = dict(self._spent_s)
-            again_s = spent_s.pop("again", 0.0)
             spent_s.pop("", None)
             spent_s.pop("around", None)  # The begin of the round, which is the last one's.
-            self._passes.append(Pass(spent_s, again_s))
+            self._passes.append(Pass(spent_s))
             self._spent_s.clear()
             return result
 

@@ -12,7 +12,7 @@ from overhead_bench.engine import SYSTEMS, Pass
 
 __all__ = ["print_table", "summary"]
 
-_PARTS: Final = ("account", "snapshot", "plan", "rest", "plan_again", "around", "load")
+_PARTS: Final = ("account", "snapshot", "plan", "rest", "around", "load")
 
 
 def summary(name: str, running: int, num_waiting: int, passes: list[Pass]) -> dict[str, Any]:
@@ -26,7 +26,6 @@ def summary(name: str, running: int, num_waiting: int, passes: list[Pass]) -> di
         ]
         for part in ("account", "snapshot", "plan", "rest"):
             parts[part] = [p.spent_s.get(part, 0.0) for p in passes]
-        parts["plan_again"] = [p.again_s for p in passes]
         parts["around"] = [p.around_s["around"] + p.around_s["metrics"] for p in passes]
         parts["load"] = [p.around_s["load"] for p in passes]
     added = parts.get("overhead", parts["pass"])
