@@ -30,7 +30,7 @@ from emulated_bench.contenders import ALONE, DEFAULT, PLAIN, STOCK, ours, stock_
 from emulated_bench.figures import bound_per_s, full_rate_per_s, row
 from emulated_bench.report import plot, table
 from interference_bench.engine import CpuClockEngine
-from interference_bench.load import Load
+from interference_bench.load import Load, load_parser
 from interference_bench.systems import EngineSystem
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.bench_serving.stock import best_setting
@@ -142,15 +142,7 @@ def measure(machine: Machine, name: str, traffic: TraceTraffic) -> None:
         rate_per_s = share * full_per_s
         seconds = max(options.seconds, options.requests / rate_per_s)
         loads = [
-            Load(
-                traffic,
-                rate_per_s,
-                seconds,
-                seed,
-                offline_prompt_tokens=options.offline[0],
-                offline_output_tokens=options.offline[1],
-                offline_in_flight=options.in_flight,
-            )
+            Load(traffic, rate_per_s, seconds, seed).beside(options)
             for seed in range(options.repeats)
         ]
         print(f"{name} at {share:.0%}: {rate_per_s:.2f}/s for {seconds:.0f} s", file=sys.stderr)
@@ -249,29 +241,25 @@ def _claimed(options: argparse.Namespace) -> Row:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = load_parser(__doc__, TRACES)
+    parser.set_defaults(
+        traffic=[*TRACES],
+        repeats=2,
+        seconds=30.0,
+        offline=[2048, 128],
+        in_flight=200,
+        ttft_ms=500.0,
+        tpot_ms=50.0,
+        host_factor=0.5,
     )
     add = parser.add_argument
     add("--model", default="llama-3.1-8b", help="emulated")
-    add("--hardware", default="h100", help="emulated")
     add("--tp", type=int, default=1, help="so many of these devices")
     add("--traces", type=Path, default=Path("traces"), help="folder of the traces")
-    add("--traffic", nargs="+", choices=TRACES, default=[*TRACES], help="what comes online")
-    add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8], help="shares of full load")
-    add("--repeats", type=int, default=2, help="other requests each time, on the same engine")
     add("--requests", type=int, default=300, help="a run has at least so many online ones")
-    add("--seconds", type=float, default=30.0, help="and takes at least so long")
     add("--at-once", type=int, default=1000, help="requests that show what full load is")
-    add("--offline", nargs=2, type=int, default=[2048, 128], help="prompt and output tokens")
-    add("--in-flight", type=int, default=200, help="offline requests")
     add("--chunks", nargs="+", type=int, default=[512, 1024, 2048], help="tried for stock")
     add("--chunks-of-ours", nargs="*", type=int, default=[], help="tried for ours with targets")
-    add("--ttft-ms", type=float, default=500.0, help="P99 target")
-    add("--tpot-ms", type=float, default=50.0, help="P99 target of gaps")
-    add("--host-factor", type=float, default=0.5, help="how long a second of CPU time is")
-    add("--core", type=int, default=0, help="all engines run on this one")
     add("--plots", type=Path, help="write a picture of all loads in --out")
     add("--out", type=Path, required=True, help="folder")
     return parser.parse_args()

@@ -24,14 +24,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from common.results import write_results
+from interference_bench.load import TRAFFIC, load_parser
 from interference_bench.report import print_table
-from interference_bench.session import RATES, load_parser, measured
+from interference_bench.session import RATES, measured
 from interference_bench.systems import ALONE, SYSTEMS
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.errors import ConfigError
@@ -53,7 +55,22 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = load_parser(__doc__)
+    parser = load_parser(__doc__, TRAFFIC)
+    parser.set_defaults(
+        traffic=["prompts", "outputs"],
+        repeats=3,
+        seconds=60.0,
+        offline=[512, 32],
+        in_flight=16,
+        ttft_ms=100.0,
+        tpot_ms=50.0,
+        host_factor=1.0,
+    )
+    add = parser.add_argument
+    add("--model-path", type=Path, help="instead of 12 layers of width 128")
+    add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
+    add("--out", type=Path, help="write the figures as JSON")
+    add("--rates-of", type=Path, metavar="JSON", help="an earlier --out: get the same requests")
     known = [name for name in SYSTEMS if name != ALONE]
     interleaved = {name for name in known if "prefill_decode_interval" in SYSTEMS[name].flags}
     usual = [
@@ -62,8 +79,8 @@ def parse_options() -> argparse.Namespace:
         if not name.startswith("coserve, ")
         and (name not in interleaved or stock.has_decode_interval())
     ]
-    parser.add_argument("--systems", nargs="+", choices=known, default=usual)
-    parser.add_argument("--aa", action="store_true", help="run the first system twice")
+    add("--systems", nargs="+", choices=known, default=usual)
+    add("--aa", action="store_true", help="run the first system twice")
     options = parser.parse_args()
     held = [name for name in options.systems if SYSTEMS[name].stock_share is not None]
     if held and not any(SYSTEMS[name].coserve is None for name in options.systems):

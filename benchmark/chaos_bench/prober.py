@@ -30,8 +30,8 @@ _TIMEOUT_S: Final = 20.0
 _ARRIVAL_TIMEOUT_S: Final = 180.0
 """Longer than an engine is frozen or started again."""
 
-_END_TIMEOUT_S: Final = 240.0
-"""More than a request may take."""
+_ANSWER_TIMEOUT_S: Final = 240.0
+"""Of the process: more than a request may take."""
 
 _RETRY_S: Final = 0.1
 
@@ -64,8 +64,13 @@ class Prober:
         self._process = context.Process(target=_run, args=arguments, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Begin, and return once the process sends.
+
+        Raises:
+            ChaosError: the process has died.
+        """
         self._process.start()
+        self._told()
 
     def stop(self) -> list[Observation]:
         """End, and return what was seen.
@@ -75,20 +80,26 @@ class Prober:
         """
         self._stop.set()
         try:
-            if not self._connection.poll(_END_TIMEOUT_S):
-                raise ChaosError("the probing process does not end")
-            seen: list[Observation] = self._connection.recv()
-        except EOFError:
-            raise ChaosError("the probing process has died") from None
+            seen: list[Observation] = self._told()
         finally:
             self._process.kill()
             self._process.join()
         return seen
 
+    def _told(self) -> Any:
+        """Return what the process says next."""
+        try:
+            if not self._connection.poll(_ANSWER_TIMEOUT_S):
+                raise ChaosError("the probing process does not start or end")
+            return self._connection.recv()
+        except EOFError:
+            raise ChaosError("the probing process has died") from None
+
 
 def _run(probes: Probes, stop: Event, connection: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever started this process ends it.
     seen: list[Observation] = []
+    connection.send(None)
     asyncio.run(_send(probes, stop, seen))
     connection.send(seen)
 

@@ -1,13 +1,14 @@
-"""Online requests that arrive by chance, and offline requests that never end."""
+"""Online requests that arrive by chance, offline requests that never end, and their flags."""
 
 from __future__ import annotations
 
+import argparse
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-__all__ = ["TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic"]
+__all__ = ["TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic", "load_parser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,16 @@ class Load:
     offline_output_tokens: int = 0
     offline_in_flight: int = 0
 
+    def beside(self, options: argparse.Namespace) -> Load:
+        """Return the same with the offline requests of ``load_parser``."""
+        prompt_tokens, output_tokens = options.offline
+        return replace(
+            self,
+            offline_prompt_tokens=prompt_tokens,
+            offline_output_tokens=output_tokens,
+            offline_in_flight=options.in_flight,
+        )
+
     def online(self, vocab_size: int) -> list[OnlineArrival]:
         """Return the online requests in the order of their arrival."""
         return list(self.traffic.arrivals(self.rate_per_s, self.seconds, self.seed, vocab_size))
@@ -81,6 +92,30 @@ class Load:
         rng = random.Random(self.seed + 1_000_003)
         while self.offline_prompt_tokens:
             yield _tokens(rng, self.offline_prompt_tokens, vocab_size)
+
+
+def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentParser:
+    """Return a command line with what all engines are given; ``traffic`` are the kinds there are.
+
+    What has no default here gets it from the program.
+    """
+    parser = argparse.ArgumentParser(
+        description=description.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--traffic", nargs="+", choices=list(traffic), help="what comes online")
+    add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8], help="shares of full load")
+    add("--repeats", type=int, help="other requests each time, on the same engine")
+    add("--seconds", type=float, help="of a run, on the virtual clock")
+    add("--offline", nargs=2, type=int, metavar="TOKENS", help="prompt and output tokens")
+    add("--in-flight", type=int, help="offline requests")
+    add("--ttft-ms", type=float, help="P99 target")
+    add("--tpot-ms", type=float, help="P99 target of gaps")
+    add("--hardware", default="h100", help="emulated")
+    add("--host-factor", type=float, help="how long a second of CPU time is")
+    add("--core", type=int, default=0, help="all engines run on this one")
+    return parser
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,41 +23,13 @@ from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 
-__all__ = ["RATES", "load_parser", "measured"]
+__all__ = ["RATES", "measured"]
 
 RATES: Final = "requests_per_s_at_full_load"
 """Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 _EMULATED_CONTEXT_TOKENS: Final = 16_384
-
-
-def load_parser(description: str) -> argparse.ArgumentParser:
-    """Return a command line with the flags of ``measured``."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    add = parser.add_argument
-    add("--seconds", type=float, default=60.0, help="of CPU time a run")
-    add("--ttft-ms", type=float, default=100.0)
-    add("--tpot-ms", type=float, default=50.0)
-    add("--core", type=int, default=0, help="all systems run on this one")
-    add("--model-path", type=Path, help="default: 12 layers of width 128")
-    add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
-    add("--hardware", default="h100", help="that GPU")
-    add("--host-factor", type=float, default=1.0, help="how long a second of CPU time is")
-    add("--out", type=Path, help="write the figures as JSON")
-    add("--traffic", nargs="+", choices=TRAFFIC, default=["prompts", "outputs"])
-    add("--load", nargs="+", type=float, default=[0.2, 0.5, 0.8])
-    add("--repeats", type=int, default=3)
-    add("--offline", nargs=2, type=int, default=[512, 32], metavar="TOKENS")
-    add("--in-flight", type=int, default=16, help="offline requests")
-    add(
-        "--rates-of",
-        type=Path,
-        metavar="JSON",
-        help="an earlier --out: what load a request makes is taken from there, so that two "
-        "versions get the same requests",
-    )
-    return parser
 
 
 @contextmanager
@@ -124,11 +95,6 @@ def measured(
                 progress.update(bar, description=f"{kind}: how many make what load")
                 rates[kind] = _full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
                 progress.advance(bar)
-    offline = {
-        "offline_prompt_tokens": options.offline[0],
-        "offline_output_tokens": options.offline[1],
-        "offline_in_flight": options.in_flight,
-    }
     rows: list[dict[str, Any]] = []
     for kind, share in loads:
         # Each load has engines of its own, which remember no other traffic.
@@ -139,7 +105,7 @@ def measured(
                     for name in random.Random(repeat).sample(list(of_turn), len(of_turn)):
                         progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
                         head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
-                        own = replace(load, **offline) if of_turn[name].has_offline else load
+                        own = load.beside(options) if of_turn[name].has_offline else load
                         outcome: RunOutcome = running[name].call("run", own)
                         rows.append({**head, **figures(outcome), "report": outcome.report})
                         progress.advance(bar)
