@@ -64,7 +64,12 @@ class FleetProcesses:
             is_other = other_versions and number % 2 == 0
             self._engines.append(
                 LocalServer(
-                    [*(["engine"] if is_other else []), *engine_flags, "--admin-api-key", _KEY],
+                    [
+                        *(["engine"] if is_other else []),
+                        *(*engine_flags, "--admin-api-key", _KEY),
+                        # A router sends a completion to who serves its model.
+                        *("--served-model-name", "default"),
+                    ],
                     log_path=directory / f"engine-{number}.log",
                     module=_OTHER_VERSION if is_other else "sglang_coserve.launch_server",
                     ready_timeout_s=READY_TIMEOUT_S,
