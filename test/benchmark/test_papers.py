@@ -12,7 +12,7 @@ from bench_papers import EXPERIMENTS, run
 STORED = Path(__file__).parents[2] / "benchmark" / "results" / "paper"
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("conserve_fig6", 3.0), ("ooco_fig6", 0.5)])
+@pytest.mark.parametrize(("name", "seconds"), [("conserve_fig6", 10.0), ("ooco_fig6", 0.5)])
 def test_an_experiment_writes_its_tables_and_the_papers_claims(
     name: str, seconds: float, tmp_path: Path
 ) -> None:
