@@ -350,11 +350,8 @@ def test_a_download_goes_on_for_as_long_as_something_comes(
     policy = RetryPolicy(retry_for_s=0.5, first_delay_s=0.1)
 
     async def fetch(base_url: str) -> None:
-        api = BatchApi(base_url, None, policy)
-        try:
+        async with BatchApi(base_url, None, policy) as api:
             await api.fetch("file", output)
-        finally:
-            await api.close()
 
     with LiveApp(None) as app:
         app.app.router.routes.insert(0, Mount("/v1/files/file", sender))

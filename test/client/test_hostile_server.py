@@ -10,8 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from client.coserve_process import coserve
-from sglang_coserve.client.progress import _describe
-from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.client.progress import JobState, JobStatus, _describe
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\u202e[red]\x9b31m"
 BATCH = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.result_files import open_input
+from sglang_coserve.client.output_files import open_input
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 

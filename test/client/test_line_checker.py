@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.http_backend import offline_body
-from sglang_coserve.client.line_checker import LineChecker
+from sglang_coserve.client.line_server import offline_body
+from sglang_coserve.client.local_batch import LineChecker
 from sglang_coserve.jsonl.request_line import RequestLine
 from sglang_coserve.lines.line_run import UnservedLine
 from sglang_coserve.lines.line_source import InputLine

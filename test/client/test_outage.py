@@ -18,7 +18,7 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import set_not_ready
 from sglang_coserve.cli.submit import _leave
 from sglang_coserve.client import BatchApi, BatchOptions, RetryPolicy, progress
-from sglang_coserve.client.outage import Outage
+from sglang_coserve.client.calls import Outage
 from sglang_coserve.errors import ServerError, ServerGoneError
 
 GIVE_UP_S = 60
@@ -142,12 +142,9 @@ def upload(
     source: Path, policy: RetryPolicy, stall_s: float = 30.0
 ) -> Callable[[str], Awaitable[None]]:
     async def call(base_url: str) -> None:
-        api = BatchApi(base_url, None, policy, stall_s=stall_s)
-        try:
+        async with BatchApi(base_url, None, policy, stall_s=stall_s) as api:
             assert await api.upload(source) == "file-1"
             assert api.last_failure is None
-        finally:
-            await api.close()
 
     return call
 
@@ -242,11 +239,8 @@ class TestDownloads:
 
         async def fetch(base_url: str) -> None:
             policy = RetryPolicy(retry_for_s=1.0, first_delay_s=0.02)
-            api = BatchApi(base_url, None, policy)
-            try:
+            async with BatchApi(base_url, None, policy) as api:
                 await api.fetch("file-1", output)
-            finally:
-                await api.close()
 
         assert play(handle, fetch) == 3
         assert output.read_bytes() == content
@@ -268,12 +262,9 @@ class TestDownloads:
                 await answer(writer, bytes(4000))
 
         async def fetch(base_url: str) -> None:
-            api = BatchApi(base_url, None, RetryPolicy())
-            try:
+            async with BatchApi(base_url, None, RetryPolicy()) as api:
                 with pytest.raises(ServerError, match=r"5,000 bytes, and .* only 4,000"):
                     await api.fetch("file-1", output)
-            finally:
-                await api.close()
 
         play(handle, fetch)
         assert output.read_bytes() == bytes(5000)
@@ -287,12 +278,9 @@ def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body:
         await answer(writer, body)
 
     async def ask(base_url: str) -> None:
-        api = BatchApi(base_url, None, RetryPolicy())
-        try:
+        async with BatchApi(base_url, None, RetryPolicy()) as api:
             with pytest.raises(ServerError, match="--no-batch"):
                 await api.is_on()
-        finally:
-            await api.close()
 
     play(handle, ask)
 

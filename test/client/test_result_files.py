@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from client.batch_files import line, results_by_line, write_lines
-from sglang_coserve.client.batch_result import BatchResult, LineError, Response
-from sglang_coserve.client.result_files import FinishedLines, ResultFiles, errors_path
+from sglang_coserve.client.output_files import FinishedLines, ResultFiles, errors_path
+from sglang_coserve.client.results import BatchResult, LineError, Response
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.backend import LineResult

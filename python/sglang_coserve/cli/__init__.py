@@ -6,27 +6,73 @@ that ``coserve --help`` is quick and never loads torch.
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+from importlib import metadata
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.batches import cancel, list_batches, results, status
-from sglang_coserve.cli.groups import CommandGroup, SeveralSlosCommand
-from sglang_coserve.cli.jobs import jobs
+from sglang_coserve import __version__
+from sglang_coserve.cli.batches import cancel, jobs, list_batches, results, status
+from sglang_coserve.cli.console import code_of_error, say
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.replay import replay
-from sglang_coserve.cli.say import say
-from sglang_coserve.cli.serve import PASS_THROUGH, gateway, serve
-from sglang_coserve.cli.simulate import simulate
-from sglang_coserve.cli.simulate_fleet import simulate_fleet
+from sglang_coserve.cli.simulate import SeveralSlosCommand, simulate, simulate_fleet
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.cli.top import top
-from sglang_coserve.cli.version import version
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["app", "main"]
+
+_PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    # SGLang's parser prints the help: it knows the flags.
+    "help_option_names": list[str](),
+}
+"""Settings of a command that leave every flag to the server."""
+
+
+class CommandGroup(TyperGroup):
+    """Commands of which some have names of two words.
+
+    ``simulate fleet`` stands beside ``simulate``, which is a command and not a group.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Take the first two arguments as a name where there is such a command."""
+        name = " ".join(args[:2])
+        if name in self.commands:
+            args = [name, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
+def gateway(context: typer.Context) -> None:
+    """Serve batches on many engines; neither torch nor SGLang is needed here (--help)."""
+    from sglang_coserve.fleet.command import main
+
+    sys.exit(main(context.args))
+
+
+def serve(context: typer.Context) -> None:
+    """Start the server; takes every flag of SGLang's and the coserve group (--help)."""
+    # SGLang's processes import the main module again, so it must be the launcher.
+    command = [sys.executable, "-m", "sglang_coserve.launch_server", *context.args]
+    os.execv(sys.executable, command)
+
+
+def version() -> None:
+    """Print the versions to quote in a bug report."""
+    try:
+        sglang = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        sglang = "not installed"
+    say(f"coserve {__version__}, sglang {sglang}, python {platform.python_version()}")
+
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -35,8 +81,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings=PASS_THROUGH)(serve)
-app.command(context_settings=PASS_THROUGH)(gateway)
+app.command(context_settings=_PASS_THROUGH)(serve)
+app.command(context_settings=_PASS_THROUGH)(gateway)
 app.command()(submit)
 app.command()(status)
 app.command("list")(list_batches)
@@ -58,4 +104,4 @@ def main() -> None:
         app()
     except CoserveError as error:
         say(f"coserve: {error}", is_error=True)
-        sys.exit(exit_codes.of_error(error))
+        sys.exit(code_of_error(error))

@@ -1,31 +1,32 @@
-"""``coserve status``, ``list``, ``cancel``, ``results``: batches that a server runs."""
+"""Batches of a server (``coserve status``, ``list``, ``cancel``, ``results``), and stored ones."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.say import say
-from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+from sglang_coserve.cli.console import ExitCode, say
+from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, AsOperator, BaseUrl, key_for
 from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sglang_coserve.batch.record import JobRecord
+    from sglang_coserve.batch.state import Event
+    from sglang_coserve.batch.stored_jobs import StoredJobs
     from sglang_coserve.client import Batch, BatchApi
 
 __all__ = [
-    "ADMIN_KEY_VARIABLE",
-    "AsOperator",
-    "batch_json",
     "batch_row",
     "cancel",
+    "jobs",
     "list_batches",
     "results",
     "status",
@@ -33,17 +34,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-ADMIN_KEY_VARIABLE: Final = "COSERVE_ADMIN_API_KEY"
+_HASH_CHARS = 64
+_OWNER_CHARS = 8
+"""Characters of an owner's hash that are shown: enough to tell owners apart."""
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
-AsOperator = Annotated[
-    bool,
-    typer.Option(
-        "--as-operator",
-        help="Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
-        " --admin-api-key.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="As the server's JSON objects, one a line.")]
 
 
@@ -132,12 +127,7 @@ def results(
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(base_url, api_key, fetch):
-        raise typer.Exit(exit_codes.SOME_FAILED)
-
-
-def batch_json(batch: Batch) -> str:
-    """Return a batch as one line of JSON."""
-    return json.dumps(batch)
+        raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def _call(
@@ -149,22 +139,20 @@ def _call(
 ) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
 
-    key = os.environ.get(ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
+    key = key_for(api_key, as_operator=as_operator)
 
     async def run() -> T:
         # Short commands do not wait for a server that is down.
-        api = BatchApi(base_url, key, RetryPolicy(retry_for_s=5.0), as_operator=as_operator)
-        try:
+        policy = RetryPolicy(retry_for_s=5.0)
+        async with BatchApi(base_url, key, policy, as_operator=as_operator) as api:
             return await do(api)
-        finally:
-            await api.close()
 
     return asyncio.run(run())
 
 
 def _show(batch: Batch, as_text: Callable[[Batch], str], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(batch_json(batch))
+        typer.echo(json.dumps(batch))
     else:
         say(as_text(batch))
 
@@ -212,3 +200,95 @@ def _extra(batch: Batch) -> dict[str, Any]:
 
 def _time(epoch_s: float) -> str:
     return f"{datetime.fromtimestamp(epoch_s).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+jobs = typer.Typer(
+    help="Show and change batches in a data directory that no server is using: because it does"
+    " not start any more, say. What is asked for is done when it starts again.",
+    no_args_is_help=True,
+)
+
+
+@jobs.callback()
+def directory(
+    context: typer.Context,
+    data_dir: Annotated[
+        Path,
+        typer.Option("--data-dir", metavar="DIRECTORY", help="The server's --coserve-data-dir."),
+    ],
+) -> None:
+    """Set the directory for all commands."""
+    context.obj = data_dir
+
+
+@jobs.command("list")
+def list_jobs(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, help="Most batches to show.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the newest batches of all API keys, with the beginning of the key's hash."""
+    with _opened(context) as stored:
+        for record in stored.newest(limit):
+            _show_job(record, as_json)
+
+
+@jobs.command("cancel")
+def cancel_job(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
+    """Cancel a batch; its results so far are kept."""
+    from sglang_coserve.batch.state import CancelAsked
+
+    _change_job(context, batch_id, CancelAsked(), as_json)
+
+
+@jobs.command()
+def pause(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
+    """Pause a batch until it is resumed; its window is not extended."""
+    from sglang_coserve.batch.state import PauseAsked
+
+    _change_job(context, batch_id, PauseAsked(), as_json)
+
+
+@jobs.command()
+def resume(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -> None:
+    """Resume a paused batch."""
+    from sglang_coserve.batch.state import ResumeAsked
+
+    _change_job(context, batch_id, ResumeAsked(), as_json)
+
+
+def _change_job(context: typer.Context, batch_id: str, event: Event, as_json: bool) -> None:
+    with _opened(context) as stored:
+        _show_job(stored.change(batch_id, event), as_json)
+
+
+@contextmanager
+def _opened(context: typer.Context) -> Generator[StoredJobs]:
+    from sglang_coserve.batch.data_directory import InUseError
+    from sglang_coserve.batch.stored_jobs import StoredJobs
+    from sglang_coserve.errors import StartupError
+
+    data_dir: Path = context.obj
+    try:
+        with StoredJobs.open(data_dir, time.time) as stored:
+            yield stored
+    except InUseError:
+        raise StartupError(
+            f"a server has the data directory {data_dir} open: ask that one, with"
+            " 'coserve list' or 'coserve cancel BATCH' and its --base-url"
+        ) from None
+
+
+def _show_job(record: JobRecord, as_json: bool) -> None:
+    from sglang_coserve.batch.render import batch_object
+
+    batch: dict[str, Any] = batch_object(record).model_dump(mode="json")
+    is_hash = len(record.owner) == _HASH_CHARS
+    owner = record.owner[:_OWNER_CHARS] if is_hash else record.owner
+    if as_json:
+        typer.echo(json.dumps(batch | {"owner": owner}))
+        return
+    warning = batch["coserve"]["warning"]
+    say(f"{batch_row(batch)}  owner {owner}")
+    if warning:
+        say(f"  warning: {warning}")

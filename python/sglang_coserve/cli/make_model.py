@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from sglang_coserve.cli.say import say
+from sglang_coserve.cli.console import say
+from sglang_coserve.cli.flags import flag, takes
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["make_model"]
@@ -17,61 +18,56 @@ _CONTEXT_TOKENS: Final = 4096
 _EMULATED: Final = "Emulated"
 
 
+@dataclass(frozen=True)
+class ModelFlags:
+    """What ``make-model`` is told."""
+
+    architecture: str = flag("llama", "llama, qwen2 or qwen3.")
+    hidden: int = flag(256, "Width.")
+    layers: int = flag(4, "Depth.")
+    heads: int = flag(4, "Attention heads.")
+    kv_heads: int = flag(2, "Heads of keys and values.")
+    vocab: int = flag(2048, "Most tokens in the vocabulary.")
+    context: int | None = flag(
+        None, "Longest prompt plus output, tokens; 4096, or 32768 if emulated."
+    )
+    seed: int = flag(0, "Of the weights, and of what varies.")
+    emulate: str | None = flag(
+        None,
+        "Take the time of this model on a GPU, and compute nothing: llama-3.1-8b, …",
+        metavar="MODEL",
+        rich_help_panel=_EMULATED,
+    )
+    hardware: str = flag(
+        "h100", "a100, h100, h200, b200 or ascend-910c.", rich_help_panel=_EMULATED
+    )
+    tp: int = flag(1, "GPUs that compute together.", rich_help_panel=_EMULATED)
+    profile: Path | None = flag(
+        None,
+        "A latency profile by which steps take time; default: the datasheet's.",
+        metavar="JSON",
+        rich_help_panel=_EMULATED,
+    )
+    noise: float = flag(
+        0.03, "Coefficient of variation of a step's time.", rich_help_panel=_EMULATED
+    )
+    model_error: float = flag(
+        0.0,
+        "The same of a factor that all batches of about the same sizes share.",
+        rich_help_panel=_EMULATED,
+    )
+    slow_spells: str | None = flag(
+        None,
+        "Times at which steps take longer, such as 60:2:3.",
+        metavar="EVERY_S:LAST_S:FACTOR",
+        rich_help_panel=_EMULATED,
+    )
+
+
+@takes(ModelFlags)
 def make_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes.")],
-    architecture: Annotated[str, typer.Option(help="llama, qwen2 or qwen3.")] = "llama",
-    hidden: Annotated[int, typer.Option(help="Width.")] = 256,
-    layers: Annotated[int, typer.Option(help="Depth.")] = 4,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 2,
-    vocab: Annotated[int, typer.Option(help="Most tokens in the vocabulary.")] = 2048,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Longest prompt plus output, tokens; 4096, or 32768 if emulated."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights, and of what varies.")] = 0,
-    emulate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Take the time of this model on a GPU, and compute nothing: llama-3.1-8b, …",
-            rich_help_panel=_EMULATED,
-        ),
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help="a100, h100, h200, b200 or ascend-910c.", rich_help_panel=_EMULATED),
-    ] = "h100",
-    tp: Annotated[
-        int, typer.Option(help="GPUs that compute together.", rich_help_panel=_EMULATED)
-    ] = 1,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSON",
-            help="A latency profile by which steps take time; default: the datasheet's.",
-            rich_help_panel=_EMULATED,
-        ),
-    ] = None,
-    noise: Annotated[
-        float,
-        typer.Option(help="Coefficient of variation of a step's time.", rich_help_panel=_EMULATED),
-    ] = 0.03,
-    model_error: Annotated[
-        float,
-        typer.Option(
-            help="The same of a factor that all batches of about the same sizes share.",
-            rich_help_panel=_EMULATED,
-        ),
-    ] = 0.0,
-    slow_spells: Annotated[
-        str | None,
-        typer.Option(
-            metavar="EVERY_S:LAST_S:FACTOR",
-            help="Times at which steps take longer, such as 60:2:3.",
-            rich_help_panel=_EMULATED,
-        ),
-    ] = None,
+    flags: ModelFlags,
 ) -> None:
     """Write a small random-weight model with tokenizer and chat template. Downloads nothing.
 
@@ -79,9 +75,13 @@ def make_model(
     """
     from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-    spec = SmallModelSpec(architecture, hidden, layers, heads, kv_heads)
-    if emulate is None:
-        spec = replace(spec, vocab=vocab, context=context or _CONTEXT_TOKENS, seed=seed)
+    spec = SmallModelSpec(
+        flags.architecture, flags.hidden, flags.layers, flags.heads, flags.kv_heads
+    )
+    if flags.emulate is None:
+        spec = replace(
+            spec, vocab=flags.vocab, context=flags.context or _CONTEXT_TOKENS, seed=flags.seed
+        )
         say(f"written: {make_small_model(directory, spec)}")
         return
     if spec != SmallModelSpec():
@@ -98,17 +98,17 @@ def make_model(
     from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 
     emulation = Emulation.of(
-        emulate,
-        hardware,
-        tp_size=tp,
-        latency=None if profile is None else load_profile(profile),
-        noise=noise,
-        model_error=model_error,
-        slow_spells=None if slow_spells is None else SlowSpells.parse(slow_spells),
-        seed=seed,
+        flags.emulate,
+        flags.hardware,
+        tp_size=flags.tp,
+        latency=load_profile(flags.profile) if flags.profile else None,
+        noise=flags.noise,
+        model_error=flags.model_error,
+        slow_spells=None if flags.slow_spells is None else SlowSpells.parse(flags.slow_spells),
+        seed=flags.seed,
     )
-    context = context or CONTEXT_TOKENS
-    made = make_emulated_model(directory, emulation, vocab=vocab, context=context)
+    context = flags.context or CONTEXT_TOKENS
+    made = make_emulated_model(directory, emulation, vocab=flags.vocab, context=context)
     say(f"written: {made}, which is {emulation.name}: no GPU, figures are emulated")
     say(f"to serve it: python -m sglang_coserve.launch_server --model-path {made}")
     say(f"stock SGLang: {stock_command(made)}")

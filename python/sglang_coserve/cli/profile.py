@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.say import say
+from sglang_coserve.cli.console import code_of_signal, say
 
 __all__ = ["PROFILE_SETTINGS", "profile"]
 
@@ -95,4 +94,4 @@ def profile(
         profiler.write_plot(measurements, attempts, plot)
         say(f"plot: {plot}")
     if progress.is_interrupted:
-        raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
+        raise typer.Exit(code_of_signal(signal.SIGINT))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.say import say
+from sglang_coserve.cli.console import ExitCode, say
 
 if TYPE_CHECKING:
     from sglang_coserve.core.recording import Event, ReplayedPlan, SchedulerSetup
@@ -70,7 +69,7 @@ def replay(
     if not is_same_policy:
         say(report.table(setup.policy, policy or setup.policy))
     elif report.num_different:
-        raise typer.Exit(exit_codes.SOME_FAILED)
+        raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def _export(recording: Path, directory: Path) -> None:

@@ -1,107 +1,100 @@
-"""``coserve simulate``: the scheduler on a modelled machine, before buying the real one."""
+"""``coserve simulate`` and ``simulate fleet``: modelled machines, before buying real ones."""
 
 from __future__ import annotations
 
 import json
 import math
 import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.say import say
-from sglang_coserve.cli.simulation_flags import (
-    Hardware,
-    Model,
-    Quiet,
-    Rate,
-    SloTpotMs,
-    SloTtftMs,
-    TimeLimit,
-)
+from sglang_coserve.cli.console import ExitCode, code_of_signal, say
+from sglang_coserve.cli.flags import Quiet, flag, takes
+from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_coserve.simulator import RunControl, SimulationOptions
 
-__all__ = ["simulate"]
+__all__ = ["SeveralSlosCommand", "simulate", "simulate_fleet"]
+
+TimeLimit = Annotated[
+    float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
+]
 
 
+@dataclass(frozen=True)
+class EngineFlags:
+    """Flags of an engine and its load, those of ``SimulationOptions``, without importing it."""
+
+    hardware: str = flag("h100", "a100, h100, h200, b200 or ascend-910c.")
+    model: str = flag("llama-3.1-8b", "A known name such as llama-3.1-70b, or a config.json.")
+    tp_size: int = flag(1, "Devices that share the model.", min=1)
+    slo_ttft_ms: float | None = flag(
+        None, "Target for the time to first token.", "--slo-ttft-ms", "--slo-ttft-p99-ms"
+    )
+    slo_tpot_ms: float | None = flag(
+        None, "Target for the time per output token.", "--slo-tpot-ms", "--slo-tpot-p99-ms"
+    )
+    rate: float = flag(1.0, "Factor of the online arrival rate.")
+    max_running: int = flag(256, "Requests that may hold KV.", min=1)
+    seed: int = flag(0, "Same seed, same result.")
+
+
+@dataclass(frozen=True)
+class SimulationFlags(EngineFlags):
+    """The other fields of ``SimulationOptions``."""
+
+    trace: Path | None = flag(
+        None,
+        "Online requests: a trace in Azure's, BurstGPT's or Mooncake's format. Default: the"
+        " bundled sample.",
+    )
+    offline: str | None = flag(
+        None,
+        "Offline requests: a JSONL batch file, a trace, lengths such as 4096x256 for an endless"
+        " backlog, or none. Default: the bundled sample.",
+    )
+    backlog: int = flag(
+        256, "Offline requests kept waiting; 0: they come at their trace's times.", min=0
+    )
+    policy: str = flag(
+        "online_only,coserve", "Policies to compare on the same workload.", metavar="NAME,…"
+    )
+    slo: list[str] | None = flag(
+        None,
+        "SLOs instead of targets, as of a server: 'ttft p99 <= 300ms', or relative to online"
+        " requests alone: 'tbt p99 <= +10%'.",
+        metavar="SLO…",
+    )
+    duration: float | None = flag(None, "Simulated seconds. Default: the whole trace.", metavar="S")
+    profile: Path | None = flag(
+        None, "Latency profile to plan with. Default: a roofline from the datasheet."
+    )
+    true_profile: Path | None = flag(None, "How long steps really take. Default: as planned.")
+    kv_capacity_tokens: int | None = flag(
+        None, "KV slots. Default: 90% of the memory less the weights.", min=1
+    )
+    page_tokens: int = flag(16, "KV page size.", min=1)
+    max_context_tokens: int = flag(32768, "Longer requests are cut to this.", min=2)
+    max_batch_tokens: int = flag(8192, "Tokens of a step.", min=1)
+    prefix_cache: bool = flag(True, "Share the KV of equal prefixes.")
+    checkpoint_gb_s: float = flag(37.0, "KV copied to host memory and back; 0: not at all.", min=0)
+    safepoint_layers: int = flag(4, "Layers between safepoints; 0: none.", min=0)
+    overlap: bool = flag(False, "Plan one step ahead, as SGLang.")
+    noise: float = flag(0.0, "Coefficient of variation of step times.", min=0)
+
+
+@takes(SimulationFlags)
 def simulate(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="Where the report goes.")
     ],
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Online requests: a trace in Azure's, BurstGPT's or Mooncake's format."
-            " Default: the bundled sample."
-        ),
-    ] = None,
-    offline: Annotated[
-        str | None,
-        typer.Option(
-            help="Offline requests: a JSONL batch file, a trace, lengths such as 4096x256 for"
-            " an endless backlog, or none. Default: the bundled sample."
-        ),
-    ] = None,
-    backlog: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Offline requests kept waiting; 0: they come at their trace's times."
-        ),
-    ] = 256,
-    hardware: Hardware = "h100",
-    model: Model = "llama-3.1-8b",
-    tp_size: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
-    policy: Annotated[
-        str, typer.Option(metavar="NAME,…", help="Policies to compare on the same workload.")
-    ] = "online_only,coserve",
-    slo_ttft_ms: SloTtftMs = None,
-    slo_tpot_ms: SloTpotMs = None,
-    slo: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SLO…",
-            help="SLOs instead of targets, as of a server: 'ttft p99 <= 300ms', or relative to"
-            " online requests alone: 'tbt p99 <= +10%'.",
-        ),
-    ] = None,
-    rate: Rate = 1.0,
-    duration: Annotated[
-        float | None, typer.Option(metavar="S", help="Simulated seconds. Default: the whole trace.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Latency profile to plan with. Default: a roofline from the datasheet."),
-    ] = None,
-    true_profile: Annotated[
-        Path | None,
-        typer.Option(help="How long steps really take. Default: as planned."),
-    ] = None,
-    kv_capacity_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="KV slots. Default: 90% of the memory less the weights."),
-    ] = None,
-    page_tokens: Annotated[int, typer.Option(min=1, help="KV page size.")] = 16,
-    max_context_tokens: Annotated[
-        int, typer.Option(min=2, help="Longer requests are cut to this.")
-    ] = 32768,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that may hold KV.")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
-    prefix_cache: Annotated[bool, typer.Option(help="Share the KV of equal prefixes.")] = True,
-    checkpoint_gb_s: Annotated[
-        float, typer.Option(min=0, help="KV copied to host memory and back; 0: not at all.")
-    ] = 37.0,
-    safepoint_layers: Annotated[
-        int, typer.Option(min=0, help="Layers between safepoints; 0: none.")
-    ] = 4,
-    overlap: Annotated[bool, typer.Option(help="Plan one step ahead, as SGLang.")] = False,
-    noise: Annotated[
-        float, typer.Option(min=0, help="Coefficient of variation of step times.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same event log.")] = 0,
+    flags: SimulationFlags,
     find_budget: Annotated[
         bool,
         typer.Option(
@@ -130,33 +123,7 @@ def simulate(
         write_report,
     )
 
-    options = SimulationOptions(
-        trace=trace,
-        offline=offline,
-        backlog=backlog,
-        hardware=hardware,
-        model=model,
-        tp_size=tp_size,
-        policy=policy,
-        slo_ttft_ms=slo_ttft_ms,
-        slo_tpot_ms=slo_tpot_ms,
-        slo=tuple(slo or ()),
-        rate=rate,
-        duration=duration,
-        profile=profile,
-        true_profile=true_profile,
-        kv_capacity_tokens=kv_capacity_tokens,
-        page_tokens=page_tokens,
-        max_context_tokens=max_context_tokens,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        prefix_cache=prefix_cache,
-        checkpoint_gb_s=checkpoint_gb_s,
-        safepoint_layers=safepoint_layers,
-        overlap=overlap,
-        noise=noise,
-        seed=seed,
-    )
+    options = SimulationOptions(**vars(flags) | {"slo": tuple(flags.slo or ())})
     if find_budget:
         _find_budget(options, output, RunControl(time_limit, show=not quiet))
         return
@@ -167,7 +134,7 @@ def simulate(
         say(table_text(results), newline=False)
         say(f"report: {page}")
     if control.is_interrupted:
-        raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
+        raise typer.Exit(code_of_signal(signal.SIGINT))
 
 
 def _find_budget(options: SimulationOptions, directory: Path, control: RunControl) -> None:
@@ -182,6 +149,109 @@ def _find_budget(options: SimulationOptions, directory: Path, control: RunContro
     say(search.to_text(), newline=False)
     say(f"report: {report}")
     if control.is_interrupted:
-        raise typer.Exit(exit_codes.of_signal(signal.SIGINT))
+        raise typer.Exit(code_of_signal(signal.SIGINT))
     if search.problem is not None:
-        raise typer.Exit(exit_codes.SOME_FAILED)
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+@dataclass(frozen=True)
+class FleetFlags(EngineFlags):
+    """What ``simulate fleet`` is told."""
+
+    engines: str = flag("2,4,8", "Sizes of the fleets to compare with one engine.", metavar="N,…")
+    trace: Path | None = flag(None, "Online requests of each engine. Default: the bundled sample.")
+    offline: str = flag(
+        "2048x256",
+        "Lines: lengths such as 4096x256 for an endless batch, or a JSONL batch file that the"
+        " largest fleet does not end.",
+    )
+    router: str = flag(
+        "round_robin",
+        "Of online requests: round_robin, random, power_of_two, least_load.",
+        metavar="NAME",
+    )
+    by_prefix: bool = flag(True, "Place lines by their prefixes, as the gateway does.")
+    kill: list[str] | None = flag(
+        None,
+        "An engine, from 0, dies at a time, and is back so many seconds later; repeat it.",
+        metavar="ENGINE@S+S",
+    )
+    drain: list[str] | None = flag(
+        None, "The same; its online requests end there.", metavar="ENGINE@S+S"
+    )
+    pools: bool = flag(
+        False,
+        "Half of the engines are relaxed, where lines begin, half strict, with the online requests"
+        " and the running lines that suit them.",
+        "--pools",
+    )
+    policy: str = flag("coserve", "Of every engine.", metavar="NAME")
+    duration: float = flag(60.0, "Simulated seconds.", metavar="S")
+    output: Path | None = flag(None, "All figures as JSON.", "--output", "-o", metavar="FILE")
+
+
+@takes(FleetFlags)
+def simulate_fleet(
+    flags: FleetFlags, time_limit: TimeLimit = math.inf, quiet: Quiet = False
+) -> None:
+    """Compare fleets with as many engines alone. Every result is simulated.
+
+    Ctrl-C and --time-limit end the run and report what was simulated so far.
+    Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
+    """
+    from sglang_coserve.simulator import RunControl, SimulationOptions
+    from sglang_coserve.simulator.fleet_report import fleet_table_text
+    from sglang_coserve.simulator.fleet_run import FleetOptions, simulate_fleets
+    from sglang_coserve.simulator.outage import Outage
+    from sglang_coserve.simulator.result import write_results
+
+    try:
+        sizes = tuple(map(int, flags.engines.split(",")))
+    except ValueError:
+        raise ConfigError(f"--engines {flags.engines}: use sizes such as 2,4,8") from None
+    one = SimulationOptions(
+        trace=flags.trace,
+        offline=flags.offline,
+        policy=flags.policy,
+        duration=flags.duration,
+        **{each.name: getattr(flags, each.name) for each in fields(EngineFlags)},
+    )
+    outages = [Outage.parse(text, is_death=True) for text in flags.kill or ()]
+    outages += [Outage.parse(text, is_death=False) for text in flags.drain or ()]
+    options = FleetOptions(one, sizes, flags.router, flags.by_prefix, tuple(outages), flags.pools)
+    with RunControl(time_limit, show=not quiet) as control:
+        results = simulate_fleets(options, control)
+    say(fleet_table_text(results), newline=False)
+    if flags.output is not None:
+        settings = {
+            **one.to_dict(),
+            "engines": sizes,
+            "router": flags.router,
+            "by_prefix": flags.by_prefix,
+            "kill": flags.kill or [],
+            "drain": flags.drain or [],
+            "pools": flags.pools,
+        }
+        write_results(results, flags.output, settings)
+    if control.is_interrupted:
+        raise typer.Exit(code_of_signal(signal.SIGINT))
+
+
+class SeveralSlosCommand(TyperCommand):
+    """A command whose ``--slo`` takes one or more values, as the server's does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flag before each of its values, which typer can take."""
+        return super().parse_args(ctx, list(_repeated("--slo", args)))
+
+
+def _repeated(flag: str, args: Iterable[str]) -> Iterator[str]:
+    is_open = False
+    for arg in args:
+        if arg.startswith("-"):
+            is_open = arg == flag
+            if is_open:
+                continue
+        elif is_open:
+            yield flag
+        yield arg

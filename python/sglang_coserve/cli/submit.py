@@ -6,15 +6,14 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.batches import batch_json
-from sglang_coserve.cli.say import say
-from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+from sglang_coserve.cli.console import ExitCode, code_of_signal, say
+from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, BaseUrl, flag, takes
 from sglang_coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
@@ -25,71 +24,55 @@ __all__ = ["submit"]
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class SubmitFlags:
+    """What ``submit`` is told."""
+
+    output: Path | None = flag(
+        None,
+        "Wait, and write results in OpenAI's batch output format; failed lines go to"
+        " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued. Without it"
+        " the batch is left to the server: see coserve status and coserve results.",
+        "--output",
+        "-o",
+        metavar="OUTPUT.jsonl",
+    )
+    window: str | None = flag(
+        None, "Time in which the server is to complete the batch: 2h, 90m, 7d.", show_default="24h"
+    )
+    priority: int | None = flag(None, "Batches of a higher one go first.", show_default="0")
+    best_effort: bool = flag(
+        False,
+        "Begin also where the window cannot be kept; what is not finished then, expires.",
+        "--best-effort",
+    )
+    wait: bool = flag(False, "Wait for the end; --output does it in any case.", "--wait")
+    no_batch: bool = flag(
+        False,
+        "Send the lines one by one from here, as to a server without a Batch API.",
+        "--no-batch",
+    )
+    concurrency: int = flag(64, "Lines that the server has at the same time.", min=1)
+    retry_for: float = flag(300.0, "Give up when the server has answered nothing for this long, s.")
+    max_attempts: int = flag(5, "Give one line up after this many failures of its own.", min=1)
+    request_timeout: float | None = flag(
+        None, "Give one attempt up after this long, s. Default: never."
+    )
+    max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1)
+    retry_failed: bool = flag(False, "Send the failed lines again.", "--retry-failed")
+    seed: int | None = flag(None, "Of the jitter between retries.")
+    quiet: bool = flag(False, "No progress, no summary.", "--quiet", "-q")
+    as_json: bool = flag(False, "The summary as one JSON object on standard output.", "--json")
+
+
+@takes(SubmitFlags)
 def submit(
     source: Annotated[
         Path, typer.Argument(metavar="INPUT.jsonl", help="Requests in OpenAI's batch input format.")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="OUTPUT.jsonl",
-            help="Wait, and write results in OpenAI's batch output format; failed lines go to"
-            " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued. Without it"
-            " the batch is left to the server: see coserve status and coserve results.",
-        ),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            help="Time in which the server is to complete the batch: 2h, 90m, 7d.",
-            show_default="24h",
-        ),
-    ] = None,
-    priority: Annotated[
-        int | None, typer.Option(help="Batches of a higher one go first.", show_default="0")
-    ] = None,
-    best_effort: Annotated[
-        bool,
-        typer.Option(
-            "--best-effort",
-            help="Begin also where the window cannot be kept; what is not finished then, expires.",
-        ),
-    ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the end; --output does it in any case.")
-    ] = False,
-    no_batch: Annotated[
-        bool,
-        typer.Option(
-            "--no-batch",
-            help="Send the lines one by one from here, as to a server without a Batch API.",
-        ),
-    ] = False,
+    flags: SubmitFlags,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     api_key: ApiKey = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Lines that the server has at the same time.")
-    ] = 64,
-    retry_for: Annotated[
-        float, typer.Option(help="Give up when the server has answered nothing for this long, s.")
-    ] = 300.0,
-    max_attempts: Annotated[
-        int, typer.Option(min=1, help="Give one line up after this many failures of its own.")
-    ] = 5,
-    request_timeout: Annotated[
-        float | None, typer.Option(help="Give one attempt up after this long, s. Default: never.")
-    ] = None,
-    max_line_mib: Annotated[int, typer.Option(min=1, help="A longer line is an error, MiB.")] = 64,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Send the failed lines again.")
-    ] = False,
-    seed: Annotated[int | None, typer.Option(help="Of the jitter between retries.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The summary as one JSON object on standard output.")
-    ] = False,
 ) -> None:
     """Run every request of a file in the offline class and write the results as they come.
 
@@ -107,71 +90,71 @@ def submit(
     )
 
     options = ClientOptions(
-        concurrency=concurrency,
-        request_timeout_s=request_timeout,
-        retry_policy=RetryPolicy(retry_for_s=retry_for, max_attempts=max_attempts),
-        max_line_bytes=max_line_mib << 20,
-        seed=seed,
+        concurrency=flags.concurrency,
+        request_timeout_s=flags.request_timeout,
+        retry_policy=RetryPolicy(retry_for_s=flags.retry_for, max_attempts=flags.max_attempts),
+        max_line_bytes=flags.max_line_mib << 20,
+        seed=flags.seed,
     )
-
-    has_options = window is not None or priority is not None or best_effort
-    batch_options = BatchOptions(window or "24h", priority or 0, best_effort)
+    has_options = flags.window is not None or flags.priority is not None or flags.best_effort
+    batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
 
     async def run() -> int:
         async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
-            if output is None:
-                api = client.batches
-                if no_batch or retry_failed or not await _shown(api, api.is_on(), quiet):
-                    raise ConfigError(
-                        "without a Batch API of the server, results need a place: add -o FILE"
-                    )
-                return await _leave(api, source, batch_options, wait, quiet, as_json)
+            if flags.output is None:
+                return await _leave(client.batches, source, batch_options, flags)
             submitted = client.submit_jsonl(
                 source,
-                output,
-                retry_failed=retry_failed,
+                flags.output,
+                retry_failed=flags.retry_failed,
                 batch_options=batch_options if has_options else None,
-                use_batch=False if no_batch else None,
+                use_batch=False if flags.no_batch else None,
             )
-            job = await _shown(client.batches, submitted, quiet)
+            job = await _shown(client.batches, submitted, flags.quiet)
             signals = _cancel_on_signal(job)
             error: CoserveError | None = None
             try:
-                await job.wait(progress=not quiet)
+                await job.wait(progress=not flags.quiet)
             except CoserveError as failure:
                 error = failure
-            if as_json:
+            if flags.as_json:
                 typer.echo(json.dumps(_summary(job, error)))
-            elif not quiet:
+            elif not flags.quiet:
                 say(_describe(job))
             if error:
                 raise error
             if job.status.state is JobState.CANCELLED:
-                return exit_codes.of_signal(signals[0])
-            return exit_codes.SOME_FAILED if job.status.failed else exit_codes.OK
+                return code_of_signal(signals[0])
+            return ExitCode.SOME_FAILED if job.status.failed else ExitCode.OK
 
     raise typer.Exit(asyncio.run(run()))
 
 
 async def _leave(
-    api: BatchApi, source: Path, batch_options: BatchOptions, wait: bool, quiet: bool, as_json: bool
+    api: BatchApi, source: Path, batch_options: BatchOptions, flags: SubmitFlags
 ) -> int:
     """Begin a batch, and wait for its end if that is wanted; results stay with the server."""
     from sglang_coserve.client.server_batch import begin_batch, check_outcome, follow_batch
     from sglang_coserve.client.submission import Submission
 
+    if (
+        flags.no_batch
+        or flags.retry_failed
+        or not await _shown(api, api.is_on(), quiet=flags.quiet)
+    ):
+        raise ConfigError("without a Batch API of the server, results need a place: add -o FILE")
     begun = begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
-    batch = await _shown(api, begun, quiet)
-    if wait:
-        batch = await follow_batch(api, batch, source, show=not quiet)
-    if as_json:
-        typer.echo(batch_json(batch))
+    batch = await _shown(api, begun, flags.quiet)
+    if flags.wait:
+        batch = await follow_batch(api, batch, source, show=not flags.quiet)
+    if flags.as_json:
+        typer.echo(json.dumps(batch))
     else:
         say(batch["id"])
-    if not wait:
-        return exit_codes.OK
+    if not flags.wait:
+        return ExitCode.OK
     check_outcome(batch, source)
-    return exit_codes.SOME_FAILED if batch["request_counts"]["failed"] else exit_codes.OK
+    return ExitCode.SOME_FAILED if batch["request_counts"]["failed"] else ExitCode.OK
 
 
 async def _shown(api: BatchApi, work: Awaitable[_T], quiet: bool) -> _T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -10,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from sglang_coserve.cli import exit_codes
-from sglang_coserve.cli.batches import ADMIN_KEY_VARIABLE, AsOperator
-from sglang_coserve.cli.say import say
-from sglang_coserve.cli.server_flags import DEFAULT_BASE_URL, ApiKey, BaseUrl
+from sglang_coserve.cli.console import code_of_signal, say
+from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, AsOperator, BaseUrl, key_for
 from sglang_coserve.errors import ServerGoneError
 
 if TYPE_CHECKING:
@@ -42,7 +39,7 @@ def top(
     """
     from sglang_coserve.client.view_client import ViewClient
 
-    key = os.environ.get(ADMIN_KEY_VARIABLE, api_key) if as_operator else api_key
+    key = key_for(api_key, as_operator=as_operator)
     try:
         with ViewClient(base_url, key) as client:
             first = client.read()  # An unusable address or key is reported at once.
@@ -53,7 +50,7 @@ def top(
             else:
                 _screen(client, first, interval)
     except KeyboardInterrupt:
-        raise typer.Exit(exit_codes.of_signal(signal.SIGINT)) from None
+        raise typer.Exit(code_of_signal(signal.SIGINT)) from None
 
 
 def _show_once(view: dict[str, Any], *, plain: bool) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
 from sglang_coserve.client.batch_api import BatchApi
-from sglang_coserve.client.batch_result import BatchResult
-from sglang_coserve.client.connections import Connections
-from sglang_coserve.client.http_backend import HttpBackend
-from sglang_coserve.client.local_batch import LocalBatch
-from sglang_coserve.client.options import ClientOptions
-from sglang_coserve.client.progress import showing
-from sglang_coserve.client.result_files import ResultFiles, errors_path, open_input
-from sglang_coserve.client.result_stream import ResultStream
+from sglang_coserve.client.local_batch import ClientOptions, LocalBatch
+from sglang_coserve.client.output_files import ResultFiles, errors_path, open_input
+from sglang_coserve.client.progress import JobState, JobStatus, showing
+from sglang_coserve.client.results import BatchResult, ResultStream
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
-from sglang_coserve.client.status import JobState, JobStatus
 from sglang_coserve.client.submission import SubmissionFile, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
 from sglang_coserve.lines.clock import SystemClock
@@ -124,12 +120,25 @@ class AsyncCoserveClient:
             ConfigError: the address or the key cannot be used.
         """
         self._options = options or ClientOptions()
-        self._connections = Connections(base_url, api_key, self._options.concurrency)
-        self._context = _line_context(self._connections, self._options)
+        self._base_url, self._api_key = base_url, api_key
         self.batches = BatchApi(base_url, api_key, self._options.retry_policy)
         """The server's Batch API, for batches of any client."""
 
         self._jobs: list[AsyncJob] = []
+        self._threads = WorkerThreads("coserve-client-files", _THREADS)
+        # What all jobs share that send lines.
+        self._context_of = partial(
+            LineContext,
+            engine_lines=EngineLines(),
+            slots=FairSlots(self._options.concurrency, self._options.max_inflight_bytes),
+            threads=self._threads,
+            clock=SystemClock(),
+            rng=random.Random(self._options.seed),
+            retry_policy=self._options.retry_policy,
+            health=EngineHealth(),
+            flush_interval_s=0.0,  # Records that arrive during a write are written together.
+            journal_interval_s=_JOURNAL_S,
+        )
 
     async def submit_jsonl(
         self,
@@ -224,7 +233,14 @@ class AsyncCoserveClient:
             # The thread cannot be stopped, and what it locks must not stay locked.
             opening.add_done_callback(lambda _: files.close())
             raise
-        run = LocalBatch(source, files, self._context, self._options)
+        # It loads aiohttp, without which commands about batches begin 0.2 s earlier.
+        from sglang_coserve.client.line_server import LineServer
+
+        options = self._options
+        server = LineServer(
+            self._base_url, self._api_key, options.concurrency, options.request_timeout_s
+        )
+        run = LocalBatch(source, files, server, self._context_of(backend=server), options)
         return AsyncJob(run, files.output, files.errors)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
@@ -253,8 +269,7 @@ class AsyncCoserveClient:
             job.cancel()
         for job in self._jobs:
             await job.ended()
-        await self._context.threads.close()
-        await self._connections.close()
+        await self._threads.close()
         await self.batches.close()
 
     async def __aenter__(self) -> Self:
@@ -262,19 +277,3 @@ class AsyncCoserveClient:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-
-def _line_context(connections: Connections, options: ClientOptions) -> LineContext:
-    """Return what all jobs of a client share that send lines."""
-    return LineContext(
-        backend=HttpBackend(connections, options.request_timeout_s),
-        engine_lines=EngineLines(),
-        slots=FairSlots(options.concurrency, options.max_inflight_bytes),
-        threads=WorkerThreads("coserve-client-files", _THREADS),
-        clock=SystemClock(),
-        rng=random.Random(options.seed),
-        retry_policy=options.retry_policy,
-        health=EngineHealth(),
-        flush_interval_s=0.0,  # Records that arrive during a write are written together.
-        journal_interval_s=_JOURNAL_S,
-    )

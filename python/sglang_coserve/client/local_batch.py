@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from sglang_coserve.client.line_checker import LineChecker
-from sglang_coserve.client.options import ClientOptions
-from sglang_coserve.client.result_files import ResultFiles, file_errors
-from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.client.output_files import ResultFiles, file_errors
+from sglang_coserve.client.progress import JobState, JobStatus
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.lines import is_blank, read_lines
-from sglang_coserve.jsonl.request_line import RequestLine
+from sglang_coserve.jsonl.request_line import (
+    BadLineError,
+    RequestLine,
+    custom_id_of,
+    parse_json,
+    request_of,
+)
+from sglang_coserve.jsonl.seen_ids import SeenIds
+from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
@@ -21,10 +30,110 @@ from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.prefix_order import PrefixOrder
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.result_writer import ResultWriter
+from sglang_coserve.lines.retry import RetryPolicy
 
-__all__ = ["LocalBatch"]
+if TYPE_CHECKING:
+    from sglang_coserve.client.line_server import LineServer
+
+__all__ = ["ClientOptions", "LineChecker", "LocalBatch"]
 
 _COMPACT_BYTES: Final = 64 << 20
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Settings of a client.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    concurrency: int = 64
+    """Lines that the server has at the same time, over all jobs of the client."""
+
+    request_timeout_s: float | None = None
+    """Timeout of one attempt; None waits for as long as it takes."""
+
+    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
+
+    max_line_bytes: int = 64 * _MIB
+    """A longer line becomes an error record and is never held in memory."""
+
+    max_inflight_bytes: int = 256 * _MIB
+    """Bodies in flight; a single larger one is sent alone."""
+
+    seed: int | None = None
+    """Seed of the jitter between retries; None takes one from the system."""
+
+    def __post_init__(self) -> None:
+        policy = self.retry_policy
+        for name, value in (
+            ("concurrency", self.concurrency),
+            ("max_line_bytes", self.max_line_bytes),
+            ("max_inflight_bytes", self.max_inflight_bytes),
+            ("max_attempts", policy.max_attempts),
+            ("retry_for_s", policy.retry_for_s),
+            ("request_timeout_s", self.request_timeout_s),
+        ):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be greater than 0, not {value}")
+
+
+class LineChecker:
+    """Checks the lines of one file, as they come from a ``LineSource`` with unique ids.
+
+    A line whose ``custom_id`` appeared on any earlier line is a duplicate, whether or not that
+    earlier line was valid. So which line is the duplicate depends on the input alone, and is the
+    same in a resumed run.
+    """
+
+    def __init__(self, max_line_bytes: int, is_finished: Callable[[int], bool]) -> None:
+        self._max_line_bytes = max_line_bytes
+        self._is_finished = is_finished
+        self._seen = SeenIds()
+
+    def check(self, line: InputLine) -> RequestLine | UnservedLine | None:
+        """Return the request of a line, or its failed result; None for a finished line."""
+        fields: object = None
+        error: BadLineError | None = None
+        try:
+            fields = self._fields(line)
+        except BadLineError as found:
+            error = found
+        custom_id = custom_id_of(fields)
+        is_first = line.is_first
+        if is_first is None:
+            is_first = custom_id is None or self._seen.add(custom_id)
+        if self._is_finished(line.number):
+            return None
+        try:
+            if error is not None:
+                raise error
+            return _request(fields, is_first=is_first)
+        except BadLineError as found:
+            return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
+
+    def close(self) -> None:
+        """Release the memory of the ids seen."""
+        self._seen.close()
+
+    def _fields(self, line: InputLine) -> object:
+        if line.content is None:
+            message = f"{line.size_bytes} bytes, more than the limit of {self._max_line_bytes}"
+            raise BadLineError("line_too_long", message)
+        return parse_json(line.content)
+
+
+def _request(fields: object, *, is_first: bool) -> RequestLine:
+    request = request_of(fields, None)
+    if not is_first:
+        message = "an earlier line has the same custom_id: make it unique"
+        raise BadLineError("duplicate_custom_id", message)
+    if request.body.get("stream"):
+        message = "a batch line cannot stream: remove stream from its body"
+        raise BadLineError("stream_not_supported", message)
+    return request
 
 
 class LocalBatch:
@@ -35,12 +144,18 @@ class LocalBatch:
     model = ""
 
     def __init__(
-        self, source: Path, files: ResultFiles, context: LineContext, options: ClientOptions
+        self,
+        source: Path,
+        files: ResultFiles,
+        server: LineServer,
+        context: LineContext,
+        options: ClientOptions,
     ) -> None:
-        """Take over open ``files``, which are closed when the run ends."""
+        """Take over open ``files`` and the ``server``, which are closed when the run ends."""
         self.share = JobShare("", priority=0, weight=1.0, deadline_s=math.inf)
         self._source = source
         self._files = files
+        self._server = server
         self._context = context
         self._options = options
         self._order = PrefixOrder(source, _beside(files.output, "coserve-order"), unique_ids=True)
@@ -102,6 +217,7 @@ class LocalBatch:
             self._checker.close()
             self._files.close()
             self._ended_s = time.monotonic()
+            await self._server.close()
 
     async def _serve(self, writer: ResultWriter) -> None:
         lines = LineSource(

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
-from sglang_coserve.client.progress import showing
-from sglang_coserve.client.result_files import errors_path, file_errors
-from sglang_coserve.client.status import JobState, JobStatus
+from sglang_coserve.client.output_files import errors_path, file_errors
+from sglang_coserve.client.progress import JobState, JobStatus, showing
 from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines

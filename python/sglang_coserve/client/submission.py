@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import msgspec
 
-from sglang_coserve.client.output_lock import lock_output
+from sglang_coserve.client.output_files import lock_output
 from sglang_coserve.durable_files import append, settle, sync_names
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.lines.file_lock import unlock_file

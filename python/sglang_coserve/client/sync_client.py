@@ -10,10 +10,10 @@ from threading import Thread
 from typing import Any, Self, TypeVar
 
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
-from sglang_coserve.client.batch_result import BatchResult
-from sglang_coserve.client.options import ClientOptions
+from sglang_coserve.client.local_batch import ClientOptions
+from sglang_coserve.client.progress import JobStatus
+from sglang_coserve.client.results import BatchResult
 from sglang_coserve.client.server_batch import BatchOptions
-from sglang_coserve.client.status import JobStatus
 
 __all__ = ["CoserveClient", "Job"]
 

@@ -1,16 +1,22 @@
-"""The result of one line, read from its record."""
+"""Results of lines, read from their records in files that may still be growing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
+from sglang_coserve.client.output_files import errors_path
+from sglang_coserve.errors import InputFileError
 from sglang_coserve.lines.result_record import error_message, record_identity
 
-__all__ = ["BatchResult", "LineError", "Response", "decode_record"]
+__all__ = ["BatchResult", "LineError", "Response", "ResultStream", "decode_record", "read_results"]
+
+_READ_RECORDS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +103,52 @@ def decode_record(record: bytes) -> BatchResult:
         # A record has no error of its own where the answer has one.
         error = LineError(f"http_{response.status_code}", error_message(response.body))
     return BatchResult(identity[1], fields["custom_id"], response, error)
+
+
+class ResultStream:
+    """The records of an output and its error file, each of them once, as they appear."""
+
+    def __init__(self, output: Path) -> None:
+        self._offsets = {output: 0, errors_path(output): 0}
+
+    def read_new(self) -> list[BatchResult]:
+        """Return some of the whole records not returned before, or [] when there are none.
+
+        Raises:
+            InputFileError: a line is no record.
+        """
+        results: list[BatchResult] = []
+        for path, offset in self._offsets.items():
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(offset)
+                for record in file:
+                    if len(results) >= _READ_RECORDS or not record.endswith(b"\n"):
+                        break
+                    results.append(_decode(path, record))
+                    self._offsets[path] += len(record)
+        return results
+
+
+def read_results(output: str | Path) -> Iterator[BatchResult]:
+    """Yield every result in ``output`` and its error file, in no particular order.
+
+    An unfinished record at the end of a file is left out.
+
+    Raises:
+        InputFileError: there is no such file, or a line of it is no record.
+    """
+    path = Path(output)
+    if not path.is_file():
+        raise InputFileError(f"{path} is not there: submit a batch with this output first")
+    stream = ResultStream(path)
+    while results := stream.read_new():
+        yield from results
+
+
+def _decode(path: Path, record: bytes) -> BatchResult:
+    try:
+        return decode_record(record)
+    except ValueError as error:
+        raise InputFileError(f"{path}: {error}: {record[:60]!r}") from error

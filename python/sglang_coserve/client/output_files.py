@@ -9,13 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from sglang_coserve.client.output_lock import lock_output
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
-from sglang_coserve.lines.file_lock import unlock_file
+from sglang_coserve.lines.file_lock import lock_file, unlock_file
 from sglang_coserve.lines.result_log import ResultLog
 
-__all__ = ["FinishedLines", "ResultFiles", "errors_path", "file_errors", "open_input"]
+__all__ = [
+    "FinishedLines",
+    "ResultFiles",
+    "errors_path",
+    "file_errors",
+    "lock_output",
+    "open_input",
+]
 
 _READ_BYTES = 1 << 20
 
@@ -43,6 +49,27 @@ def open_input(path: Path) -> BinaryIO:
         raise InputFileError(f"{path} is UTF-16: save it as UTF-8")
     file.seek(0)
     return file
+
+
+def lock_output(output: Path, path: Path) -> int:
+    """Return ``path``, which stands for ``output``, open and locked; it is made if need be.
+
+    ``unlock_file`` ends it.
+
+    Raises:
+        InputFileError: another client has it, or it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise InputFileError(f"{path} is not a regular file: choose another output")
+    try:
+        return lock_file(path, 0o666)
+    except BlockingIOError as error:
+        raise InputFileError(
+            f"{output} is being written by another client:"
+            " wait for it to end, or choose another output"
+        ) from error
+    except OSError as error:
+        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""Flags that several commands have: of a server, and the fields of a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+__all__ = [
+    "DEFAULT_BASE_URL",
+    "ApiKey",
+    "AsOperator",
+    "BaseUrl",
+    "Quiet",
+    "flag",
+    "key_for",
+    "takes",
+]
+
+DEFAULT_BASE_URL: Final = "http://127.0.0.1:30000"
+
+BaseUrl = Annotated[str, typer.Option(envvar="COSERVE_BASE_URL", help="The server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token."),
+]
+AsOperator = Annotated[
+    bool,
+    typer.Option(
+        "--as-operator",
+        help="Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
+        " --admin-api-key.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def key_for(api_key: str | None, *, as_operator: bool) -> str | None:
+    """Return the key to send: an operator's has a variable of its own."""
+    return os.environ.get("COSERVE_ADMIN_API_KEY", api_key) if as_operator else api_key
+
+
+def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
+    """Return a field that is a flag with ``doc`` as its help; ``option``: see ``typer.Option``."""
+    option = typer.Option(*names, help=doc, **option)
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as flags, in place of its parameter ``flags``.
+
+    All of them are made by ``flag``.
+    """
+    hints = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=Annotated[hints[one.name], one.metadata["option"]],
+        )
+        for one in fields
+    ]
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        shown: list[inspect.Parameter] = []
+        for one in signature.parameters.values():
+            shown += parameters if one.name == "flags" else [one.replace(kind=one.KEYWORD_ONLY)]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            flags = kind(**{one.name: values.pop(one.name) for one in fields})
+            command(flags=flags, **values)
+
+        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return run
+
+    return give
