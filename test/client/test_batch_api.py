@@ -64,11 +64,6 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
-
-
 def until(is_true: Callable[[], Any]) -> None:
     give_up_s = time.monotonic() + GIVE_UP_S
     while not is_true():

@@ -68,16 +68,6 @@ def submit(
     return asyncio.run(run())
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tmp_path / "in.jsonl"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
-
-
 def test_every_line_is_answered_once(server: FaultServer, source: Path, output: Path) -> None:
     write_lines(source, [line(f"id-{n}") for n in range(1, 201)])
     status = submit(server.base_url, source)

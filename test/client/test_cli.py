@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
@@ -30,11 +31,6 @@ from sglang_coserve import __version__
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 41)])
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
 
 
 def test_a_batch_ends_with_a_summary(server: FaultServer, source: Path, output: Path) -> None:
@@ -158,6 +154,47 @@ def test_a_signal_stops_cleanly_and_the_next_run_continues(
     assert 0 < finished < 40
     ended_with, summary = submit_json(source, output, server.base_url)
     assert (ended_with, summary["ok"], summary["resumed"]) == (0, 40, finished)
+
+
+def test_killed_runs_add_up_to_one_record_per_line(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    rng = random.Random(1)
+    lines = [line(f"id-{n}", faults=["slow 0.005"]) for n in range(1, 401)]
+    for bad in rng.sample(range(400), 40):
+        lines[bad] = rng.choice(
+            ["not json", line("id-1"), line(f"bad-{bad}", faults_forever="400")]
+        )
+    write_lines(source, lines)
+
+    for _ in range(10):
+        finished = set(results_by_line(output)) if output.exists() else set()
+        arrived_before = server.prompts()
+        process = start_submit(source, output, server.base_url, "--concurrency", "8", "--quiet")
+        die_at = len(server.bodies) + rng.randint(1, 30)
+        server.on_request = lambda count, at=die_at, doomed=process: (
+            doomed.send_signal(signal.SIGKILL) if count >= at else None
+        )
+        code, _, _ = end(process)
+        assert code == -signal.SIGKILL
+        # A record may be torn, as if the machine had died in the middle of a write.
+        if rng.random() < 0.5:
+            with output.open("ab") as file:
+                file.write(b'{"id":"batch_req_399_00'[: rng.randint(1, 23)])
+        repeated = server.prompts() - arrived_before
+        assert not {n for n in finished if f"id-{n}" in repeated}
+
+    server.on_request = lambda _count: None
+    code, summary = submit_json(source, output, server.base_url)
+    results = results_by_line(output)
+    assert sorted(results) == list(range(1, 401))
+    assert code == 1, "some lines are bad on purpose"
+    assert summary["ok"] + summary["failed"] == 400
+    assert summary["failed"] == sum(not result.ok for result in results.values())
+    assert 0 < summary["resumed"] < 400
+    for number, result in results.items():
+        if result.ok:
+            assert result.text == f"id-{number}"
 
 
 def test_a_terminal_shows_a_bar(server: FaultServer, source: Path, output: Path) -> None:

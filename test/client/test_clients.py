@@ -32,11 +32,6 @@ def source(tmp_path: Path) -> Path:
     )
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
-
-
 def test_the_sync_client(server: FaultServer, source: Path, output: Path) -> None:
     with CoserveClient(server.base_url) as client:
         job = client.submit_jsonl(source, output)

@@ -53,11 +53,6 @@ def found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LineRun, "serve", serve_in_order)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tmp_path / "in.jsonl"
-
-
 @pytest.mark.usefixtures("found_at_once")
 def test_lines_with_a_common_beginning_are_sent_together(server: FaultServer, source: Path) -> None:
     write_lines(source, shuffled())

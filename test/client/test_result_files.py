@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import tempfile
@@ -18,6 +19,7 @@ from sglang_coserve.client.results import BatchResult, LineError, Response
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.file_lock import lock_file, unlock_file
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.result_record import encode_record
 
@@ -64,11 +66,6 @@ def append(files: ResultFiles, result: BatchResult, digest: int) -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(1, 6)])
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
 
 
 def write_all(output: Path, source: Path) -> None:
@@ -303,3 +300,21 @@ def test_finished_lines_cost_eight_bytes_each() -> None:
         assert not finished.add(1, number)
     assert len(finished) == 50_000
     assert 8 * 50_000 <= finished._digests.itemsize * len(finished._digests) <= 8 * 50_001
+
+
+def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
+    held = lock_file(tmp_path / "lock", 0o600)
+    with pytest.raises(BlockingIOError):
+        lock_file(tmp_path / "lock", 0o600)
+    unlock_file(held)
+    unlock_file(lock_file(tmp_path / "lock", 0o600))
+
+
+def test_a_copy_in_a_process_that_is_being_started_holds_no_lock(tmp_path: Path) -> None:
+    held = lock_file(tmp_path / "lock", 0o600)
+    copy = os.dup(held)
+    try:
+        unlock_file(held)
+        unlock_file(lock_file(tmp_path / "lock", 0o600))
+    finally:
+        os.close(copy)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from sglang_coserve.cli.console import ExitCode, say
-from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, AsOperator, BaseUrl, key_for
+from sglang_coserve.cli.flags import OperatorFlags, ServerFlags, flag, takes
 from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,65 +40,60 @@ _OWNER_CHARS = 8
 """Characters of an owner's hash that are shown: enough to tell owners apart."""
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
-AsJson = Annotated[bool, typer.Option("--json", help="As the server's JSON objects, one a line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON objects, one a line.")]
 
 
-def status(
-    batch_id: BatchId,
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
-    as_operator: AsOperator = False,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class BatchFlags(OperatorFlags):
+    """Which server is asked, by whom, and how the answer is shown."""
+
+    as_json: bool = flag(False, "As the server's JSON objects, one a line.", "--json")
+
+
+@takes(BatchFlags)
+def status(batch_id: BatchId, flags: BatchFlags) -> None:
     """Show the progress of a batch, and when it is expected to be complete."""
 
     async def show(api: BatchApi) -> None:
         batch = await api.retrieve(batch_id)
-        _show(batch, _details, as_json=as_json)
+        _show(batch, _details, flags)
 
-    _call(base_url, api_key, show, as_operator=as_operator)
+    _call(flags, flags.key, show, as_operator=flags.as_operator)
 
 
-def list_batches(
-    limit: Annotated[int, typer.Option(min=1, max=100, help="Most batches to show.")] = 20,
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
-    as_operator: AsOperator = False,
-    owner: Annotated[
-        str | None, typer.Option(help="With --as-operator: only this owner's, as shown.")
-    ] = None,
-    batch_status: Annotated[
-        str | None,
-        typer.Option("--status", help="With --as-operator: only those in this status."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class ListFlags(BatchFlags):
+    """What ``list`` is told."""
+
+    limit: int = flag(20, "Most batches to show.", min=1, max=100)
+    owner: str | None = flag(None, "With --as-operator: only this owner's, as shown.")
+    status: str | None = flag(None, "With --as-operator: only those in this status.")
+
+
+@takes(ListFlags)
+def list_batches(flags: ListFlags) -> None:
     """Show the newest batches of this API key, or as an operator of all."""
-    if (owner or batch_status) and not as_operator:
+    if (flags.owner or flags.status) and not flags.as_operator:
         raise ConfigError("--owner and --status are an operator's: add --as-operator")
 
     async def show(api: BatchApi) -> None:
-        for batch in await api.newest(limit, owner=owner, status=batch_status):
-            _show(batch, _operator_row if as_operator else batch_row, as_json=as_json)
+        for batch in await api.newest(flags.limit, owner=flags.owner, status=flags.status):
+            _show(batch, _operator_row if flags.as_operator else batch_row, flags)
 
-    _call(base_url, api_key, show, as_operator=as_operator)
+    _call(flags, flags.key, show, as_operator=flags.as_operator)
 
 
-def cancel(
-    batch_id: BatchId,
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
-    as_operator: AsOperator = False,
-    as_json: AsJson = False,
-) -> None:
+@takes(BatchFlags)
+def cancel(batch_id: BatchId, flags: BatchFlags) -> None:
     """Cancel a batch; its results so far are kept."""
 
     async def ask(api: BatchApi) -> None:
-        _show(await api.cancel(batch_id), batch_row, as_json=as_json)
+        _show(await api.cancel(batch_id), batch_row, flags)
 
-    _call(base_url, api_key, ask, as_operator=as_operator)
+    _call(flags, flags.key, ask, as_operator=flags.as_operator)
 
 
+@takes(ServerFlags)
 def results(
     batch_id: BatchId,
     output: Annotated[
@@ -110,8 +106,7 @@ def results(
             " batch is not fetched again.",
         ),
     ],
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
+    flags: ServerFlags,
 ) -> None:
     """Fetch the results that a batch has so far.
 
@@ -126,32 +121,30 @@ def results(
         say(batch_row(batch))
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
-    if not _call(base_url, api_key, fetch):
+    if not _call(flags, flags.api_key, fetch):
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def _call(
-    base_url: str,
-    api_key: str | None,
+    flags: ServerFlags,
+    key: str | None,
     do: Callable[[BatchApi], Awaitable[T]],
     *,
     as_operator: bool = False,
 ) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
 
-    key = key_for(api_key, as_operator=as_operator)
-
     async def run() -> T:
         # Short commands do not wait for a server that is down.
         policy = RetryPolicy(retry_for_s=5.0)
-        async with BatchApi(base_url, key, policy, as_operator=as_operator) as api:
+        async with BatchApi(flags.base_url, key, policy, as_operator=as_operator) as api:
             return await do(api)
 
     return asyncio.run(run())
 
 
-def _show(batch: Batch, as_text: Callable[[Batch], str], *, as_json: bool) -> None:
-    if as_json:
+def _show(batch: Batch, as_text: Callable[[Batch], str], flags: BatchFlags) -> None:
+    if flags.as_json:
         typer.echo(json.dumps(batch))
     else:
         say(as_text(batch))

@@ -7,42 +7,14 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Final, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = [
-    "DEFAULT_BASE_URL",
-    "ApiKey",
-    "AsOperator",
-    "BaseUrl",
-    "Quiet",
-    "flag",
-    "key_for",
-    "takes",
-]
+__all__ = ["OperatorFlags", "Quiet", "ServerFlags", "flag", "takes"]
 
-DEFAULT_BASE_URL: Final = "http://127.0.0.1:30000"
-
-BaseUrl = Annotated[str, typer.Option(envvar="COSERVE_BASE_URL", help="The server.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"], help="Sent as a bearer token."),
-]
-AsOperator = Annotated[
-    bool,
-    typer.Option(
-        "--as-operator",
-        help="Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
-        " --admin-api-key.",
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
-
-def key_for(api_key: str | None, *, as_operator: bool) -> str | None:
-    """Return the key to send: an operator's has a variable of its own."""
-    return os.environ.get("COSERVE_ADMIN_API_KEY", api_key) if as_operator else api_key
 
 
 def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
@@ -83,3 +55,31 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return give
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Which server is called."""
+
+    base_url: str = flag("http://127.0.0.1:30000", "The server.", envvar="COSERVE_BASE_URL")
+    api_key: str | None = flag(
+        None, "Sent as a bearer token.", envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"]
+    )
+
+
+@dataclass(frozen=True)
+class OperatorFlags(ServerFlags):
+    """The same, by a user or by the operator."""
+
+    as_operator: bool = flag(
+        False,
+        "Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
+        " --admin-api-key.",
+        "--as-operator",
+    )
+
+    @property
+    def key(self) -> str | None:
+        """The key to send."""
+        key = os.environ.get("COSERVE_ADMIN_API_KEY") if self.as_operator else None
+        return self.api_key if key is None else key

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from sglang_coserve.cli.console import ExitCode, code_of_signal, say
-from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, BaseUrl, flag, takes
+from sglang_coserve.cli.flags import ServerFlags, flag, takes
 from sglang_coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class SubmitFlags:
+class SubmitFlags(ServerFlags):
     """What ``submit`` is told."""
 
     output: Path | None = flag(
@@ -71,8 +71,6 @@ def submit(
         Path, typer.Argument(metavar="INPUT.jsonl", help="Requests in OpenAI's batch input format.")
     ],
     flags: SubmitFlags,
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
 ) -> None:
     """Run every request of a file in the offline class and write the results as they come.
 
@@ -100,7 +98,9 @@ def submit(
     batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
 
     async def run() -> int:
-        async with AsyncCoserveClient(base_url, api_key=api_key, options=options) as client:
+        async with AsyncCoserveClient(
+            flags.base_url, api_key=flags.api_key, options=options
+        ) as client:
             if flags.output is None:
                 return await _leave(client.batches, source, batch_options, flags)
             submitted = client.submit_jsonl(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from sglang_coserve.cli.console import code_of_signal, say
-from sglang_coserve.cli.flags import DEFAULT_BASE_URL, ApiKey, AsOperator, BaseUrl, key_for
+from sglang_coserve.cli.flags import OperatorFlags, flag, takes
 from sglang_coserve.errors import ServerGoneError
 
 if TYPE_CHECKING:
@@ -21,34 +22,32 @@ __all__ = ["top"]
 _HISTORY_S: Final = 120.0
 
 
-def top(
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    api_key: ApiKey = None,
-    as_operator: AsOperator = False,
-    interval: Annotated[
-        float, typer.Option(min=0.2, help="Seconds from one look to the next.")
-    ] = 2.0,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line of text each time; so also into a pipe.")
-    ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class TopFlags(OperatorFlags):
+    """What ``top`` is told."""
+
+    interval: float = flag(2.0, "Seconds from one look to the next.", min=0.2)
+    plain: bool = flag(False, "One line of text each time; so also into a pipe.", "--plain")
+    once: bool = flag(False, "Look once and end.", "--once")
+
+
+@takes(TopFlags)
+def top(flags: TopFlags) -> None:
     """Watch a server: whether online users are hurt, the engine, batches, and why.
 
     Ends with Ctrl-C.
     """
     from sglang_coserve.client.view_client import ViewClient
 
-    key = key_for(api_key, as_operator=as_operator)
     try:
-        with ViewClient(base_url, key) as client:
+        with ViewClient(flags.base_url, flags.key) as client:
             first = client.read()  # An unusable address or key is reported at once.
-            if once:
-                _show_once(first, plain=plain)
-            elif plain or not sys.stdout.isatty():
-                _lines(client, first, interval)
+            if flags.once:
+                _show_once(first, plain=flags.plain)
+            elif flags.plain or not sys.stdout.isatty():
+                _lines(client, first, flags.interval)
             else:
-                _screen(client, first, interval)
+                _screen(client, first, flags.interval)
     except KeyboardInterrupt:
         raise typer.Exit(code_of_signal(signal.SIGINT)) from None
 

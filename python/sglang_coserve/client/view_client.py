@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 import httpx
 import msgspec
 
-from sglang_coserve.client.connections import server_address
+from sglang_coserve.client.calls import server_address
 from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.view.shown_view import shown_view
 
