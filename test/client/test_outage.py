@@ -16,7 +16,7 @@ from batch.live_app import LiveApp
 from batch.scenarios import lines
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.routes import set_not_ready
-from sglang_coserve.cli.submit import _leave
+from sglang_coserve.cli.submit import SubmitFlags, _leave
 from sglang_coserve.client import BatchApi, BatchOptions, RetryPolicy, progress
 from sglang_coserve.client.calls import Outage
 from sglang_coserve.errors import ServerError, ServerGoneError
@@ -305,7 +305,9 @@ def test_what_is_waited_for_is_shown_without_an_output(
             set_not_ready(app.app, "it is starting")
             port = app.port
             api = BatchApi(app.base_url, None, policy)
-            leaving = asyncio.create_task(_leave(api, source, BatchOptions(), True, False, False))
+            leaving = asyncio.create_task(
+                _leave(api, source, BatchOptions(), SubmitFlags(wait=True))
+            )
             await is_shown("waiting for the server: HTTP 503: it is starting")
         with LiveApp(tmp_path / "data", ScriptedBackend(holds=True), port=port):
             await is_shown("in_progress")

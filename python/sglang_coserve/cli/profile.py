@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sglang_coserve.cli.console import code_of_signal, say
+from sglang_coserve.cli.flags import flag, takes
 
 __all__ = ["PROFILE_SETTINGS", "profile"]
 
@@ -16,6 +18,23 @@ PROFILE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command that leave unknown flags to SGLang."""
 
 
+@dataclass(frozen=True)
+class ProfileFlags:
+    """What ``profile`` is told."""
+
+    kind: str = flag(
+        "best",
+        "polynomial, linear, roofline, split_linear, or best: the one with the least error",
+    )
+    plot: Path | None = flag(None, "Draw measured against predicted (.png, .svg, .pdf).")
+    time_limit: float = flag(300.0, "Measure for this long, s; starting SGLang is extra.", min=1)
+    max_shapes: int = flag(400, "Batches to measure.", min=1)
+    resume: bool = flag(False, "Continue from PROFILE.samples.jsonl.", "--resume")
+    seed: int = flag(0, "Of the samples held out of the fits.")
+    quiet: bool = flag(False, "No progress bar.", "--quiet", "-q")
+
+
+@takes(ProfileFlags)
 def profile(
     context: typer.Context,
     model_path: Annotated[str, typer.Option(help="As for the server.")],
@@ -28,24 +47,7 @@ def profile(
             help="Where the profile goes; its measurements go to PROFILE.samples.jsonl.",
         ),
     ],
-    kind: Annotated[
-        str,
-        typer.Option(
-            help="polynomial, linear, roofline, split_linear, or best: the one with the least error"
-        ),
-    ] = "best",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw measured against predicted (.png, .svg, .pdf).")
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option(min=1, help="Measure for this long, s; starting SGLang is extra.")
-    ] = 300.0,
-    max_shapes: Annotated[int, typer.Option(min=1, help="Batches to measure.")] = 400,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from PROFILE.samples.jsonl.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Of the samples held out of the fits.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    flags: ProfileFlags,
 ) -> None:
     """Measure batches on SGLang's model runner, fit latency models and report their errors.
 
@@ -56,26 +58,26 @@ def profile(
     from sglang_coserve import profiler
     from sglang_coserve.errors import ConfigError
 
-    if kind not in (profiler.BEST, *profiler.KINDS):
+    if flags.kind not in (profiler.BEST, *profiler.KINDS):
         known = ", ".join((profiler.BEST, *profiler.KINDS))
-        raise ConfigError(f"--kind {kind}: use one of {known}")
+        raise ConfigError(f"--kind {flags.kind}: use one of {known}")
     samples_path = output.with_suffix(".samples.jsonl")
-    if samples_path.exists() and not resume:
+    if samples_path.exists() and not flags.resume:
         raise ConfigError(f"{samples_path}: measurements exist: add --resume, or remove the file")
 
     from sglang_coserve.profiler.progress import ProfileProgress
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
-    flags = ["--model-path", model_path, "--log-level", "error", *context.args]
-    with ExecutorProcesses(flags) as executor:
+    sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]
+    with ExecutorProcesses(sglang_flags) as executor:
         machine = executor.machine
-        shapes = profiler.plan_grid(executor.limits, max_shapes)
+        shapes = profiler.plan_grid(executor.limits, flags.max_shapes)
         with (
-            profiler.SampleFile(samples_path, machine, resume=resume) as file,
-            ProfileProgress(len(shapes), time_limit, show=not quiet) as progress,
+            profiler.SampleFile(samples_path, machine, resume=flags.resume) as file,
+            ProfileProgress(len(shapes), flags.time_limit, show=not flags.quiet) as progress,
         ):
             measuring = profiler.measure_grid(
-                executor, shapes, time_limit_s=time_limit, done=tuple(file.measurements)
+                executor, shapes, time_limit_s=flags.time_limit, done=tuple(file.measurements)
             )
             for measurement in measuring:
                 file.append(measurement)
@@ -83,15 +85,15 @@ def profile(
                 if progress.is_interrupted:
                     break
     measurements = file.measurements
-    attempts = profiler.fit_all([m.sample for m in measurements], machine, seed=seed)
+    attempts = profiler.fit_all([m.sample for m in measurements], machine, seed=flags.seed)
     say(f"{machine.model} on {machine.hardware}, tp {machine.tp_size}")
     if measurements:
         say(profiler.report_text(measurements, attempts), newline=False)
-    chosen = profiler.choose(attempts, kind)
+    chosen = profiler.choose(attempts, flags.kind)
     profiler.write_profile(profiler.to_profile(chosen, machine), output)
     say(f"profile: {output} ({chosen.model.kind}); measurements: {samples_path}")
-    if plot is not None:
-        profiler.write_plot(measurements, attempts, plot)
-        say(f"plot: {plot}")
+    if flags.plot is not None:
+        profiler.write_plot(measurements, attempts, flags.plot)
+        say(f"plot: {flags.plot}")
     if progress.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))
