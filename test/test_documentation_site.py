@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.heavy
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [page.relative_to(DOCS) for page in sorted(DOCS.rglob("*.md"))]
 TAGS = {"h1", "h2", "h3", "img", "li", "ol", "pre", "table", "td", "tr", "ul"}

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import httpx
 
@@ -81,6 +81,8 @@ class ChildServer(ABC):
         self.start()
         return self
 
+    start_process: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+
     @abstractmethod
     def is_ready(self) -> bool:
         """Ask the server, within seconds, whether it is ready.
@@ -93,7 +95,7 @@ class ChildServer(ABC):
         """Start the server and wait until it is ready; for use without ``with``."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._starting, self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = self.start_process(
                 self._command,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -19,6 +19,8 @@ from sglang_coserve.local_server import LocalServer, free_port
 from srt.documentation.blocks import ROOT, blocks_of
 from started_processes import processes_of
 
+pytestmark = pytest.mark.heavy
+
 TIMEOUT_S = 300
 SERVER_FLAGS = ("--log-level", "warning", "--startup-profile-seconds", "1")
 ONLINE = (
@@ -155,7 +157,6 @@ def test_an_interrupted_comparison_leaves_no_process_behind(
     assert "interrupted" in output
 
 
-@pytest.mark.heavy  # A server for each setting of stock SGLang.
 @pytest.mark.timeout(8 * TIMEOUT_S)
 def test_servers_are_started_stock_is_tuned_and_what_was_measured_is_not_again(
     tmp_path: Path, small_model: Path

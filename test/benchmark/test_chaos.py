@@ -151,6 +151,7 @@ def test_a_figure_is_judged_and_its_table_says_how() -> None:
     ]
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(1200)  # Three starts of a server, on a machine with other work.
 @pytest.mark.parametrize(
     "injuries",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import fleet_chaos
 from chaos_bench.router import router_command
 
@@ -17,6 +19,7 @@ ZERO = (
 ZERO_ONLINE = ("that failed otherwise", "online answers different")
 
 
+@pytest.mark.heavy
 def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path) -> None:
     """Two real engines behind a router, one of them and the gateway of other versions; the one
     that is killed is not waited for.

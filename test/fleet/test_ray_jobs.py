@@ -21,6 +21,8 @@ pytest.importorskip("ray")
 import psutil
 import pyarrow.parquet as pq
 
+pytestmark = pytest.mark.heavy
+
 ADMIN_KEY = "the engine's admin key"
 MAX_TOKENS = 2
 GIVE_UP_S = 400
@@ -120,7 +122,7 @@ def noted_files(directory: Path) -> dict[Path, int]:
     return {f: f.stat().st_mtime_ns for f in files if any(f.name.startswith(n) for n in noted)}
 
 
-@pytest.mark.parametrize("num_lines", [500, pytest.param(10_000, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("num_lines", [500, 10_000])
 def test_the_job_of_the_docs_goes_on_after_kill_9(
     engine: LocalServer, tmp_path: Path, num_lines: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from forked_servers import preload
 
 IDLE_TIMEOUT_S = 30
 """A request's last tokens come while its last batch, or one that was begun with it in, is still
@@ -32,6 +35,10 @@ def own_engine(
             **environment,
         }.items():
             variables.setenv(name, value)
+        # What SGLang starts forks, and need not import it again.
+        preload()
+        multiprocessing.set_start_method("fork", force=True)
+        variables.setattr(multiprocessing, "set_start_method", lambda *args, **kwargs: None)
         running = CoserveEngine(
             model_path=str(model),
             dtype="float32",

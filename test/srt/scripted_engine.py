@@ -22,18 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.tokenized_request import tokenized_request
+from forked_servers import PRELOADED
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
-
-PRELOADED = [
-    "sglang_coserve.srt.cpu.defaults",  # Before SGLang, which imports some of what it mends.
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.registry",  # All models, one by one.
-    "sglang_coserve.srt.cpu.attention",
-    "sglang_coserve.srt.scheduler.scheduler",
-]
-"""What every engine imports, which takes longer than most of what is tested in it."""
 
 Script = Callable[[int], Iterable[Any]]
 

@@ -24,6 +24,8 @@ from srt.router_load import (
     unshared_requests,
 )
 
+pytestmark = pytest.mark.heavy
+
 ADMIN_KEY = "admin secret"
 GIVE_UP_S = 120
 POLL_S = 1
@@ -111,7 +113,6 @@ def test_a_clients_errors_open_no_breaker(
     assert versions == {"first", "second"}
 
 
-@pytest.mark.heavy
 def test_a_drained_engine_gets_no_requests_and_loses_none(
     command: Path, small_model: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from srt.batch_server.deployment import API_KEY, Deployment
 
+pytestmark = pytest.mark.heavy
+
 PROGRAM = Path(__file__).with_name("openai_client.py")
 
 

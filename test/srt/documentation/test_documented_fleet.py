@@ -15,6 +15,8 @@ from chaos_bench.router import router_command
 from sglang_coserve.local_server import free_port
 from srt.documentation.blocks import ROOT, blocks_of
 
+pytestmark = pytest.mark.heavy
+
 NUM_LINES = 24
 GIVE_UP_S = 400
 DOCUMENTED_PORTS = ("30000", "30001", "30002", "30010")

@@ -25,7 +25,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed"),
+]
 
 WAIT_MS = 120_000
 MARKUP = "<img src=x onerror=document.title='hacked'>"
