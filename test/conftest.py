@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from forked_servers import ForkedServers
 
@@ -26,18 +28,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SRT = Path(__file__).parent / "srt"
-SHARED = {"batch_backend", "batch_server", "monitoring", "view"}
-"""Packages whose tests share a server."""
+SHARED = ("batch_backend", "batch_server", "monitoring", "view")
+"""Packages of ``test/srt`` whose tests share a server."""
+
+
+class Scheduling(LoadScopeScheduling):
+    """Keeps a file, or a package with a server, in one of the processes that run tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        package = file.rsplit("/", 1)[0]
+        return package if package.endswith(tuple(f"test/srt/{name}" for name in SHARED)) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file, or a package with a server, in one process; begin with what takes longest."""
-    for item in items:
-        directory = item.path.parent
-        name = directory if directory.name in SHARED and directory.parent == SRT else item.path
-        item.add_marker(pytest.mark.xdist_group(str(name)))
-    items.sort(key=lambda item: SRT not in item.path.parents)
+    """Begin with what takes longest."""
+    items.sort(key=lambda item: Path(__file__).parent / "srt" not in item.path.parents)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import setproctitle
@@ -46,8 +47,9 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
 
+
 FORKED: Final = {"sglang_coserve.launch_server", "sglang_coserve.srt.stock_server"}
-OWN_VARIABLES: Final = ("COSERVE_", "CHAOS_")
+READ_LATE: Final = ("COSERVE_", "OTEL_", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY")
 """A server with any other variable changed is started anew: an import may have read it."""
 
 REAP_S: Final = 0.05
@@ -64,12 +66,7 @@ class ForkedServers:
         self, command: Sequence[str], *, env: dict[str, str], stdout: Any, **options: Any
     ) -> Any:
         """Start ``command`` with ``env``; its output goes to ``stdout``, a file."""
-        changed = {name for name, _ in env.items() ^ os.environ.items()}
-        if not (
-            command[:2] == [sys.executable, "-m"]
-            and command[2] in FORKED
-            and all(name.startswith(OWN_VARIABLES) for name in changed)
-        ):
+        if not can_fork(command, env):
             return subprocess.Popen(command, env=env, stdout=stdout, **options)
         with self._lock:
             pid = self._ask({"argv": [*command[2:]], "env": env}, [stdout.fileno()])
@@ -102,6 +99,18 @@ def start_keeper() -> socket.socket:
         command = [sys.executable, __file__, str(there.fileno())]
         subprocess.run(command, pass_fds=[there.fileno()], check=True, timeout=60)
     return here
+
+
+def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
+    """Return whether it is a server that imports what is imported already, as it was imported."""
+    from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
+
+    if command[:2] != [sys.executable, "-m"] or command[2] not in FORKED:
+        return False
+    changed = {name for name, _ in environment.items() ^ os.environ.items()}
+    is_late = all(name.startswith(READ_LATE) for name in changed)
+    # Emulation has to come before SGLang.
+    return is_late and not start_defaults(model_path_in(command)).emulated
 
 
 class ForkedServer:
@@ -175,12 +184,16 @@ def run(argv: Sequence[str], environment: dict[str, str]) -> None:
     """Run a module as ``python -m`` does; the processes that it starts fork, too."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0] = os.getcwd()
+    sys.path[0] = str(Path.cwd())
     os.register_at_fork(after_in_child=reset_signals)
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    multiprocessing.set_start_method = always_forks  # type: ignore[method-assign]
     sys.argv = [*argv]
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def always_forks(_method: str | None, force: bool = False) -> None:
+    """Stand in for ``multiprocessing.set_start_method``: SGLang asks for another one."""
 
 
 def reset_signals() -> None:

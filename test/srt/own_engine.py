@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forked_servers import preload
+from forked_servers import always_forks, preload
 
 IDLE_TIMEOUT_S = 30
 """A request's last tokens come while its last batch, or one that was begun with it in, is still
@@ -38,7 +38,7 @@ def own_engine(
         # What SGLang starts forks, and need not import it again.
         preload()
         multiprocessing.set_start_method("fork", force=True)
-        variables.setattr(multiprocessing, "set_start_method", lambda *args, **kwargs: None)
+        variables.setattr(multiprocessing, "set_start_method", always_forks)
         running = CoserveEngine(
             model_path=str(model),
             dtype="float32",
