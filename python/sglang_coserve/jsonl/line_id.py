@@ -21,7 +21,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 def main(path: str, offset: str, endpoint: str) -> None:
     """Print the id."""
-    os.nice(19)  # Whatever serves requests is more urgent.
+    os.nice(10)  # Whatever serves requests is more urgent; with 19 a busy host never gets here.
     with Path(path).open("rb") as file:
         file.seek(int(offset))
         line = file.readline().removeprefix(_UTF8_BOM)
