@@ -20,7 +20,7 @@ from typing import Final
 
 from roofline_bench.published import PUBLISHED, SOURCES, Published
 from sglang_coserve.core.latency_model import LatencyModel, RooflineModel, find_hardware
-from sglang_coserve.core.latency_model.known_models import find_model
+from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.tables import markdown_table
 

@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 
 from gpu.layer_stack import decoder_layers, stop_delays_ms
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 
 __all__ = ["lone_decode_backend", "measure_decode_graphs"]
@@ -31,7 +30,7 @@ def lone_decode_backend(device_module: Any, cuts: Any, gate: Any) -> Any:
     """Return a ``GroupedDecodeBackend`` without an engine, for one rank."""
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_coserve.srt.safepoint.grouped_decode_graph import GroupedDecodeBackend
+    from sglang_coserve.srt.safepoint.placement import GroupedDecodeBackend
 
     group = SimpleNamespace(barrier=lambda: None)
     model_runner = SimpleNamespace(tp_group=group)  # Where SGLang 0.5.17 looks.

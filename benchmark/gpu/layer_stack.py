@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 

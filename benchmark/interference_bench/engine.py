@@ -20,7 +20,7 @@ from common.tokenized_request import tokenized_request
 from interference_bench.load import Load, OnlineArrival
 from interference_bench.outcome import LiveRequest, RunOutcome, outcome_of
 from interference_bench.systems import EngineSystem
-from sglang_coserve.srt.emulation.device_clock import VirtualTime
+from sglang_coserve.srt.emulation.device_module import VirtualTime
 from sglang_coserve.srt.emulation.model_directory import (
     flag_defaults,
     read_emulation,
@@ -259,8 +259,8 @@ class CpuClockEngine:
         ingress = scheduler._installed.ingress
         if ingress is None:
             return
-        from sglang_coserve.srt.safepoint.inbox import Arrival
-        from sglang_coserve.srt.safepoint.layers import decoder_layers
+        from sglang_coserve.srt.safepoint.ingress import Arrival
+        from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
         inbox, watch = ingress.inbox, scheduler.parts.runner.safepoints._watch
         self._inbox = inbox

@@ -20,7 +20,7 @@ from typing import Final
 
 from paper.experiment import Cell, Claim, Conditions, Findings
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
-from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
+from sglang_coserve.core.latency_model.model_shape import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
@@ -29,11 +29,11 @@ from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
 from sglang_coserve.simulator import SimulationSetup
 from sglang_coserve.simulator.assemble import SimulatedMachine
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["fig6"]
 

@@ -9,8 +9,7 @@ import pytest
 
 from batch.records import a_file
 from sglang_coserve.batch.store import file_rows
-from sglang_coserve.batch.store.database import open_database
-from sglang_coserve.batch.store.migrations import MIGRATIONS
+from sglang_coserve.batch.store.database import MIGRATIONS, open_database
 from sglang_coserve.errors import StartupError
 
 

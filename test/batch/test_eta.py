@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from batch.records import a_batch
 from sglang_coserve.batch.admission import window_s
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.forecast_errors import ForecastErrors, PastJob
 from sglang_coserve.batch.job_forecast import (
+    ForecastErrors,
+    PastJob,
     RemainingWork,
     job_forecasts,
     remaining_tokens,

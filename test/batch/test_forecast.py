@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.batch.admission import window_s, window_text
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.forecast_errors import REMEMBERED, ForecastErrors, PastJob
+from sglang_coserve.batch.job_forecast import REMEMBERED, ForecastErrors, PastJob
 
 
 def test_p95_holds_for_errors_of_any_distribution() -> None:

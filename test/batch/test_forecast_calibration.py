@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from batch.records import a_batch
-from sglang_coserve.batch.forecast_errors import FinishEstimate, ForecastErrors, PastJob
-from sglang_coserve.batch.job_forecast import job_forecasts
+from sglang_coserve.batch.job_forecast import FinishEstimate, ForecastErrors, PastJob, job_forecasts
 from sglang_coserve.batch.record import JobRecord
-from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
@@ -27,12 +26,11 @@ from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator import ExecutorConfig, SimulationSetup
-from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.observer import RequestEvent, StepRecord
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.workload import TraceRequest
 
 BATCHES = 240

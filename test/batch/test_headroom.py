@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batch.records import a_batch
-from sglang_coserve.batch.headroom import headroom, required_tokens_per_s
 from sglang_coserve.batch.record import Status
+from sglang_coserve.batch.service_status import headroom, required_tokens_per_s
 
 SERVED = {
     "status": Status.IN_PROGRESS,

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_coserve.batch import StorageError
 from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineBitmap
 
 COMPACT_BYTES = 300
 LINES = st.integers(1, 5)

@@ -12,8 +12,7 @@ from batch.scenarios import play
 from sglang_coserve.batch import (
     StorageError,
 )
-from sglang_coserve.lines.line_bitmap import LineBitmap
-from sglang_coserve.lines.line_source import LineSource
+from sglang_coserve.lines.line_source import LineBitmap, LineSource
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 

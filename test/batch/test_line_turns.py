@@ -8,7 +8,7 @@ import random
 import pytest
 
 from batch.scenarios import play
-from sglang_coserve.lines.line_turns import LineTurns
+from sglang_coserve.lines.engine_lines import LineTurns
 
 TURN_S = 60.0
 

@@ -19,7 +19,7 @@ from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.serve_line import serve_line
-from sglang_coserve.srt.tokenizer.weight_updates import WeightUpdates
+from sglang_coserve.srt.tokenizer.updating_manager import WeightUpdates
 
 GIVE_UP_S = 60
 

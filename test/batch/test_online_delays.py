@@ -11,8 +11,7 @@ import pytest
 from batch.scenarios import OWNER, Scene, lines, opened, play
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
-from sglang_coserve.batch.store.database import open_database
-from sglang_coserve.batch.store.migrations import MIGRATIONS
+from sglang_coserve.batch.store.database import MIGRATIONS, open_database
 
 
 async def delay_s(scene: Scene, batch_id: str, expected: float | None) -> float | None:

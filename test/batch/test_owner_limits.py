@@ -19,7 +19,7 @@ from sglang_coserve.batch import (
     TooManyError,
     job_supervisor,
 )
-from sglang_coserve.batch.transfers import Transfers
+from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.jsonl.file_estimate import estimate_file
 
 KIB = 1 << 10

@@ -21,7 +21,7 @@ from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.result_log import ResultLog
 

@@ -25,8 +25,7 @@ from batch.scenarios import opened, play
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
 from sglang_coserve.jsonl.prefix_order import OrderedLine, has_order, read_order, write_order
-from sglang_coserve.lines.line_source import LineSource
-from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.line_source import LineSource, PrefixOrder
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20

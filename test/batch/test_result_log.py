@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_coserve.batch import LineResult, StorageError
-from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.lines.result_log import ResultLog
 from sglang_coserve.lines.result_record import (

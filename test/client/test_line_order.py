@@ -18,8 +18,7 @@ from client.fault_server import FaultServer
 from client.test_batch_run import options, submit
 from sglang_coserve.client import AsyncCoserveClient, AsyncJob, JobState
 from sglang_coserve.lines.line_run import LineRun
-from sglang_coserve.lines.line_source import LineSource
-from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.line_source import LineSource, PrefixOrder
 
 GROUPS, MEMBERS = 60, 10
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 5
@@ -154,7 +153,7 @@ def test_without_an_order_lines_are_sent_as_they_come(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("sglang_coserve.lines.prefix_order._MODULE", "no.such.module")
+    monkeypatch.setattr("sglang_coserve.lines.line_source._MODULE", "no.such.module")
     write_lines(source, shuffled())
     assert submit(server.base_url, source, client_options=IN_ORDER).ok == GROUPS * MEMBERS
     numbers = [body["prompt"] for body in server.bodies]

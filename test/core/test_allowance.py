@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.control.allowance import Allowance
+from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo

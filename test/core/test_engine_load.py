@@ -13,7 +13,7 @@ from sglang_coserve.core.engine_load import (
     WantedLines,
     total,
 )
-from sglang_coserve.core.offline_rate import lines_at_a_time
+from sglang_coserve.core.learned_times import lines_at_a_time
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.errors import InputFileError
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.interference import Interference
+from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.control.slo_monitor import SloMonitor
-from sglang_coserve.core.control.slo_report import SloReport
+from sglang_coserve.core.control.slo_monitor import SloMonitor, SloReport
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step_stats import StepStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
-from sglang_coserve.core.offline_rate import expected_tokens_per_s
+from sglang_coserve.core.learned_times import expected_tokens_per_s
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=4e-3)
 LARGE = {"kv_tokens": 1 << 20, "max_requests": 64, "chunk_tokens": 2048}

@@ -8,7 +8,7 @@ import pytest
 
 from core.offline_queue.offline_requests import offline
 from core.scheduler.scenarios import MODEL
-from sglang_coserve.core.service_time import ServiceTime
+from sglang_coserve.core.learned_times import ServiceTime
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from rich.console import Console
 
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.demo.offline_load import write_offline_load
+from sglang_coserve.demo.loads import write_offline_load
 from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.report import (
     DemoResult,

@@ -9,7 +9,7 @@ import pytest
 from batch.scenarios import play
 from fleet.test_backend import fleet_of, until
 from http_lines.live_engine import LiveEngine
-from sglang_coserve.fleet.fleet_delays import FleetDelays
+from sglang_coserve.fleet.engine import FleetDelays
 from sglang_coserve.http_lines import EngineDelays
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.http_lines.call_reader import BadCallError, CallReader
+from sglang_coserve.http_lines.line_stream import BadCallError, CallReader
 from sglang_coserve.http_lines.messages import LineAttempt, LineCall, encode_message
 from sglang_coserve.jsonl.body_limits import BodyLimits
 

@@ -7,7 +7,7 @@ import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
 from sglang_coserve.core.latency_model import RooflineModel, find_hardware
-from sglang_coserve.core.latency_model.known_models import find_model
+from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler import (

@@ -14,12 +14,12 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import TrafficSource
 
 MS_PER_TOKEN = LinearModel.of(CONSERVE, compute_token_s=1e-3)
 """An step takes one millisecond a token, nothing else."""

@@ -21,10 +21,8 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
+from sglang_coserve.simulator.fleet_inputs import ROUTER_POLICIES, Mailbox, OnlineRouter, Outage
 from sglang_coserve.simulator.fleet_run import strict_engine
-from sglang_coserve.simulator.mailbox import Mailbox
-from sglang_coserve.simulator.online_router import ROUTER_POLICIES, OnlineRouter
-from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.request import SimRequest
 from simulator.engines import offline, online
 

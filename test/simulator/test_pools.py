@@ -14,12 +14,12 @@ from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.source import TrafficSource
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 
 PAGE = 2

@@ -29,11 +29,11 @@ from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.profiler import load_profile
 from sglang_coserve.recording_file import EventEncoder, encode_setup
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.recorded_traffic import read_traffic
-from sglang_coserve.simulator.source import TrafficSource
 from sglang_coserve.workload import read_trace
 from simulator.engines import offline, online
 

@@ -100,7 +100,7 @@ def test_events_are_written_only_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_progress_shows_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    from sglang_coserve.simulator.run_control import RunControl
+    from sglang_coserve.simulator.observer import RunControl
 
     times_s = iter([0.0] * 2 + [4.0] * 2 + [11.0] * 3 + [19.0] * 2 + [22.0] * 3)
     with RunControl(show=True, clock=lambda: next(times_s)) as control:
@@ -122,7 +122,7 @@ def test_without_time_nothing_is_reported(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_coserve.simulator.run_control import RunControl
+    from sglang_coserve.simulator.observer import RunControl
 
     tick = RunControl.tick
 

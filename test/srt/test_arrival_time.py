@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.marks.request_marks import arrival_s
-from sglang_coserve.srt.tokenizer.arrival_time import ArrivalTimeStats, OutputDelay
+from sglang_coserve.srt.tokenizer.client_presence import ArrivalTimeStats, OutputDelay
 
 NOW_S = 1e6
 

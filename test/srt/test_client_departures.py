@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from sglang_coserve.srt.tokenizer.client_departures import ClientDepartures
+from sglang_coserve.srt.tokenizer.client_presence import ClientDepartures
 
 
 class Engine:

@@ -115,7 +115,7 @@ def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
 
 
 def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
-    from sglang_coserve.srt.safepoint.stats import SafepointStats
+    from sglang_coserve.srt.safepoint.safepoints import SafepointStats
 
     section = section_of("safepoints.md", "## Status and metrics")
     report = SafepointStats().report()

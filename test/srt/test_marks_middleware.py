@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.marks.body_marks import SERVICE_TIERS, class_of_body
+from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, MarksMiddleware
 from sglang_coserve.srt.marks.offline_marks import attach_marks, user_of
 from sglang_coserve.srt.marks.request_marks import with_client_marks

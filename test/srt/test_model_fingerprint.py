@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.srt.batch_backend.model_fingerprint import fingerprint, sampled_ranges
+from sglang_coserve.srt.batch_backend.loaded_model import fingerprint, sampled_ranges
 
 SETTINGS = {"dtype": "bfloat16", "tp_size": 1}
 

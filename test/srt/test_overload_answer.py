@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.marks.overload_answer import OverloadAnswer
+from sglang_coserve.srt.marks.answers import OverloadAnswer
 
 STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 MESSAGE = "The server is overloaded"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.marks.offline_marks import marked_arrival_s
-from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
+from sglang_coserve.srt.steps.clocks import RankClock, RankTime
 
 
 def request(rid: str, created_s: float | None = None) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.srt.safeguards.request_gate import (
+from sglang_coserve.srt.safeguards.size_limits import (
     RequestGateMiddleware,
     body_bytes,
     set_body_limits,

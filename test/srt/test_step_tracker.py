@@ -16,7 +16,7 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
-from sglang_coserve.srt.steps.part_timer import PartTimer
+from sglang_coserve.srt.steps.clocks import PartTimer
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 

@@ -17,7 +17,7 @@ from sglang_coserve.batch.record import JobRecord, LineFault
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.helper_process import run_module
-from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.line_source import PrefixOrder
 
 __all__ = ["FileProcesses"]
 

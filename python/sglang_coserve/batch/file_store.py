@@ -1,26 +1,89 @@
-"""Stores files atomically; uploads and downloads are streamed."""
+"""Stores files atomically; uploads and downloads are streamed.
+
+Bounds uploads and downloads: how many run at a time, and how fast beside online requests.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError
+from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError, TooManyError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.owner_storage import Upload
+from sglang_coserve.batch.owners import Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import Store, file_rows
-from sglang_coserve.batch.transfers import UploadPace
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "Transfers", "UploadPace"]
+
+
+class Transfers:
+    """The places of transfers. An owner may take as many as are still free."""
+
+    def __init__(self, kind: str, most: int) -> None:
+        self._kind = kind
+        self._most = most
+        self._by_owner: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        """Transfers under way."""
+        return self._by_owner.total()
+
+    @contextmanager
+    def one(self, owner: str) -> Generator[None]:
+        """Enter for as long as a transfer of ``owner`` takes.
+
+        Raises:
+            TooManyError: there are too many, of this owner or of all.
+        """
+        count, free = self._by_owner[owner], self._most - self.count
+        if count >= free:
+            raise TooManyError(
+                f"{count} {self._kind} of this key are under way, and {free} more could be of all "
+                f"keys: wait until one is done",
+                code=f"too_many_{self._kind}",
+            )
+        self._by_owner[owner] += 1
+        try:
+            yield
+        finally:
+            self._by_owner[owner] -= 1
+            self._by_owner += Counter()  # Owners without transfers are removed.
+
+
+class UploadPace:
+    """Holds all uploads together to ``busy_bytes_per_s`` while online requests are served.
+
+    Each piece of an upload takes time of the event loop and the interpreter lock that
+    online requests are read, tokenized and answered with. What is not read waits in
+    the client, by TCP's flow control.
+    """
+
+    def __init__(self, backend: Backend, clock: Clock, busy_bytes_per_s: float) -> None:
+        self._backend = backend
+        self._clock = clock
+        self._busy_bytes_per_s = busy_bytes_per_s
+        self._turn = asyncio.Lock()
+
+    async def taken(self, size_bytes: int) -> None:
+        """Wait until an upload that has just received ``size_bytes`` may continue."""
+        async with self._turn:
+            if self._backend.load().is_online_busy:
+                await self._clock.sleep(size_bytes / self._busy_bytes_per_s)
+
 
 _PIECE_BYTES: Final = 1 << 18
 _EXPIRED_AT_ONCE: Final = 100

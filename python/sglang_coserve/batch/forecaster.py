@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sglang_coserve.batch.forecast_errors import ForecastErrors, PastJob
-from sglang_coserve.batch.headroom import Headroom, headroom, required_tokens_per_s
-from sglang_coserve.batch.job_forecast import JobForecast, job_forecasts
+from sglang_coserve.batch.job_forecast import ForecastErrors, JobForecast, PastJob, job_forecasts
 from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.batch.service_status import Headroom, headroom, required_tokens_per_s
 from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock

@@ -18,14 +18,11 @@ from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_r
 from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_bitmap import LineBitmap
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import InputLine, LineSource
-from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.line_source import InputLine, LineBitmap, LineSource, PrefixOrder
 from sglang_coserve.lines.progress import Progress, Usage
-from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import batch_tag, encode_record
-from sglang_coserve.lines.result_writer import ResultWriter
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["JobLines"]

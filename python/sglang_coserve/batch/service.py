@@ -14,11 +14,10 @@ from sglang_coserve.batch.admission import check_limit, check_order, check_uploa
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import RangeError
-from sglang_coserve.batch.file_store import FileStore
-from sglang_coserve.batch.headroom import Headroom
+from sglang_coserve.batch.file_store import FileStore, Transfers, UploadPace
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.owner_storage import OwnerStorage
+from sglang_coserve.batch.owners import OwnerStorage
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.schemas import (
@@ -29,10 +28,9 @@ from sglang_coserve.batch.schemas import (
     FileDeleted,
     FileObject,
 )
-from sglang_coserve.batch.service_status import ServiceStatus, service_status
+from sglang_coserve.batch.service_status import Headroom, ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
-from sglang_coserve.batch.transfers import Transfers, UploadPace
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock

@@ -200,9 +200,9 @@ def simulate_fleet(
     Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
     """
     from sglang_coserve.simulator import RunControl, SimulationOptions
+    from sglang_coserve.simulator.fleet_inputs import Outage
     from sglang_coserve.simulator.fleet_report import fleet_table_text
     from sglang_coserve.simulator.fleet_run import FleetOptions, simulate_fleets
-    from sglang_coserve.simulator.outage import Outage
     from sglang_coserve.simulator.result import write_results
 
     try:

@@ -26,10 +26,9 @@ from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import InputLine, LineSource
-from sglang_coserve.lines.prefix_order import PrefixOrder
+from sglang_coserve.lines.line_source import InputLine, LineSource, PrefixOrder
 from sglang_coserve.lines.progress import Progress
-from sglang_coserve.lines.result_writer import ResultWriter
+from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.retry import RetryPolicy
 
 if TYPE_CHECKING:

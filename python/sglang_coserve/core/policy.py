@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
+from sglang_coserve.core.planning.offline_candidates import last_admitted_first
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 

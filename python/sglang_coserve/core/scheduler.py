@@ -14,6 +14,7 @@ from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.latency_model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel
+from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
     is_stuck,
@@ -28,9 +29,7 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
-from sglang_coserve.core.resume_cost import ResumeCost
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.service_time import ServiceTime
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog

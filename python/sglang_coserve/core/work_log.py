@@ -1,15 +1,179 @@
-"""Where the engine's time went: sums over all steps so far, and the last decisions."""
+"""Where the engine's time went: sums over all steps so far, and the last decisions.
+
+The last notable decisions of a scheduler, as sentences for who watches it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
-from sglang_coserve.core.decision_log import DecisionLog, decisions_of
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 
-__all__ = ["WorkLog", "WorkTotals"]
+__all__ = ["Decision", "DecisionLog", "Subject", "WorkLog", "WorkTotals", "decisions_of"]
+
+_SPAN_S: Final = 5.0
+"""Decisions of one kind within it are one entry: an engine takes hundreds of steps meanwhile."""
+
+_ENTRIES: Final = 32
+
+
+class Subject(Enum):
+    """What was decided; the sentence says it of ``{value}``."""
+
+    ALONE = "Offline steps of {value}: no online request runs or waits."
+    FITS = "Offline steps of {value} fit before the next online token is due."
+    CUT = (
+        "Offline steps limited to {value}: the next online token is due then, and the rest of "
+        "the step comes later."
+    )
+    BESIDE_TOKENS = (
+        "Offline work beside online requests limited to {value} a step: online tokens are due then."
+    )
+    BESIDE_ARRIVALS = (
+        "Offline work limited to {value} a step: an online request that arrives meanwhile may not "
+        "wait longer for it."
+    )
+    UNLIMITED = "Offline work of {value} a step beside online requests: no target limits it."
+    NONE_BESIDE = "Online steps without offline work in them: they left no time for it."
+    DROPPED = "Suspended offline steps given up: online requests needed what they held."
+    RETRACTED = "KV of {value} taken back from running requests: memory was short."
+    PAUSED = "{value} paused with their KV kept: the steps had no time for them."
+    SHED = "{value} refused: they could no longer meet their TTFT target."
+
+
+_UNITS: Final = {
+    Subject.RETRACTED: ("token", "tokens"),
+    Subject.PAUSED: ("decode", "decodes"),
+    Subject.SHED: ("online request", "online requests"),
+}
+"""What values are counted in, and summed up; all others are seconds of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing that was decided of a step."""
+
+    subject: Subject
+    value: float = 0.0
+
+
+def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[Decision]:
+    """Yield what is notable of a step that was carried out.
+
+    Args:
+        plan: Of the step.
+        result: What came of it.
+        arrival_s: How long an arrival might wait for a step when it was planned.
+    """
+    if result.dropped:
+        yield Decision(Subject.DROPPED)
+        return
+    if plan.shed:
+        yield Decision(Subject.SHED, len(plan.shed))
+    if plan.retract:
+        yield Decision(Subject.RETRACTED, sum(retraction.tokens for retraction in plan.retract))
+    if plan.pause:
+        yield Decision(Subject.PAUSED, len(plan.pause))
+    if result.batch.is_empty:
+        return
+    if plan.lane is Lane.OFFLINE:
+        yield _in_lane(plan, result)
+    elif result.served:
+        yield _beside_online(plan, result, arrival_s)
+    elif result.has_offline:
+        yield Decision(Subject.ALONE, plan.predicted_s)
+
+
+def _in_lane(plan: StepPlan, result: StepResult) -> Decision:
+    left_s = plan.until_s - result.started_s
+    if math.isinf(left_s):
+        return Decision(Subject.ALONE, plan.predicted_s)
+    if plan.predicted_s > left_s:
+        return Decision(Subject.CUT, left_s)
+    return Decision(Subject.FITS, plan.predicted_s)
+
+
+def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> Decision:
+    allowed_s = plan.budget_s - plan.expected.online_part_s
+    if allowed_s <= 0 and not result.has_offline:
+        return Decision(Subject.NONE_BESIDE)
+    if math.isinf(plan.budget_s):
+        return Decision(Subject.UNLIMITED, max(plan.predicted_s - plan.expected.online_part_s, 0))
+    if math.isclose(allowed_s, arrival_s):
+        return Decision(Subject.BESIDE_ARRIVALS, arrival_s)
+    return Decision(Subject.BESIDE_TOKENS, max(allowed_s, 0.0))
+
+
+@dataclass(slots=True)
+class _Entry:
+    subject: Subject
+    first_s: float
+    last_s: float
+    least: float
+    most: float
+    total: float
+    steps: int = 1
+
+    def add(self, now_s: float, value: float) -> None:
+        self.last_s = now_s
+        self.least, self.most = min(self.least, value), max(self.most, value)
+        self.total += value
+        self.steps += 1
+
+    def sentence(self) -> str:
+        if units := _UNITS.get(self.subject):
+            value = f"{self.total:,.0f} {units[self.total != 1]}"
+        else:
+            value = _range_ms(self.least, self.most)
+        return self.subject.value.format(value=value)
+
+
+class DecisionLog:
+    """Keeps the newest decisions.
+
+    Those of one kind are one entry within a few seconds, and for as long as there is no other.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[_Entry] = deque(maxlen=_ENTRIES)
+        self._open: dict[Subject, _Entry] = {}
+
+    def note(self, decision: Decision, now_s: float) -> None:
+        """Take in a decision that was made at ``now_s``. O(1)."""
+        entry = self._open.get(decision.subject)
+        is_newest = bool(self._entries) and entry is self._entries[-1]
+        if entry is not None and (is_newest or now_s - entry.first_s < _SPAN_S):
+            entry.add(now_s, decision.value)
+            return
+        value = decision.value
+        entry = _Entry(decision.subject, now_s, now_s, value, value, value)
+        self._open[decision.subject] = entry
+        self._entries.append(entry)
+
+    def to_list(self, now_s: float) -> list[dict[str, Any]]:
+        """Return them as JSON has them, the newest first: what, in how many steps,
+        how long ago the last of them began, and how long after the first."""
+        newest = sorted(self._entries, key=lambda entry: entry.last_s, reverse=True)
+        return [
+            {
+                "subject": entry.subject.name.lower(),
+                "text": entry.sentence(),
+                "steps": entry.steps,
+                "age_s": max(now_s - entry.last_s, 0.0),
+                "span_s": entry.last_s - entry.first_s,
+            }
+            for entry in newest
+        ]
+
+
+def _range_ms(least_s: float, most_s: float) -> str:
+    least, most = (f"{seconds * 1e3:.3g}" for seconds in (least_s, most_s))
+    return f"{most} ms" if least == most else f"{least} to {most} ms"
 
 
 @dataclass(slots=True)

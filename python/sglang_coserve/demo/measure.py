@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.client import AsyncCoserveClient, ClientOptions
+from sglang_coserve.demo.loads import StreamedLoad, replayed
 from sglang_coserve.demo.report import OfflineResult, SystemResult
-from sglang_coserve.demo.streamed_load import StreamedLoad, replayed
-from sglang_coserve.demo.systems import DemoSystem
+from sglang_coserve.demo.servers import DemoSystem
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["Window", "measure"]

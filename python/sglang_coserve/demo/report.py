@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from sglang_coserve.demo.systems import ALONE, OURS, STOCK
+from sglang_coserve.demo.servers import ALONE, OURS, STOCK
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,

@@ -18,11 +18,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo import report
+from sglang_coserve.demo.loads import write_offline_load
 from sglang_coserve.demo.measure import Window, measure
-from sglang_coserve.demo.offline_load import write_offline_load
 from sglang_coserve.demo.picture import draw
-from sglang_coserve.demo.servers import has_gpu_pace, make_server
-from sglang_coserve.demo.systems import ALONE, OURS, STOCK, DemoSystem, stock_chunk_tokens
+from sglang_coserve.demo.servers import (
+    ALONE,
+    OURS,
+    STOCK,
+    DemoSystem,
+    has_gpu_pace,
+    make_server,
+    stock_chunk_tokens,
+)
 from sglang_coserve.errors import ConfigError, WorkloadError
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
-from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.line_placement import (
     FAILURES_IN_A_ROW,
     LINES_AHEAD,
@@ -21,8 +21,7 @@ from sglang_coserve.core.line_placement import (
     model_of_most,
 )
 from sglang_coserve.errors import ConfigError, ServerError
-from sglang_coserve.fleet.engine import EngineState, RemoteEngine
-from sglang_coserve.fleet.fleet_delays import FleetDelays
+from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
 from sglang_coserve.http_lines import (
     EngineConnection,
     EngineDelays,

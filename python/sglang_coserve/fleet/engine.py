@@ -1,27 +1,70 @@
-"""One engine of the fleet, as it was when it was last asked."""
+"""One engine of the fleet, as it was when it was last asked.
+
+Adds up by how much each engine says that batches have delayed its online requests.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Final
 
 from pydantic import ValidationError
 
-from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.engine_load import LinesLoad, Pool
 from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.http_lines import (
     LOAD_PATH,
     EngineConnection,
+    EngineDelays,
     EngineDescription,
     EngineLostError,
     EngineRefusesError,
 )
 
-__all__ = ["EngineState", "RemoteEngine"]
+__all__ = ["EngineState", "FleetDelays", "RemoteEngine"]
+
+
+class FleetDelays:
+    """Sums since this gateway began. Pure.
+
+    An engine counts from its own start, and outlives gateways: what it says first has been counted
+    by the gateway before. One that was started again counts from 0.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, EngineDelays] = {}
+        self._sums_s: dict[str, float] = {}
+
+    def add(self, engine: str, delays: EngineDelays) -> None:
+        """Take what an engine, by its address, says now."""
+        before = self._latest.get(engine, delays)
+        counted_s = before.online_delays_s or {}
+        if before.run != delays.run:
+            counted_s = {}
+        for batch_id, seconds in (delays.online_delays_s or {}).items():
+            added_s = seconds - counted_s.get(batch_id, 0.0)
+            self._sums_s[batch_id] = self._sums_s.get(batch_id, 0.0) + added_s
+        self._latest[engine] = delays
+
+    def keep(self, engines: Collection[str]) -> None:
+        """Forget all other engines, and batches of which none that is left says anything."""
+        self._latest = {name: delays for name, delays in self._latest.items() if name in engines}
+        named = {
+            batch_id
+            for delays in self._latest.values()
+            for batch_id in delays.online_delays_s or ()
+        }
+        self._sums_s = {name: sum_s for name, sum_s in self._sums_s.items() if name in named}
+
+    def sums_s(self) -> Mapping[str, float] | None:
+        """Return the seconds by batch; None while no engine knows."""
+        is_known = any(delays.online_delays_s is not None for delays in self._latest.values())
+        return dict(self._sums_s) if is_known else None
+
 
 _RATE_WINDOW_S: Final = 10.0
 """Online traffic changes the rate of an engine, and the sum changes at once when an engine comes or

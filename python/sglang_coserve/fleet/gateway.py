@@ -37,9 +37,8 @@ from sglang_coserve.batch.webhooks import Webhooks
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
-from sglang_coserve.fleet.engine_views import EngineViews
 from sglang_coserve.fleet.options import GatewayOptions
-from sglang_coserve.fleet.report import fleet_metrics, fleet_status
+from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 from sglang_coserve.view import LEVELS, Page, fleet_standing

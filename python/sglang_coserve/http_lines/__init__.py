@@ -7,18 +7,20 @@ tokens. A connection that closes aborts its attempts.
 """
 
 from sglang_coserve.http_lines.engine_connection import EngineConnection
-from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, LineMovedError
-from sglang_coserve.http_lines.line_server import LineServer
+from sglang_coserve.http_lines.line_server import (
+    LineServer,
+    add_line_routes,
+    line_endpoints,
+    set_line_server,
+)
 from sglang_coserve.http_lines.messages import (
     LINES_PATH,
     LOAD_PATH,
     EngineDelays,
     EngineDescription,
-)
-from sglang_coserve.http_lines.routes import (
-    add_line_routes,
-    line_endpoints,
-    set_line_server,
+    EngineLostError,
+    EngineRefusesError,
+    LineMovedError,
 )
 
 __all__ = [

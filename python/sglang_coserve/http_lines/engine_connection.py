@@ -13,14 +13,16 @@ import msgspec
 
 from sglang_coserve.errors import ConfigError, RequestError
 from sglang_coserve.http_lines.engine_stream import EngineStream
-from sglang_coserve.http_lines.failures import EngineLostError, EngineRefusesError, refusal_text
 from sglang_coserve.http_lines.messages import (
     DELAYS_PATH,
     LINES_PATH,
     EngineDelays,
     EngineDescription,
+    EngineLostError,
+    EngineRefusesError,
     attempt_of,
     decode_message,
+    refusal_text,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 

@@ -13,21 +13,19 @@ from typing import Final
 import aiohttp
 
 from sglang_coserve.errors import RequestError, ServerError
-from sglang_coserve.http_lines.failures import (
-    EngineLostError,
-    EngineRefusesError,
-    LineMovedError,
-    refusal_text,
-)
 from sglang_coserve.http_lines.line_server import HEARTBEAT_S
 from sglang_coserve.http_lines.messages import (
     GATHER_S,
     LINES_PATH,
+    EngineLostError,
+    EngineRefusesError,
     LineAttempt,
     LineCall,
     LineEvent,
+    LineMovedError,
     decode_message,
     encode_message,
+    refusal_text,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 

@@ -2,6 +2,8 @@
 
 The two may be of different versions. So fields that a reader does not know are ignored, and what
 came later than the first version has a default that is right where it is missing.
+
+How an attempt at a line ends without an answer; none of it is the line's fault.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from sglang_coserve.errors import RequestError
+from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, LineRequest, LineResult, MovedKv
 
@@ -25,16 +28,61 @@ __all__ = [
     "LOAD_PATH",
     "EngineDelays",
     "EngineDescription",
+    "EngineLostError",
+    "EngineRefusesError",
     "LineAttempt",
     "LineCall",
     "LineEvent",
+    "LineMovedError",
     "attempt_of",
     "call_id",
     "decode_message",
     "description_of",
     "encode_message",
+    "refusal_text",
     "request_of",
 ]
+
+_Message = TypeVar("_Message", bound=msgspec.Struct)
+
+_KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+
+
+class LineMovedError(ServerError):
+    """The engine gives the line back, or does not take it: it drains, or has another model.
+
+    The line goes on elsewhere, with the tokens that were received.
+    """
+
+    def __init__(self, message: str, kv: MovedKv | None = None) -> None:
+        super().__init__(message)
+        self.kv = kv
+        """What the engine has left of it."""
+
+
+class EngineLostError(ServerError):
+    """The engine cannot be reached, has ended, or says nothing any more."""
+
+    def __init__(self, message: str, *, had_the_line: bool) -> None:
+        super().__init__(message)
+        self.had_the_line = had_the_line
+        """False when it surely never got it."""
+
+
+class EngineRefusesError(ServerError):
+    """The engine is there and does not speak with us: the wrong key, or another program."""
+
+
+def refusal_text(address: str, status: int, content: bytes) -> str:
+    """Return what an answer other than 200 says, and how to mend it."""
+    hint = ""
+    if status in _KEYS:
+        hint = ": its --admin-api-key is not the gateway's --engine-admin-key"
+    elif status == HTTPStatus.NOT_FOUND:
+        hint = ": it is no server of sglang_coserve, or has no --admin-api-key"
+    text = content[:300].decode(errors="replace").strip()
+    return f"{address} answers HTTP {status}{hint} ({text})"
+
 
 LINES_PATH: Final = "/coserve/lines"
 DELAYS_PATH: Final = f"{LINES_PATH}/delays"
@@ -49,8 +97,6 @@ GATHER_S: Final = 0.005
 side the cost is that of a message, however much there is in it."""
 
 _CALL_ID: Final = re.compile(rb'\{"id":([1-9][0-9]{0,17})[,}]')
-
-_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class LineAttempt(msgspec.Struct, frozen=True):

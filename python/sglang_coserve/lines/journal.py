@@ -13,7 +13,7 @@ from zlib import crc32
 
 from sglang_coserve.durable_files import discard_unfinished, replace, write_all
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineBitmap
 
 __all__ = ["LineTokens", "TokenJournal"]
 

@@ -22,8 +22,8 @@ from sglang_coserve.lines.engine_lines import MAX_DEATHS
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import InputLine, LineSource
+from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import encode_record, usage_of
-from sglang_coserve.lines.result_writer import ResultWriter
 from sglang_coserve.lines.serve_line import serve_line
 
 __all__ = ["LineJob", "LineRun", "OutputLengths", "UnservedLine"]

@@ -20,7 +20,7 @@ from sglang_coserve.core.latency_model import (
     SampleTable,
 )
 from sglang_coserve.errors import CoserveError, InputFileError
-from sglang_coserve.profiler.machine import ProfiledMachine
+from sglang_coserve.profiler.profile_file import ProfiledMachine
 
 __all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sglang_coserve.profiler.measurement import ShapeTiming
+from sglang_coserve.profiler.latency import ShapeTiming
 from sglang_coserve.progress_bar import StoppableBar, progress_bar
 
 __all__ = ["ProfileProgress"]

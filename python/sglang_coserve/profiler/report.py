@@ -10,7 +10,7 @@ from typing import Final
 from sglang_coserve.extras import require
 from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
-from sglang_coserve.profiler.measurement import ShapeTiming, repeat_error
+from sglang_coserve.profiler.latency import ShapeTiming, repeat_error
 
 __all__ = ["report_text", "write_plot"]
 

@@ -12,8 +12,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler.executor import StepShape
-from sglang_coserve.profiler.machine import ProfiledMachine
-from sglang_coserve.profiler.measurement import ShapeTiming
+from sglang_coserve.profiler.latency import ShapeTiming
+from sglang_coserve.profiler.profile_file import ProfiledMachine
 
 __all__ = ["SampleFile"]
 

@@ -19,11 +19,11 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
+from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.report import table_text, write_report
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
-from sglang_coserve.simulator.run_control import RunControl
 
 __all__ = [
     "CheckpointConfig",

@@ -16,7 +16,7 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
     find_hardware,
 )
-from sglang_coserve.core.latency_model.known_models import MODELS, find_model, kv_bytes_per_token
+from sglang_coserve.core.latency_model.model_shape import MODELS, find_model, kv_bytes_per_token
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.simulator.binding import from_jsonl, from_trace

@@ -9,12 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, TextIO
 
-from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
+from sglang_coserve.simulator.observer import (
+    RequestEvent,
+    RunControl,
+    SimulationObserver,
+    StepRecord,
+)
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import simulate
-from sglang_coserve.simulator.run_control import RunControl
 
 __all__ = ["EventLog", "compare"]
 

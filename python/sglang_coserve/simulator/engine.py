@@ -11,13 +11,13 @@ from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.step import Lane, StepPlan
-from sglang_coserve.simulator.counters import Counters
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import SafepointConfig
 from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.result import Counters
 from sglang_coserve.simulator.running_step import RunningStep
-from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["SimEngine"]
 

@@ -16,14 +16,11 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.simulator.checkpoint import HostCheckpoint
-from sglang_coserve.simulator.decoding_requests import DecodingRequests
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.host_loads import HostLoads
-from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.host_kv import HostCheckpoint, HostLoads
+from sglang_coserve.simulator.request import DecodingRequests, SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
-from sglang_coserve.simulator.running_step import RunningStep
-from sglang_coserve.simulator.step_duration import StepDuration
+from sglang_coserve.simulator.running_step import RunningStep, StepDuration
 
 __all__ = ["SimulatedExecutor"]
 

@@ -20,11 +20,11 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InfeasibleError
 from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report
+from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.report import text_table
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.simulator.run import Workload, simulate
-from sglang_coserve.simulator.run_control import RunControl
 
 __all__ = ["BudgetSearch", "Trial"]
 

@@ -26,9 +26,7 @@ from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.simulator.binding import TELLING_TOKENS
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.mailbox import Mailbox
-from sglang_coserve.simulator.online_router import OnlineRouter
-from sglang_coserve.simulator.outage import Outage
+from sglang_coserve.simulator.fleet_inputs import Mailbox, OnlineRouter, Outage
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["Fleet", "FleetEngine"]

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Final
 
 from sglang_coserve.core.engine_load import WantedLines, wanted_lines
-from sglang_coserve.core.latency_model.known_models import kv_bytes_per_token
+from sglang_coserve.core.latency_model.model_shape import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
@@ -17,14 +17,12 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet import Fleet, FleetEngine
-from sglang_coserve.simulator.mailbox import Mailbox
-from sglang_coserve.simulator.online_router import OnlineRouter
+from sglang_coserve.simulator.fleet_inputs import Mailbox, OnlineRouter, Outage
+from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.simulator.outage import Outage
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
-from sglang_coserve.simulator.run_control import RunControl
 from sglang_coserve.workload import TraceRequest
 
 __all__ = ["FleetOptions", "FleetResult", "simulate_fleets", "strict_engine"]

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
 
 __all__ = ["Node", "SimulatedPrefixCache"]
 

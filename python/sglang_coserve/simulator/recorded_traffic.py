@@ -12,7 +12,7 @@ from sglang_coserve.core.control.slo import format_slo
 from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import PackedTokens
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.recording import (
     Arrived,
     Event,

@@ -1,10 +1,13 @@
-"""The results of simulated runs."""
+"""The results of simulated runs.
+
+Counters of a run that cannot be derived from the timelines of requests.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +21,35 @@ from sglang_coserve.metrics import (
     throughput,
     token_attainment,
 )
-from sglang_coserve.simulator.counters import Counters
 from sglang_coserve.simulator.load_curve import LoadCurve
 
-__all__ = ["LABEL", "RunResult", "SimulationResult", "write_results"]
+__all__ = ["LABEL", "Counters", "RunResult", "SimulationResult", "write_results"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals of a run so far."""
+
+    iterations: int = 0
+    busy_s: float = 0.0
+    """Time in steps; otherwise the device was idle."""
+
+    online_tokens: int = 0
+    """Tokens computed for online requests, including recomputed ones."""
+
+    offline_tokens: int = 0
+    retractions: int = 0
+    pauses: int = 0
+    suspensions: int = 0
+    """How often a step was suspended at a safepoint."""
+
+    drops: int = 0
+    """Suspended steps that were dropped to free their memory."""
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Return the fields by name."""
+        return asdict(self)
+
 
 LABEL: Final = "simulated"
 """Marks all output of a simulation."""

@@ -14,6 +14,7 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
@@ -21,7 +22,6 @@ from sglang_coserve.simulator.load_curve import LoadCurve
 from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.source import TrafficSource
 
 __all__ = ["BASELINES", "DRAIN_S", "SimulationSetup", "Workload", "simulate"]
 

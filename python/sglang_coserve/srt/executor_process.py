@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
 from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
-from sglang_coserve.profiler.machine import ProfiledMachine
+from sglang_coserve.profiler.profile_file import ProfiledMachine
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
@@ -107,8 +107,7 @@ def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         scheduler = _start_scheduler(server_args, port_args, tp_rank)
-        from sglang_coserve.srt.profiling.executor import SchedulerExecutor
-        from sglang_coserve.srt.profiling.machine import machine_of
+        from sglang_coserve.srt.profiling.executor import SchedulerExecutor, machine_of
 
         executor = SchedulerExecutor(scheduler)
         answer: Any = executor.limits, machine_of(scheduler)

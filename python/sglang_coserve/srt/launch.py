@@ -40,14 +40,16 @@ from sglang_coserve.srt.routes.batch_api import (
     open_routes_warning,
 )
 from sglang_coserve.srt.routes.drain import DrainHealthMiddleware
-from sglang_coserve.srt.routes.load_route import install_load_route
+from sglang_coserve.srt.routes.engine_routes import install_load_route
 from sglang_coserve.srt.routes.view_routes import View
-from sglang_coserve.srt.safeguards.fail_fast import install_fail_fast
-from sglang_coserve.srt.safeguards.gc_pauses import freeze_imports, freeze_start_up_objects
-from sglang_coserve.srt.safeguards.malformed_bodies import install_body_errors
+from sglang_coserve.srt.safeguards.bodies import install_body_errors, install_fail_fast
 from sglang_coserve.srt.safeguards.paced_protocol import install_paced_protocol
-from sglang_coserve.srt.safeguards.prompt_limit import body_limits
-from sglang_coserve.srt.safeguards.request_gate import RequestGateMiddleware, set_body_limits
+from sglang_coserve.srt.safeguards.process_health import freeze_imports, freeze_start_up_objects
+from sglang_coserve.srt.safeguards.size_limits import (
+    RequestGateMiddleware,
+    body_limits,
+    set_body_limits,
+)
 from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 

@@ -15,7 +15,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
-from sglang_coserve.srt.safeguards.gc_pauses import freeze_imports
+from sglang_coserve.srt.safeguards.process_health import freeze_imports
 
 __all__ = [
     "init_tokenizer_manager",
@@ -65,10 +65,12 @@ def install_safeguards() -> None:
 
     Must be called before the scheduler is created.
     """
-    from sglang_coserve.srt.safeguards.eager_sampling import install_eager_sampling
+    from sglang_coserve.srt.safeguards.engine_limits import install_stop_patterns
     from sglang_coserve.srt.safeguards.grammar_cache import install_compiler_bound
-    from sglang_coserve.srt.safeguards.stop_patterns import install_stop_patterns
-    from sglang_coserve.srt.safeguards.usable_logits import install_guarded_sampler
+    from sglang_coserve.srt.safeguards.sampling import (
+        install_eager_sampling,
+        install_guarded_sampler,
+    )
 
     install_compiler_bound()
     install_eager_sampling()
@@ -93,7 +95,7 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import data_parallel_controller
 
     from sglang_coserve.srt.monitoring.load_snapshot import count_offline_in_snapshots
-    from sglang_coserve.srt.safeguards.child_watch import end_with_children
+    from sglang_coserve.srt.safeguards.process_health import end_with_children
 
     end_with_children()
     count_offline_in_snapshots()

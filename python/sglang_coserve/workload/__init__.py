@@ -6,8 +6,6 @@ Read or synthesize requests, shape them to the machine, then make prompts::
     requests, report = fit_to_context(scale_rate(requests, 2.0), max_context_tokens=8192)
 """
 
-from sglang_coserve.workload.arrivals import gamma_arrivals, poisson_arrivals, synthesize
-from sglang_coserve.workload.prompts import FIRST_TEXT_TOKEN_ID, prompt_token_ids
 from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.shape import (
     RESERVED_TOKENS,
@@ -17,8 +15,20 @@ from sglang_coserve.workload.shape import (
     thin,
     window,
 )
-from sglang_coserve.workload.trace import TraceRequest, detect_format, read_trace
-from sglang_coserve.workload.trace_formats import BLOCK_TOKENS, TraceFormat
+from sglang_coserve.workload.synthetic import (
+    FIRST_TEXT_TOKEN_ID,
+    gamma_arrivals,
+    poisson_arrivals,
+    prompt_token_ids,
+    synthesize,
+)
+from sglang_coserve.workload.trace import (
+    BLOCK_TOKENS,
+    TraceFormat,
+    TraceRequest,
+    detect_format,
+    read_trace,
+)
 
 __all__ = [
     "BLOCK_TOKENS",

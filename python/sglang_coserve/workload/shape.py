@@ -14,8 +14,7 @@ from itertools import takewhile
 from typing import Final
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.trace import TraceRequest
-from sglang_coserve.workload.trace_formats import BLOCK_TOKENS
+from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 __all__ = [
     "RESERVED_TOKENS",

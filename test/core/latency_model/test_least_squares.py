@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.core.latency_model.least_squares import fit_relative
+from sglang_coserve.core.latency_model.linear import fit_relative
 
 
 def error(relative: np.ndarray, x: np.ndarray) -> float:

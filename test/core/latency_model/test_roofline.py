@@ -15,7 +15,7 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
     find_hardware,
 )
-from sglang_coserve.core.latency_model.known_models import find_model, weight_bytes
+from sglang_coserve.core.latency_model.model_shape import find_model, weight_bytes
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from core.offline_queue.offline_requests import num_shared_tokens
 from sglang_coserve.core.offline_queue import pack_tokens, unpack_tokens
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.errors import RequestError
 
 # The values differ in their first, their last and in all bytes.

@@ -6,7 +6,7 @@ import pytest
 
 from core.scheduler.scenarios import NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
-from sglang_coserve.core.control.allowance import Allowance
+from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo

@@ -19,9 +19,8 @@ from core.scheduler.scenarios import (
 )
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES, make_policy
-from sglang_coserve.core.policies.baselines import SarathiPolicy
+from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
-from sglang_coserve.core.policies.fcfs import FcfsPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState

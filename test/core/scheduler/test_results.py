@@ -18,9 +18,9 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
+from sglang_coserve.core.planning.offline_candidates import last_admitted_first
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.planning.victims import last_admitted_first
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestState

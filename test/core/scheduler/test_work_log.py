@@ -17,13 +17,12 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.decision_log import Decision, DecisionLog, Subject
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.core.work_log import WorkLog
+from sglang_coserve.core.work_log import Decision, DecisionLog, Subject, WorkLog
 
 DECODING = RequestState.DECODING
 

@@ -17,7 +17,7 @@ import pytest
 from openai.types import Batch
 
 from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_bitmap import LineBitmap
+from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
 from srt.batch_server.deployment import (
     CHAT,

@@ -8,9 +8,10 @@ import pytest
 
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt.compat import versions
-from sglang_coserve.srt.compat.version_check import OVERRIDE_VARIABLE, check_version
 from sglang_coserve.srt.compat.versions import (
+    OVERRIDE_VARIABLE,
     SUPPORTED,
+    check_version,
     is_supported,
     start_up_line,
     version_key,

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from sglang_coserve.srt.device import is_emulated, runs_beside_host
-from sglang_coserve.srt.emulation.device_clock import RealTime, VirtualTime
-from sglang_coserve.srt.emulation.device_module import EmulatedDevice, install
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
+from sglang_coserve.srt.emulation.device_module import (
+    EmulatedDevice,
+    RealTime,
+    VirtualTime,
+    install,
+)
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events, order_behind_pass
-from sglang_coserve.srt.steps.part_timer import device_timer
+from sglang_coserve.srt.steps.clocks import device_timer
 
 LAYERS = 16
 LAYER_S = 1.0

@@ -12,11 +12,11 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.latency_model import HARDWARE
-from sglang_coserve.core.latency_model.known_models import MODELS
+from sglang_coserve.core.latency_model.model_shape import MODELS
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
+from sglang_coserve.srt.emulation.model import StepTimes, stats_of
 from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
-from sglang_coserve.srt.emulation.step_times import StepTimes, stats_of
 
 BATCH = StepStats.of([(512, 0)], [1000] * 8)
 

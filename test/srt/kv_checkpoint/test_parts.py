@@ -21,6 +21,12 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import v17
+from sglang_coserve.srt.kv_checkpoint.cpu import (
+    Event,
+    ThreadStream,
+    current_stream,
+    device_module,
+)
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.settings import (
@@ -28,12 +34,6 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     check_in_place,
     server_settings,
     why_off,
-)
-from sglang_coserve.srt.kv_checkpoint.thread_streams import (
-    Event,
-    ThreadStream,
-    current_stream,
-    device_module,
 )
 from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.bare_cache import BareEngine

@@ -90,7 +90,7 @@ def slow_down(engine: ScriptedEngine, layer_s: float) -> list[int]:
 
     Returns a list that gets the number of each such layer when it begins.
     """
-    from sglang_coserve.srt.safepoint.layers import decoder_layers
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     core = engine.scheduler.parts.admission.core
     core._refiner = None

@@ -15,7 +15,7 @@ class RandomSuspensions:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         """Stand before every layer of the engine's model."""
-        from sglang_coserve.srt.safepoint.layers import decoder_layers
+        from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
         parts = engine.scheduler.parts
         self.lane = parts.runner.lane

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, SharedWords
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0

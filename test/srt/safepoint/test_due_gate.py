@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.srt.safepoint import gates
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, GROUP_S = 8, 0.01

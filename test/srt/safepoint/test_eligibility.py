@@ -33,7 +33,7 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
     """Return the reasons for engines like this one, but for one thing each."""
     from sglang_coserve.srt import compat
     from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-    from sglang_coserve.srt.safepoint.layers import decoder_layers
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     scheduler = engine.scheduler
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)

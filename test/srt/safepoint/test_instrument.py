@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag, batch_id
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag, batch_id
 from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
     add_safepoints,
@@ -74,7 +73,7 @@ WRAPPINGS: dict[str, Callable[[list[Layer]], nn.Module]] = {
 
 @pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
 def test_decoder_layers_are_found_in_order(wrap: Callable[[list[Layer]], nn.Module]) -> None:
-    from sglang_coserve.srt.safepoint.layers import decoder_layers
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     layers = some_layers()
     found = decoder_layers(wrap(layers))
@@ -84,7 +83,7 @@ def test_decoder_layers_are_found_in_order(wrap: Callable[[list[Layer]], nn.Modu
 def test_layers_of_other_pipeline_ranks_are_left_out() -> None:
     from sglang.srt.layers.utils import PPMissingLayer
 
-    from sglang_coserve.srt.safepoint.layers import decoder_layers
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     layers = some_layers(2)
     model = Holder(
@@ -94,7 +93,7 @@ def test_layers_of_other_pipeline_ranks_are_left_out() -> None:
 
 
 def test_a_model_without_layers_has_none() -> None:
-    from sglang_coserve.srt.safepoint.layers import decoder_layers
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     assert decoder_layers(Holder(model=Holder(layers=nn.ModuleList()))) == []
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.inbox import Arrival, Inbox
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag
+from sglang_coserve.srt.safepoint.ingress import Arrival, ArrivalWatch, Inbox
 from srt import test_scheduler as scenarios
 from srt.safepoint.live_engine import Talker, run_live, slow_down
 from srt.scripted_engine import EngineProcess, ScriptedEngine
@@ -102,7 +101,7 @@ def take(inbox: Inbox) -> Any:
 
 
 def test_an_error_in_the_thread_reaches_the_event_loop(inbox: Inbox) -> None:
-    from sglang_coserve.srt.safepoint.monitor import SocketMonitor
+    from sglang_coserve.srt.safepoint.ingress import SocketMonitor
 
     context = zmq.Context()
     sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)

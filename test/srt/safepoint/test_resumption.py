@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.srt.forward_kind import ForwardKind
-from sglang_coserve.srt.safepoint.arrival_watch import StopRequest
-from sglang_coserve.srt.safepoint.inbox import Arrival
-from sglang_coserve.srt.safepoint.stats import SafepointStats
+from sglang_coserve.srt.safepoint.ingress import Arrival, StopRequest
+from sglang_coserve.srt.safepoint.safepoints import SafepointStats
 from srt.own_process import printed_by
 
 

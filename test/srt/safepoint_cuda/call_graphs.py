@@ -20,8 +20,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption

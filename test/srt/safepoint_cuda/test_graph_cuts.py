@@ -15,7 +15,7 @@ from sglang.srt.model_executor.runner_backend import (
 
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.prefill_graphs import (
+from sglang_coserve.srt.safepoint.placement import (
     CutPrefillBackend,
     cut_prefill_graphs,
     why_prefills_cannot_stop,

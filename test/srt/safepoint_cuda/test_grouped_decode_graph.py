@@ -11,9 +11,8 @@ from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
 from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
-from sglang_coserve.srt.safepoint.grouped_decode_graph import why_no_grouped_decode_graphs
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.placement import why_no_grouped_decode_graphs
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,

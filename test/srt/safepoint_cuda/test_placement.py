@@ -15,8 +15,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.placement import (
     SafepointPlacement,
     place_between_layers,

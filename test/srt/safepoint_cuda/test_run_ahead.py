@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, SharedWords
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import LocalGate
+from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.device_thread import (

@@ -7,6 +7,6 @@
 There is no row per line: which lines are finished is in the result files themselves.
 """
 
-from sglang_coserve.batch.store.store import Store
+from sglang_coserve.batch.store.database import Store
 
 __all__ = ["Store"]

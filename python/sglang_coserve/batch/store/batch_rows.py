@@ -16,7 +16,7 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
-from sglang_coserve.batch.forecast_errors import REMEMBERED, PastJob
+from sglang_coserve.batch.job_forecast import REMEMBERED, PastJob
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, LineFault, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows

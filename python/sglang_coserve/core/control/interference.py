@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.bottleneck import fixed_s
-from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
+from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.pipeline_baseline import PipelineBaseline, baseline_of
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes

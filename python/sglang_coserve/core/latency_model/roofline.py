@@ -15,7 +15,7 @@ from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
 from sglang_coserve.core.latency_model.protocol import assert_coefficients
-from sglang_coserve.core.latency_model.rescaling import fit_rescaled
+from sglang_coserve.core.latency_model.refiner import fit_rescaled
 from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
 from sglang_coserve.core.step_stats import StepStats
 

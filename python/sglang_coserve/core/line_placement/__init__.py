@@ -5,7 +5,14 @@ prefix is computed once. Which engine that is follows from the prefix alone (ren
 hashing), so another gateway, or the same one after a restart, finds the same.
 """
 
-from sglang_coserve.core.line_placement.model_vote import model_of_most
+from sglang_coserve.core.line_placement.engines import (
+    FAILURES_IN_A_ROW,
+    LINES_AHEAD,
+    FailureStreak,
+    Rendezvous,
+    line_window,
+    model_of_most,
+)
 from sglang_coserve.core.line_placement.placement import (
     DEATHS_BEFORE_ALONE,
     LinePlacement,
@@ -13,13 +20,6 @@ from sglang_coserve.core.line_placement.placement import (
     PrefixGroups,
 )
 from sglang_coserve.core.line_placement.pools import LinePools, Move
-from sglang_coserve.core.line_placement.rendezvous import Rendezvous
-from sglang_coserve.core.line_placement.window import (
-    FAILURES_IN_A_ROW,
-    LINES_AHEAD,
-    FailureStreak,
-    line_window,
-)
 
 __all__ = [
     "DEATHS_BEFORE_ALONE",

@@ -8,8 +8,12 @@
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.queue import OfflineQueue
-from sglang_coserve.core.offline_queue.request import QueuedRequest
-from sglang_coserve.core.offline_queue.tokens import PackedTokens, pack_tokens, unpack_tokens
+from sglang_coserve.core.offline_queue.request import (
+    PackedTokens,
+    QueuedRequest,
+    pack_tokens,
+    unpack_tokens,
+)
 
 __all__ = [
     "OfflineQueue",

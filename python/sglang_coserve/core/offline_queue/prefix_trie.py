@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from sglang_coserve.core.offline_queue.request import QueuedRequest
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.offline_queue.request import (
+    TOKEN_BYTES,
+    QueuedRequest,
+    common_prefix_bytes,
+)
 
 __all__ = ["PrefixTrie", "TrieLeaf"]
 

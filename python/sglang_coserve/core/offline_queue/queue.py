@@ -11,13 +11,13 @@ from typing import Final
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
-from sglang_coserve.core.offline_queue.request import QueuedRequest
-from sglang_coserve.core.offline_queue.time_order import TimeOrder
-from sglang_coserve.core.offline_queue.tokens import (
+from sglang_coserve.core.offline_queue.request import (
     TOKEN_BYTES,
     PackedTokens,
+    QueuedRequest,
     common_prefix_bytes,
 )
+from sglang_coserve.core.offline_queue.time_order import TimeOrder
 from sglang_coserve.errors import RequestError
 
 __all__ = ["OfflineQueue"]

@@ -10,7 +10,7 @@ from typing import Final
 
 from sglang_coserve.core.bottleneck import least_offline_s
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.offline_queue.tokens import TOKEN_BYTES, common_prefix_bytes
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import Request

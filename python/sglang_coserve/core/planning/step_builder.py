@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.planning.step_memory import StepMemory, VictimOrder
+from sglang_coserve.core.planning.planned_step import StepMemory, StepWork, VictimOrder
 from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.planning.step_work import StepWork
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Final
 
 from sglang_coserve.core.policies.baselines import (
+    FcfsPolicy,
     NonPreemptivePolicy,
     OnlineOnlyPolicy,
     PriorityPolicy,
@@ -13,7 +14,6 @@ from sglang_coserve.core.policies.baselines import (
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.conserve import ConservePolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
-from sglang_coserve.core.policies.fcfs import FcfsPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy
 from sglang_coserve.core.policy import Policy

@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 
 from sglang_coserve.core.bottleneck import is_compute_saturated
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.planning.offline_candidates import yields_first
 from sglang_coserve.core.planning.offline_phase import (
     decode_offline,
     longest_prefix,
@@ -20,7 +21,6 @@ from sglang_coserve.core.planning.online_phase import decode_online, prefill_onl
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.planning.victims import yields_first
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats

@@ -18,8 +18,13 @@ from sglang_coserve.core.recording.events import (
     Started,
     Updated,
 )
-from sglang_coserve.core.recording.replay import ReplayedPlan, replay
-from sglang_coserve.core.recording.report import PlanTally, ReplayReport, plan_text
+from sglang_coserve.core.recording.replay import (
+    PlanTally,
+    ReplayedPlan,
+    ReplayReport,
+    plan_text,
+    replay,
+)
 from sglang_coserve.core.recording.scheduler import RecordingScheduler, SchedulerSetup
 
 __all__ = [

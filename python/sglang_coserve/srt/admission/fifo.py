@@ -21,15 +21,15 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.srt.admission.cool_down import CoolDown
 from sglang_coserve.srt.admission.fifo_pass import FifoPass
+from sglang_coserve.srt.admission.planned_waiting import CoolDown
 from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.batch_results import BatchResults
+from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import ending_of
 
 __all__ = ["FifoAdmission", "OfflineWaiting"]

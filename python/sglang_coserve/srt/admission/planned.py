@@ -33,12 +33,11 @@ from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, se
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.batch_results import BatchResults
+from sglang_coserve.srt.steps.clocks import RankClock, device_timer
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.part_timer import device_timer
-from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 from sglang_coserve.srt.steps.step_runner import StepRunner, StepTerms
 from sglang_coserve.srt.steps.step_tracker import StepTracker

@@ -16,7 +16,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from sglang_coserve.batch.token_rate import TokenRate
+from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
@@ -36,7 +36,7 @@ from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_for
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave
-from sglang_coserve.srt.safeguards.prompt_limit import body_limits
+from sglang_coserve.srt.safeguards.size_limits import body_limits
 
 __all__ = ["BatchBackend", "engine_failure", "invalid_request", "line_result"]
 

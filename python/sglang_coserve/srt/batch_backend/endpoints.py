@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import check_line_marks
-from sglang_coserve.srt.safeguards.fail_fast import FailFast
+from sglang_coserve.srt.safeguards.bodies import FailFast
 
 __all__ = ["Endpoint", "model_endpoints"]
 

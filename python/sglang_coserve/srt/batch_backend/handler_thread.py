@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from sglang_coserve.lines.worker_threads import WorkerThreads
-from sglang_coserve.srt.safeguards.thread_loop import thread_loop
+from sglang_coserve.srt.safeguards.threaded_manager import thread_loop
 
 __all__ = ["HandlerThread", "OnLoop"]
 

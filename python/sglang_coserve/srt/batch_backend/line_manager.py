@@ -19,7 +19,7 @@ from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
 from sglang_coserve.srt.compat.continuation import can_continue
 from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
-from sglang_coserve.srt.safeguards.prompt_limit import BoundedManager
+from sglang_coserve.srt.safeguards.size_limits import BoundedManager
 
 __all__ = ["LineManager", "LineTask"]
 

@@ -32,8 +32,7 @@ from sglang_coserve.srt.compat.settings import (
     check_window_cache,
     refusals_of_sglang,
 )
-from sglang_coserve.srt.compat.version_check import check_version
-from sglang_coserve.srt.compat.versions import installed_version, start_up_line
+from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
 
 __all__ = [
     "UPDATE_COMMUNICATORS",

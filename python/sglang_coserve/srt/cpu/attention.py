@@ -8,6 +8,8 @@ sinks (gpt-oss) and no logit caps (Gemma 2), and does not read KV from the pool 
 sliding window.
 
 This module imports nothing else of this package, so that stock SGLang can be measured with it.
+
+CPU replacements for kernels of hybrid models with stateful layers (LFM2, Qwen3-Next).
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from sgl_kernel import mamba
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
-__all__ = ["NewTokensAttention", "install_attention"]
+from sglang_coserve.srt import compat
 
+__all__ = ["NewTokensAttention", "install_attention", "install_linear_attention"]
 
 _BLOCK_TOKENS: Final = 256
 
@@ -227,3 +231,36 @@ def _written_out(query: Any, key: Any, value: Any, mask: Any, terms: _Terms) -> 
         logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
     shares = logits.softmax(dim=-1)[..., :keys]
     return (shares @ value[:, :, None]).flatten(1, 2)
+
+
+def install_linear_attention() -> None:
+    """Replace the Triton kernels of short convolutions and gated norms, in this process.
+
+    SGLang takes the other kernels from ``sgl_kernel`` by itself.
+    """
+    convolution = "sglang.srt.layers.attention.mamba.causal_conv1d"
+    compat.replace(f"{convolution}._causal_conv1d_fn_triton", mamba.causal_conv1d_fn_cpu)
+    compat.replace(f"{convolution}._causal_conv1d_update_triton", mamba.causal_conv1d_update_cpu)
+    compat.replace(
+        "sglang.kernels.ops.attention.fla.fused_norm_gate.layer_norm_gated_fwd", _gated_rms_norm
+    )
+
+
+def _gated_rms_norm(
+    *,
+    x: Any,
+    g: Any,
+    weight: Any,
+    activation: str,
+    eps: float,
+    **_options: Any,
+) -> tuple[Any, None, None, Any]:
+    """Return ``x`` of shape (tokens, channels), RMS-normalized and gated.
+
+    The other elements of the result are used only in training.
+    """
+    normed = x.float() * torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight.float()
+    gate = g.float().sigmoid() if activation == "sigmoid" else silu(g.float())
+    return (normed * gate).to(x.dtype), None, None, x

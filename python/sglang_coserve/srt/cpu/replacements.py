@@ -20,8 +20,7 @@ def install_replacements() -> None:
     Must be called in each process that runs a scheduler, before the scheduler is created.
     """
     # They import SGLang, and the environment is to have its defaults before that.
-    from sglang_coserve.srt.cpu.attention import install_attention
-    from sglang_coserve.srt.cpu.linear_attention import install_linear_attention
+    from sglang_coserve.srt.cpu.attention import install_attention, install_linear_attention
 
     _install_pipeline()
     _install_page_allocation()

@@ -14,7 +14,7 @@ from sglang_coserve.core.latency_model import (
     RooflineModel,
     find_hardware,
 )
-from sglang_coserve.core.latency_model.known_models import (
+from sglang_coserve.core.latency_model.model_shape import (
     find_model,
     kv_bytes_per_token,
     kv_capacity_tokens,

@@ -27,10 +27,10 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
 from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
-from sglang_coserve.srt.kv_checkpoint.handover import Handover
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover
 from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
     EVICTION_RANK,
     EvictionOrder,

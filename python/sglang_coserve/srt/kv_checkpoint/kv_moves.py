@@ -22,8 +22,7 @@ import torch
 
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
-from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, is_kv_name
-from sglang_coserve.srt.kv_checkpoint.kv_jobs import KvJob, KvThreads
+from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, KvJob, KvThreads, is_kv_name
 
 __all__ = ["KvLocation", "KvMoves", "Left"]
 

@@ -1,18 +1,25 @@
-"""The host pages of a running offline request."""
+"""The host pages of a running offline request.
+
+Keeps the saved pages of a retracted request on the host for when its request resumes.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_coserve.core.kv_checkpoint import RequestPages
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots, path_to
 
-__all__ = ["RequestCheckpoint", "Run", "slots_of_runs"]
+__all__ = ["Handover", "RequestCheckpoint", "Run", "slots_of_runs"]
 
 Req = Any
 
@@ -81,3 +88,103 @@ def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tens
         places.extend(range(first, first + tokens))
     index = torch.frombuffer(places, dtype=torch.int64).to(req_to_token.device)
     return req_to_token.view(-1).index_select(0, index).long()
+
+
+Node = Any
+
+
+class Handover:
+    """Turns checkpoints into host pages of the radix tree, protected for waiting requests."""
+
+    def __init__(self, cache: Any, space: HostSpace, counts: Counter[str]) -> None:
+        self._cache = cache
+        self._space = space
+        self._counts = counts
+        self._pinned: dict[str, list[Node]] = {}
+
+    def adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
+        """Make a request's saved pages the host pages of the nodes that now hold its KV. No copy.
+
+        The first ``kv_tokens`` tokens of its request are in the tree; returns the last of their
+        nodes.
+        """
+        req, start, page = checkpoint.req, checkpoint.start_tokens, self._cache.page_size
+        kv_end = kv_tokens // page * page
+        end = min(checkpoint.saved_end_tokens, kv_end)
+        host_slots = checkpoint.release()
+        last_saved = self._node_at(req, end)
+        unused = [host_slots[max(end - start, 0) :]]
+        for node, first in _between(last_saved, start, end):
+            slots = host_slots[first - start : first - start + len(node.key)]
+            if can_save(node, self._cache.root_node):
+                self._cache.tree_core.bind_host(node, slots)
+                self._counts["adopted_tokens"] += len(slots)
+            else:
+                unused.append(slots)
+        self._space.free(torch.cat(unused))
+        last = self._node_at(req, kv_end)
+        self._pin(req.rid, (last_saved, last))
+        return last
+
+    def take_in(self, req: Req, slots: torch.Tensor) -> None:
+        """Make host slots with KV of a request's first tokens the host pages of nodes of the tree.
+
+        What others have put there meanwhile stays. The request waits for admission.
+        """
+        tree, root, tokens = self._cache.tree_core, self._cache.root_node, len(slots)
+        last, first, unused = self._node_at(req, tokens), 0, []
+        for node in path_to(last, root):
+            here = slots[first : first + len(node.key)]
+            first += len(node.key)
+            if can_save(node, root):
+                tree.bind_host(node, here)
+            else:
+                unused.append(here)
+        rest = slots[first:]
+        if len(rest) and (last is root or host_slots(last) is not None):
+            key = compat.radix_key(req, tokens)[first:]
+            last = tree.add_on_host(last, key, rest)
+        else:
+            unused.append(rest)
+        self._space.free(torch.cat(unused) if unused else rest[:0])
+        self._pin(req.rid, (last, last))
+
+    def pinned_path(self, rid: str) -> list[Node]:
+        """Return the nodes of a waiting request's KV, from the root on; none if none are."""
+        nodes = self._pinned.get(rid)
+        return path_to(nodes[-1], self._cache.root_node) if nodes else []
+
+    def _pin(self, rid: str, ends: tuple[Node, Node]) -> None:
+        """Protect the host pages of the paths that end at these nodes."""
+        self.forget(rid)
+        root = self._cache.root_node
+        nodes = {id(node): node for node in ends if node is not root}
+        self._pinned[rid] = list(nodes.values())
+        for node in nodes.values():
+            self._cache.tree_core.pin(node)
+
+    def forget(self, rid: str) -> None:
+        """Stop protecting the host pages of a request that no longer waits."""
+        for node in self._pinned.pop(rid, ()):
+            self._cache.tree_core.unpin(node)
+
+    def _node_at(self, req: Req, tokens: int) -> Node:
+        """Return the node that ends at the request's first ``tokens`` tokens, split if needed."""
+        if not tokens:
+            return self._cache.root_node
+        key = compat.radix_key(req, tokens)
+        match = self._cache.match_prefix(MatchPrefixParams(key=key))
+        return self._cache.tree_core.node_by_id(match.best_match_node)
+
+
+def _between(node: Node, start_tokens: int, end_tokens: int) -> list[tuple[Node, int]]:
+    """Return the nodes between two token positions of the path to ``node``, top first, each with
+    its first position."""
+    nodes = []
+    while end_tokens > start_tokens:
+        end_tokens -= len(node.key)
+        nodes.append((node, end_tokens))
+        node = node.parent
+    nodes.reverse()
+    assert end_tokens >= start_tokens or not nodes, "a node holds the end of a prefix and more"
+    return nodes

@@ -19,17 +19,17 @@ import orjson
 from sglang_coserve.asgi import App, Message, Receive, Scope, Send, is_form, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.body_marks import (
+from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
+from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,
     marks_of_body,
+    marks_of_headers,
     tenant_of_body,
+    tenant_of_key,
     tier_used,
 )
-from sglang_coserve.srt.marks.header_marks import marks_of_headers, tenant_of_key
 from sglang_coserve.srt.marks.offline_marks import sent_with, tenant_marks
-from sglang_coserve.srt.marks.overload_answer import OverloadAnswer
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
-from sglang_coserve.srt.marks.tier_writer import TierWriter
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
 

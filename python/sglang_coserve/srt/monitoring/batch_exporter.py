@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from sglang_coserve.batch import BatchService
-from sglang_coserve.batch.headroom import Headroom
-from sglang_coserve.batch.service_status import EXPORTED_STATES, ServiceStatus
+from sglang_coserve.batch.service_status import EXPORTED_STATES, Headroom, ServiceStatus
 
 __all__ = ["BatchExporter", "batches_exported"]
 

@@ -13,8 +13,8 @@ from sglang_coserve.core.latency_model import (
     LatencyProfile,
 )
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
-from sglang_coserve.profiler.machine import ProfiledMachine
-from sglang_coserve.srt.profiling.machine import machine_of
+from sglang_coserve.profiler.profile_file import ProfiledMachine
+from sglang_coserve.srt.profiling.executor import machine_of
 
 __all__ = ["check_profile", "known_latency_model", "latency_profile"]
 

@@ -36,7 +36,7 @@ from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.batch_exporter import BatchExporter, batches_exported
 from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
-from sglang_coserve.srt.routes.trace_route import install_trace_route
+from sglang_coserve.srt.routes.engine_routes import install_trace_route
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
@@ -159,7 +159,7 @@ async def _open_service(
     stack: AsyncExitStack,
 ) -> None:
     """Open the Batch API for as long as ``stack``, if the server has one."""
-    from sglang_coserve.srt.safeguards.engine_death import fatal_signals_recorded_in
+    from sglang_coserve.srt.safeguards.process_health import fatal_signals_recorded_in
 
     if config.coserve_data_dir is None:
         return

@@ -29,7 +29,7 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask
-from sglang_coserve.srt.routes.trace_route import TRACE_PATH
+from sglang_coserve.srt.routes.engine_routes import TRACE_PATH
 from sglang_coserve.view import History, Page, standing
 
 __all__ = ["View"]

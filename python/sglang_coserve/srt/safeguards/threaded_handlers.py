@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.openai.serving_tokenize import (
     OpenAIServingTokenize,
 )
 
-from sglang_coserve.srt.safeguards.prompt_limit import BoundedManager, prompt_limit
+from sglang_coserve.srt.safeguards.size_limits import BoundedManager, prompt_limit
 from sglang_coserve.srt.safeguards.threaded_manager import finished, is_large
 
 __all__ = ["install_threaded_handlers"]

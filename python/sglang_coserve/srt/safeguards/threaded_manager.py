@@ -2,25 +2,53 @@
 
 SGLang renders and tokenizes prompts on the event loop. Short ones still are, because a thread
 would cost more than it saves.
+
+A stand-in event loop for SGLang's handlers when they run in a worker thread.
+
+Since 0.5.22 SGLang converts a request with ``loop.run_in_executor``. In a worker thread there
+is no event loop, and no need for an executor.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_coserve.lines.worker_threads import WorkerThreads
-from sglang_coserve.srt.safeguards.prompt_limit import BoundedManager, prompt_limit
-from sglang_coserve.srt.safeguards.request_gate import body_bytes
-from sglang_coserve.srt.safeguards.thread_loop import thread_loop
+from sglang_coserve.srt.safeguards.size_limits import BoundedManager, body_bytes, prompt_limit
 
-__all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large"]
+__all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large", "thread_loop"]
 
 _T = TypeVar("_T")
+
+
+class _ThreadLoop:
+    """An event loop that runs functions for an executor at once, in the same thread."""
+
+    async def run_in_executor(
+        self, _executor: None, function: Callable[..., _T], *arguments: Any
+    ) -> _T:
+        return function(*arguments)
+
+
+_LOOP: Final[Any] = _ThreadLoop()
+
+
+@contextmanager
+def thread_loop() -> Iterator[None]:
+    """Set the stand-in loop, so that a coroutine that never really waits can run in this thread."""
+    asyncio._set_running_loop(_LOOP)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(None)
+
 
 _LARGE_CHARS: Final = 8192
 """Texts of this length take 2 to 6 ms to tokenize on one core of an AMD EPYC."""

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 __all__ = ["FollowerGate", "LeaderGate", "SharedWords", "has_ordered_stores", "share_words"]

@@ -1,18 +1,251 @@
-"""Receives requests in a thread, also during a forward pass, for schedulers with safepoints."""
+"""Receives requests in a thread, also during a forward pass, for schedulers with safepoints.
+
+The queue of received messages between the monitor thread and the event loop.
+
+Asks the running batch to stop when an online request arrives.
+
+The thread that receives requests, also during a forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import logging
+import os
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
 
+import zmq
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+from sglang.srt.managers.utils import is_health_check_generate_req
 
-from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
-from sglang_coserve.srt.safepoint.inbox import Inbox
-from sglang_coserve.srt.safepoint.monitor import SocketMonitor
+from sglang_coserve.srt.marks.request_marks import arrival_s, is_offline
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 
-__all__ = ["Ingress"]
+__all__ = [
+    "Arrival",
+    "ArrivalWatch",
+    "Inbox",
+    "Ingress",
+    "SocketMonitor",
+    "StopRequest",
+    "online_arrivals",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An online request that was received."""
+
+    rid: str
+    arrival_s: float
+    """When the server received it, on this process's ``time.perf_counter``."""
+
+
+class Inbox:
+    """A queue that replaces SGLang's socket from its tokenizer, with the same reading methods.
+
+    One thread puts messages in, the event loop takes them out. ``wake_fd`` becomes
+    readable with every message, so that an idle loop can sleep on it; a message
+    that arrives before the loop sleeps prevents the sleep.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._messages: deque[tuple[Any, tuple[Arrival, ...]]] = deque()
+        self._error: BaseException | None = None
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, message: Any, arrivals: tuple[Arrival, ...] = ()) -> None:
+        """Add a message, with the online requests that it contains."""
+        with self._lock:
+            self._messages.append((message, arrivals))
+        os.eventfd_write(self.wake_fd, 1)
+
+    def fail(self, error: BaseException) -> None:
+        """Make the event loop fail with this error after it has taken all messages."""
+        with self._lock:
+            self._error = error
+        os.eventfd_write(self.wake_fd, 1)
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the online requests that the event loop has not taken yet."""
+        with self._lock:
+            return [arrival for _, arrivals in self._messages for arrival in arrivals]
+
+    def clear_wake(self) -> None:
+        """Reset ``wake_fd`` until the next message."""
+        with suppress(BlockingIOError):  # It may be reset already, if the sleep timed out.
+            os.eventfd_read(self.wake_fd)
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        """Take the next message, as ``zmq.Socket.recv_pyobj`` does without blocking.
+
+        Raises:
+            zmq.Again: there is none.
+            RuntimeError: the thread that receives has failed.
+        """
+        return self._take(flags)
+
+    def recv(self, flags: int = 0) -> Any:
+        """Take the next message, undecoded; see ``recv_pyobj``."""
+        return self._take(flags)
+
+    def _take(self, flags: int) -> Any:
+        assert flags & zmq.NOBLOCK, "the event loop never blocks here"
+        with self._lock:
+            if self._messages:
+                return self._messages.popleft()[0]
+            if self._error is not None:
+                raise RuntimeError("the thread that receives requests has failed") from self._error
+        raise zmq.Again()
+
+    def close(self) -> None:
+        """Close the file descriptor; no message may be added afterwards."""
+        os.close(self.wake_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """The arrivals for which the flag was raised, and when."""
+
+    arrivals: tuple[Arrival, ...]
+    raised_s: float
+
+
+class ArrivalWatch:
+    """Raises the flag when there are both an open batch and an arrival.
+
+    The event loop opens a batch and then checks for arrivals; the monitor thread puts
+    an arrival into the inbox and then checks for an open batch. So at least one of the two
+    threads sees both, whatever the order.
+    """
+
+    def __init__(self, inbox: Inbox, flag: PreemptionFlag) -> None:
+        self._inbox = inbox
+        self._flag = flag
+        # Makes checking and raising atomic: a late raise for a batch that has ended could
+        # overwrite the flag of the next one.
+        self._lock = threading.Lock()
+        self._batch = 0
+        """Id of the open batch in the flag; 0 if none is open."""
+
+        self._request: StopRequest | None = None
+
+    def open(self, batch: int) -> None:
+        """Let this batch be stopped by any arrival, including those already in the inbox."""
+        with self._lock:
+            self._flag.lower()
+            self._request = None
+            self._batch = batch
+        self.consider()
+
+    def close(self) -> StopRequest | None:
+        """Close the batch, which has stopped or ended; return the request to stop it, if any."""
+        with self._lock:
+            self._batch = 0
+            self._flag.lower()
+            return self._request
+
+    def consider(self) -> None:
+        """Raise the flag if a batch is open and an online request has arrived."""
+        with self._lock:
+            if not self._batch or self._request is not None:
+                return
+            arrivals = self._inbox.arrivals()
+            if arrivals:
+                self._request = StopRequest(tuple(arrivals), time.perf_counter())
+                self._flag.raise_for(self._batch)
+
+
+_JOIN_S: Final = 10.0
+
+
+def online_arrivals(message: Any, now_s: float) -> tuple[Arrival, ...]:
+    """Return the online requests in a message from SGLang's tokenizer, received just now."""
+    requests = getattr(message, "batch", None) or (message,)
+    return tuple(
+        Arrival(request.rid, arrival_s(request, now_s))
+        for request in requests
+        if isinstance(request, TokenizedGenerateReqInput)
+        and not is_offline(request)
+        and not is_health_check_generate_req(request)
+    )
+
+
+class SocketMonitor:
+    """Receives messages from a socket into an inbox, then reports online requests.
+
+    In that order, so that an arrival is in the inbox when ``on_arrival`` is called.
+    The monitor owns the socket while it runs. An error ends the thread and, through the inbox,
+    the event loop.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox, on_arrival: Callable[[], None]):
+        self._socket = socket
+        self._inbox = inbox
+        self._on_arrival = on_arrival
+        self._thread: threading.Thread | None = None
+        self._stop_fd = -1
+
+    def start(self) -> None:
+        """Start the thread."""
+        assert self._thread is None
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="coserve-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread; messages received so far are in the inbox. May be started again."""
+        if self._thread is None:
+            return
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():  # It is a daemon and ends with the process.
+            logger.warning("the thread that receives requests did not stop in %.0f s", _JOIN_S)
+            return
+        os.close(self._stop_fd)
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._stop_fd, zmq.POLLIN)
+            while True:
+                ready = dict(poller.poll())
+                if self._stop_fd in ready:
+                    return
+                self._receive_all()
+        except BaseException as error:
+            logger.exception("the thread that receives requests has failed")
+            self._inbox.fail(error)
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            now_s = time.perf_counter()
+            # The inbox gets what SGLang's receiver would read from the socket.
+            if io_struct._USE_PICKLE_IPC:
+                message = payload = pickle.loads(data)
+            else:
+                message, payload = io_struct.msgpack_decode(data), data
+            arrivals = online_arrivals(message, now_s)
+            self._inbox.put(payload, arrivals)
+            if arrivals:
+                self._on_arrival()
 
 
 class Ingress:

@@ -9,17 +9,17 @@ from typing import Any, Final
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.device import runs_beside_host
-from sglang_coserve.srt.safepoint.arrival_watch import ArrivalWatch
 from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate
-from sglang_coserve.srt.safepoint.inbox import Inbox
-from sglang_coserve.srt.safepoint.ingress import Ingress
-from sglang_coserve.srt.safepoint.instrument import Gate, fitting_interval
-from sglang_coserve.srt.safepoint.layers import decoder_layers
-from sglang_coserve.srt.safepoint.placement import RUN_AHEAD, place_between_layers, place_on_cuda
-from sglang_coserve.srt.safepoint.prefill_graphs import why_prefills_cannot_stop
+from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress
+from sglang_coserve.srt.safepoint.instrument import Gate, decoder_layers, fitting_interval
+from sglang_coserve.srt.safepoint.placement import (
+    RUN_AHEAD,
+    place_between_layers,
+    place_on_cuda,
+    why_prefills_cannot_stop,
+)
 from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 

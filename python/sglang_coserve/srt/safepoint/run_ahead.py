@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from sglang_coserve.srt.device import runs_beside_host
-from sglang_coserve.srt.safepoint.flag import PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import Gate
 
 __all__ = ["RunAheadGate", "StreamEvent", "device_events", "order_behind_pass"]

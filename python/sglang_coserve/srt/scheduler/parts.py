@@ -34,10 +34,10 @@ from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
+from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
-from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
 

@@ -21,8 +21,8 @@ from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
+from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.rank_clock import RankClock
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["RequestIntake"]

@@ -22,11 +22,11 @@ from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY
 from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
 from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
-from sglang_coserve.srt.safeguards.usable_logits import end_unusable
+from sglang_coserve.srt.safeguards.sampling import end_unusable
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.rank_clock import RankClock, RankTime
+from sglang_coserve.srt.steps.clocks import RankClock, RankTime
 from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
 __all__ = ["CoserveScheduler", "config_of"]

@@ -11,8 +11,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.steps.clocks import PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.part_timer import PartTimer
 
 __all__ = ["SUSPENDED", "StepRunner", "StepTerms"]
 

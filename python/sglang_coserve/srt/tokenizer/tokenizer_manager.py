@@ -34,8 +34,11 @@ from sglang_coserve.srt.monitoring.otel_metrics import (
 from sglang_coserve.srt.safeguards.engine_limits import check_request, check_values
 from sglang_coserve.srt.safeguards.media_sources import MediaSources
 from sglang_coserve.srt.scheduler.scheduler import config_of
-from sglang_coserve.srt.tokenizer.arrival_time import OutputDelay, install_arrival_times
-from sglang_coserve.srt.tokenizer.client_departures import ClientDepartures
+from sglang_coserve.srt.tokenizer.client_presence import (
+    ClientDepartures,
+    OutputDelay,
+    install_arrival_times,
+)
 from sglang_coserve.srt.tokenizer.updating_manager import UpdatingTokenizerManager
 
 __all__ = ["CoserveTokenizerManager"]

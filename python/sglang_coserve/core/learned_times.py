@@ -1,0 +1,130 @@
+"""Times and rates that a scheduler learns while it serves.
+
+Learns what it costs to suspend and resume a step.
+
+Predicts how long an offline request will run.
+
+Estimates the throughput of offline work on an otherwise idle engine.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.step import StepResult
+from sglang_coserve.core.step_stats import StepStats
+
+__all__ = ["ResumeCost", "ServiceTime", "expected_tokens_per_s", "lines_at_a_time"]
+
+_RESUME_WEIGHT: Final = 1 / 64
+"""Weight of one step in the moving average: as many as average an error of the latency model of
+twice the cost down to a quarter of it."""
+
+
+class ResumeCost:
+    """The mean of what suspended steps took beyond their predicted time, per suspension.
+
+    Without this the latency model would have to learn it, which predicts steps that are not
+    suspended, too.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_s = 0.0
+
+    def observe(self, seconds: float, predicted_s: float, suspensions: int) -> None:
+        """Record that a step took ``seconds`` in all, instead of ``predicted_s`` without them."""
+        self._count += 1
+        weight = max(_RESUME_WEIGHT, 1 / self._count)
+        self._mean_s += weight * ((seconds - predicted_s) / suspensions - self._mean_s)
+
+    def seconds(self, default_s: float) -> float:
+        """Return the cost of one suspension, at least 0; ``default_s`` before any was observed."""
+        return max(self._mean_s, 0.0) if self._count else default_s
+
+
+_SERVICE_WEIGHT: Final = 1 / 200
+"""Weight of one step in the moving average, the same as for prediction errors."""
+
+
+class ServiceTime:
+    """Predicts the time from the start of an offline request to its end.
+
+    It is the time of the prefill plus, for each output token, the time from one step with
+    offline decodes to the next. The latter is measured, so it includes online work in between;
+    until two such steps were seen, it is the predicted time of a single decode.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._token_s = 0.0
+        self._last_s: float | None = None
+
+    def observe(self, result: StepResult, *, is_busy: bool) -> None:
+        """Record the result of a step. O(online requests of the step).
+
+        ``is_busy``: offline requests are running. Time without any does not count as time per
+        token.
+        """
+        if not is_busy:
+            self._last_s = None
+            return
+        if not _decodes_offline(result):
+            return
+        end_s = result.started_s + (result.seconds or 0.0)
+        if self._last_s is not None and end_s > self._last_s:
+            self._count += 1
+            weight = max(_SERVICE_WEIGHT, 1 / self._count)
+            # In a pipeline the preceding step belongs to another micro-batch.
+            token_s = (end_s - self._last_s) * result.concurrency
+            self._token_s += weight * (token_s - self._token_s)
+        self._last_s = end_s
+
+    def predict(self, request: QueuedRequest, model: LatencyModel) -> float:
+        """Return the predicted seconds of ``request`` from its next start to its end."""
+        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+        prefill_s = model.predict(StepStats().with_prefill(length_tokens, 0))
+        token_s = self._token_s
+        if not self._count:
+            token_s = model.predict(StepStats().with_decode(length_tokens))
+        return prefill_s + request.expected_tokens_left * token_s
+
+
+def _decodes_offline(result: StepResult) -> bool:
+    online_decodes = len(result.served) - len(result.online_chunks)
+    return result.batch.decode_requests > online_decodes
+
+
+_PROMPT_TOKENS: Final = 256
+_OUTPUT_TOKENS: Final = 256
+"""Assumed lengths, as no request has been seen yet."""
+
+
+def expected_tokens_per_s(
+    model: LatencyModel, *, kv_tokens: int, max_requests: int, chunk_tokens: int
+) -> float:
+    """Return the predicted prompt and output tokens per second of many medium-sized requests.
+
+    As many of them decode together as ``kv_tokens`` and ``max_requests`` allow, and prompts
+    are computed in batches of ``chunk_tokens``. This is the initial estimate of a rate that is
+    measured once requests are served.
+    """
+    requests = max(1, min(max_requests, kv_tokens // (_PROMPT_TOKENS + _OUTPUT_TOKENS)))
+    prompts = max(1, min(requests, chunk_tokens // _PROMPT_TOKENS))
+    prefill_s = model.predict(StepStats.of(prefills=[(_PROMPT_TOKENS, 0)] * prompts)) / prompts
+    middle_tokens = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
+    decode_s = model.predict(StepStats.of(decodes=[middle_tokens] * requests)) / requests
+    return (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (prefill_s + _OUTPUT_TOKENS * decode_s)
+
+
+def lines_at_a_time(*, kv_tokens: int, requests: int, lines: int, line_tokens: int) -> int:
+    """Return how many offline requests fit into ``kv_tokens`` of KV and so many requests.
+
+    Their mean length is that of the ``lines`` that are there: ``line_tokens`` of prompts and
+    outputs together. Without any a medium length is assumed.
+    """
+    if not line_tokens:
+        lines, line_tokens = 1, _PROMPT_TOKENS + _OUTPUT_TOKENS
+    return max(0, min(requests, kv_tokens * lines // line_tokens))

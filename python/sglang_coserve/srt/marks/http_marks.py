@@ -1,0 +1,227 @@
+"""Reads the marks of HTTP requests.
+
+Reads the class, targets and tenant of a request from its JSON body, on any route.
+
+Reads the class, tenant, targets and deadline of a request from a gateway's headers.
+
+The headers are those of llm-d and of the Gateway API's inference extension, which name an
+*objective* defined by the operator. A gateway is trusted more than its clients, so headers
+override the body.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any, Final
+
+from sglang_coserve.asgi import bearer_key
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.srt.marks.request_marks import (
+    CLASS_KEY,
+    MARK_PREFIX,
+    TPOT_KEY,
+    TTFT_KEY,
+    TTL_KEY,
+)
+
+__all__ = [
+    "SERVICE_TIER",
+    "SERVICE_TIERS",
+    "HeaderMarks",
+    "class_of_body",
+    "marks_of_body",
+    "marks_of_headers",
+    "tenant_of_body",
+    "tenant_of_key",
+    "tier_used",
+]
+
+SERVICE_TIER: Final = "service_tier"
+
+SERVICE_TIERS: Final[Mapping[str, RequestClass]] = MappingProxyType(
+    {
+        **dict.fromkeys(("auto", "default", "priority", "scale", "fast"), RequestClass.ONLINE),
+        "standard_only": RequestClass.ONLINE,  # Anthropic's.
+        "flex": RequestClass.OFFLINE,
+    }
+)
+"""The class behind each value of ``service_tier``, of the newest ``openai`` client and before."""
+
+
+_MOST_TENANT_CHARS: Final = 256
+
+
+def tier_used(request_class: RequestClass) -> str:
+    """Return the ``service_tier`` that an answer names."""
+    return "flex" if request_class is RequestClass.OFFLINE else "default"
+
+
+def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks at the top level of a JSON body, including its class if it names one.
+
+    Only the class is checked here; the other marks are checked in the tokenizer manager, which
+    all entry points share.
+
+    Raises:
+        UnknownClassError: a mark names no class, or two marks disagree.
+    """
+    marks = {
+        key: value
+        for key, value in fields.items()
+        if key.startswith(MARK_PREFIX) and value is not None
+    }
+    request_class = class_of_body(fields)
+    if request_class is not None:
+        marks[CLASS_KEY] = request_class.value
+    return marks
+
+
+def tenant_of_body(fields: Mapping[str, Any]) -> str | None:
+    """Return the tenant named in a body: OpenAI's ``user``, or Anthropic's
+    ``metadata.user_id``."""
+    metadata = fields.get("metadata")
+    within = metadata.get("user_id") if isinstance(metadata, dict) else None
+    for user in (fields.get("user"), within):
+        if isinstance(user, str) and user:
+            return user[:_MOST_TENANT_CHARS]
+    return None
+
+
+def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
+    """Return the class that a body asks for; None if it names none.
+
+    Raises:
+        UnknownClassError: a mark names no class, or two marks disagree.
+    """
+    asked: dict[str, RequestClass] = {}
+    if body.get(SERVICE_TIER) is not None:
+        asked[SERVICE_TIER] = _class_of_tier(body[SERVICE_TIER])
+    if body.get(CLASS_KEY) is not None:
+        asked[CLASS_KEY] = RequestClass.parse(body[CLASS_KEY])
+    custom_params = body.get("custom_params")
+    if isinstance(custom_params, dict) and custom_params.get(CLASS_KEY) is not None:
+        asked["custom_params"] = RequestClass.parse(custom_params[CLASS_KEY])
+    # "auto" leaves the choice to the server, so it yields to any other mark.
+    if body.get(SERVICE_TIER) == "auto" and len(asked) > 1:
+        del asked[SERVICE_TIER]
+    if len(set(asked.values())) > 1:
+        said = ", ".join(f"{name} says {value.value}" for name, value in asked.items())
+        raise UnknownClassError(f"contradicting request classes: {said}")
+    return next(iter(asked.values()), None)
+
+
+def _class_of_tier(tier: object) -> RequestClass:
+    if not isinstance(tier, str) or tier not in SERVICE_TIERS:
+        valid = ", ".join(repr(name) for name in SERVICE_TIERS)
+        raise UnknownClassError(f"unknown service_tier {tier!r}: use one of {valid}")
+    return SERVICE_TIERS[tier]
+
+
+_OBJECTIVE: Final = b"x-llm-d-inference-objective"
+_TENANT: Final = b"x-llm-d-inference-fairness-id"
+_TARGETS: Final = MappingProxyType(
+    {
+        b"x-slo-ttft-ms": TTFT_KEY,  # Of earlier versions; the newer name comes after it and wins.
+        b"x-slo-tpot-ms": TPOT_KEY,
+        b"x-llm-d-slo-ttft-ms": TTFT_KEY,
+        b"x-llm-d-slo-tpot-ms": TPOT_KEY,
+    }
+)
+_TTL: Final = b"x-llm-d-inference-ttl"
+_DURATION: Final = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:h|ms|us|µs|ns|m|s)", re.ASCII)
+_UNITS_S: Final = MappingProxyType(
+    {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+)
+_MOST_TTL_BYTES: Final = 64
+_MOST_TENANT_BYTES: Final = 256
+_KEY_HEADERS: Final = (b"authorization", b"x-api-key")
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderMarks:
+    """The marks and the tenant found in the headers, if any."""
+
+    marks: dict[str, Any] = field(default_factory=dict)
+    tenant: str | None = None
+
+
+def marks_of_headers(
+    headers: Iterable[tuple[bytes, bytes]], offline_objectives: frozenset[str]
+) -> HeaderMarks:
+    """Return the marks in the headers of a request. O(headers).
+
+    Args:
+        headers: Names in lower case, and values.
+        offline_objectives: The objectives whose requests are offline; any other is online.
+
+    Raises:
+        RequestError: a target is not a number, the time to live is not a duration, or the
+            tenant's name is too long.
+    """
+    found = {name: value for name, value in headers if name.startswith(b"x-")}
+    marks: dict[str, Any] = {}
+    if objective := found.get(_OBJECTIVE, b"").decode("latin-1").strip():
+        is_offline = objective in offline_objectives
+        marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
+    for name, key in _TARGETS.items():
+        if name in found:
+            marks[key] = _number(name, found[name])
+    if _TTL in found:
+        marks[TTL_KEY] = _duration_s(found[_TTL])
+    tenant = found.get(_TENANT, b"")
+    if len(tenant) > _MOST_TENANT_BYTES:
+        raise RequestError(
+            f"{_TENANT.decode()} has {len(tenant)} bytes: use at most {_MOST_TENANT_BYTES}"
+        )
+    return HeaderMarks(marks, tenant.decode("latin-1").strip() or None)
+
+
+def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return a hash of a request's API key as tenant; None without a key.
+
+    Raises:
+        RequestError: it has several keys.
+    """
+    headers = list(headers)
+    key = bearer_key(headers)
+    if key is not None:
+        return _tenant(key.encode("latin-1"))
+    for name, value in headers:
+        if name.lower() in _KEY_HEADERS and value:
+            return _tenant(value)
+    return None
+
+
+def _tenant(key: bytes) -> str:
+    return f"key {blake2b(key, digest_size=8).hexdigest()}"
+
+
+def _number(name: bytes, value: bytes) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        text = value.decode("latin-1")
+        raise RequestError(f"{name.decode()} is {text!r}: use a number of milliseconds") from None
+
+
+def _duration_s(value: bytes) -> float:
+    """Return a duration as llm-d's router reads it (Go's ``time.ParseDuration``), above 0."""
+    text = value.decode("utf-8", errors="replace").strip()
+    parts = _DURATION.findall(text) if len(value) <= _MOST_TTL_BYTES else []
+    seconds = sum(float(part.rstrip("hmsuµn")) * _UNITS_S[_unit(part)] for part in parts)
+    if "".join(parts) != text or not 0 < seconds < math.inf:
+        raise RequestError(
+            f"{_TTL.decode()} is {text[:_MOST_TTL_BYTES]!r}: use a duration above 0 such as 90s, "
+            "1m30s or 1500ms"
+        )
+    return seconds
+
+
+def _unit(part: str) -> str:
+    return part.lstrip("0123456789.")

@@ -1,0 +1,149 @@
+"""Sampling that neither stops for compilation nor ends the scheduler.
+
+Keeps SGLang from compiling parts of sampling while requests wait.
+
+SGLang marks two small functions for ``torch.compile``, which compiles them on
+first use: with the first request that has a ``repetition_penalty`` (and again
+for the first batch of two requests, and for other types), or a seed.  That took 23 s on
+four idle cores, during which the scheduler does nothing else.  Without compilation they
+only read the logits a few more times.
+
+Makes rows of logits that cannot be sampled abort only their own request.
+
+A row with NaN, or without a finite maximum, crashes the scheduler process when it
+is sampled (on a GPU at some later point, and unrecoverably).  Such rows
+come from a custom logit processor, from a grammar that allows no token, or from a model
+whose values overflow.  Here they are replaced on the device, without a
+synchronization, and reported with the result of the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any, Final
+
+import torch
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from sglang_coserve.srt import compat
+
+__all__ = ["GuardedSampler", "end_unusable", "install_eager_sampling", "install_guarded_sampler"]
+
+logger = logging.getLogger(__name__)
+
+
+def install_eager_sampling() -> None:
+    """Make SGLang in this process call the uncompiled functions."""
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling.penaltylib import repetition_penalty
+
+    penalties = _as_written(repetition_penalty.apply_scaling_penalties)
+    compat.replace(
+        "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties", penalties
+    )
+    # Where it is imported to.
+    compat.replace("sglang.srt.sampling.sampling_batch_info.apply_scaling_penalties", penalties)
+    compat.replace(
+        "sglang.srt.layers.sampler.multinomial_with_seed",
+        _as_written(sampler.multinomial_with_seed),
+    )
+
+
+def _as_written(function: Any) -> Any:
+    """Return the function behind ``torch.compile``; the function itself if there is none."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+_BACKENDS: Final = ("flashinfer", "pytorch")
+_ATTRIBUTE: Final = "coserve_unusable_rows"
+
+_MESSAGE: Final = (
+    "the engine could not choose a token: the logits of this request are not numbers, or "
+    "exclude every token; look at its logit processor, grammar, biases and penalties"
+)
+
+
+def install_guarded_sampler() -> None:
+    """Make SGLang in this process sample with ``GuardedSampler``."""
+    for backend in _BACKENDS:
+        register_sampler_backend(backend, GuardedSampler)
+
+
+class GuardedSampler(Sampler):
+    """SGLang's sampler, which attaches a mask of unusable rows to the logits output."""
+
+    def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample a token for each row; takes SGLang's arguments."""
+        tokens = super().forward(logits_output, sampling_info, *args, **kwargs)
+        self._abort_unusable(logits_output)
+        return tokens
+
+    def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
+        """Compute log-probabilities for requests that want scores and no token."""
+        super().compute_logprobs_only(logits_output, *args, **kwargs)
+        self._abort_unusable(logits_output)
+
+    def _abort_unusable(self, logits_output: Any) -> None:
+        # This copy ends before that of the tokens, which SGLang waits for.
+        setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
+
+    def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+        failed = None
+        if sampling_info.has_custom_logit_processor:
+            failed = _apply_processors(logits, sampling_info)
+        sanitize_nan_logits(logits, "logits")
+        # The maximum is not finite if a logit is NaN or +inf, if all are -inf, or if dividing by
+        # the temperature overflows.
+        largest = logits.amax(dim=-1)
+        if not sampling_info.is_all_greedy:
+            largest = largest / sampling_info.temperatures.view(-1)
+        self._unusable = ~torch.isfinite(largest)
+        if failed is not None:
+            self._unusable |= failed
+        return logits.masked_fill_(self._unusable[:, None], 0.0)
+
+
+def end_unusable(batch: Any, result: Any) -> None:
+    """Abort the requests of ``batch`` whose logits were unusable. O(requests)."""
+    rows = getattr(getattr(result, "logits_output", None), _ATTRIBUTE, None)
+    if rows is None:
+        return
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif rows.is_pinned():
+        torch.cuda.current_stream().synchronize()  # As SGLang does next, to see the tokens.
+    if not rows.any():
+        return
+    for req, is_unusable in zip(batch.reqs, rows.tolist(), strict=True):
+        # The logits of a prompt are used only after its last chunk.
+        is_used = not (req.finished() or req.is_retracted or req.inflight_middle_chunks > 0)
+        if is_unusable and is_used:
+            logger.error("request %s: %s", req.rid, _MESSAGE)
+            req.to_finish = FINISH_ABORT(_MESSAGE, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            # Other requests with the same prefix must not reuse this request's KV.
+            req.skip_radix_cache_insert = True
+
+
+def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+    """Apply custom logit processors; return a mask of the rows on which one failed.
+
+    SGLang applies a processor to all of its rows at once. If that fails, it is applied
+    row by row, so that one bad request does not fail the others.
+    """
+    failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    for processor, rows, indices in compat.logit_processors(sampling_info):
+        params = [sampling_info.custom_params[row] for row in rows]
+        try:
+            logits[indices] = processor(logits[indices], params)
+        except Exception:
+            for row, of_row in zip(rows, params, strict=True):
+                one = slice(row, row + 1)
+                try:
+                    logits[one] = processor(logits[one].clone(), [of_row])
+                except Exception:
+                    logger.exception("logit processor %s failed", type(processor).__name__)
+                    failed[row] = True
+    return failed

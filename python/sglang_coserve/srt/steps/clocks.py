@@ -1,0 +1,187 @@
+"""The clocks of an engine: of its ranks, and of steps on its device.
+
+Times the steps of an engine whose host runs ahead of its device.
+
+One clock for all ranks: rank 0's time, sent with the broadcast of requests.
+
+Ranks with different clocks would make different decisions, and hang in the
+next collective operation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_coserve.srt.device import runs_beside_host
+from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_s
+from sglang_coserve.srt.marks.request_marks import arrival_s
+
+__all__ = ["DeviceEvent", "PartTimer", "RankClock", "RankTime", "device_timer"]
+
+
+class DeviceEvent(Protocol):
+    """A marker in the stream of the forward passes, such as ``torch.cuda.Event``."""
+
+    def record(self, stream: Any) -> None:
+        """Place the marker after all work launched so far."""
+        ...
+
+    def query(self) -> bool:
+        """Return whether the device has passed the marker."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds from this marker to a later one, both passed."""
+        ...
+
+
+class PartTimer:
+    """Times the parts of steps, where a step that is never suspended has one part.
+
+    A part lasts from the beginning of its pass, or the end of the part before it if that is later,
+    to its own end. When the host learns of that does not matter: an armed batch keeps it until the
+    batch is nearly over, others do not, and a stopped batch goes on after it.
+    """
+
+    def __init__(self, make_event: Callable[[], DeviceEvent], stream: Any) -> None:
+        """``stream`` is that of the forward passes; ``make_event`` makes events with times."""
+        self._make_event = make_event
+        self._stream = stream
+        self._begin: DeviceEvent | None = None
+        self._parts: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
+
+    def begin_pass(self) -> None:
+        """Note that a pass begins, which may launch a part."""
+        self._begin = self._mark()
+
+    def launched(self) -> None:
+        """Note that all of the part that this pass launches is in the stream."""
+        end = self._mark()
+        self._parts.append((self._begin or end, end))
+        self._begin = None
+
+    def take(self) -> tuple[float, ...]:
+        """Take out and return the seconds of the parts that have ended, in order."""
+        parts_s = []
+        while self._parts and self._parts[0][1].query():
+            begin, end = self._parts.popleft()
+            parts_s.append(begin.elapsed_time(end) / 1e3)
+        return tuple(parts_s)
+
+    def _mark(self) -> DeviceEvent:
+        event = self._make_event()
+        event.record(self._stream)
+        return event
+
+
+def device_timer(scheduler: Any) -> PartTimer | None:
+    """Return a timer of a scheduler's steps; None if its host waits for each of them.
+
+    That is so without overlap scheduling, and on a CPU.
+    """
+    if not scheduler.enable_overlap or not runs_beside_host(scheduler.device):
+        return None
+    module = torch.get_device_module(scheduler.device)
+    return PartTimer(lambda: module.Event(enable_timing=True), scheduler.forward_stream)
+
+
+Req = Any
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """The time on rank 0 at the start of a step."""
+
+    now_s: float
+    parts_s: tuple[float, ...] = ()
+    """Times of the parts of steps that have ended on rank 0 since the last tick."""
+
+
+class RankClock:
+    """The clock for a rank's decisions and for arrival times, in seconds.
+
+    It is ``time.perf_counter`` of rank 0 if the clock is shared, else of this rank.
+    """
+
+    def __init__(self, *, is_shared: bool, is_source: bool) -> None:
+        """Create the clock of one rank.
+
+        Args:
+            is_shared: Whether all ranks use rank 0's time.
+            is_source: Whether this is rank 0.
+        """
+        self._is_shared = is_shared
+        self._is_source = is_source
+        self._tick: RankTime | None = None
+        self._parts_s: list[float] = []
+        self.timer: PartTimer | None = None
+        """Times this rank's steps, if its host runs ahead of its device."""
+
+    def carried_by(self, input_blocker: Any) -> Any:
+        """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
+        if not self._is_shared:
+            return input_blocker
+        return _TickSource(input_blocker, self if self._is_source else None)
+
+    def take(self, tick: RankTime) -> None:
+        """Use the time of a tick from now on."""
+        self._tick = tick
+        self._parts_s += tick.parts_s
+
+    def take_parts(self) -> tuple[float, ...]:
+        """Take out and return the times of the parts of steps that have ended, in order."""
+        if not self._is_shared:
+            return self.measured_parts()
+        parts_s, self._parts_s = tuple(self._parts_s), []
+        return parts_s
+
+    def measured_parts(self) -> tuple[float, ...]:
+        """Take out and return those that have ended on this rank."""
+        return () if self.timer is None else self.timer.take()
+
+    def now_s(self) -> float:
+        """Return the current time: that of the last tick, if the clock is shared."""
+        return time.perf_counter() if self._tick is None else self._tick.now_s
+
+    def arrival_s(self, req: Req, now_s: float) -> float:
+        """Return when a request arrived at the server; ``now_s`` if unknown.
+
+        If the clock is shared, the request itself brings the time along from rank 0: it may be
+        queued long after its broadcast, as when its grammar was being compiled.
+        """
+        if self._tick is None:
+            return arrival_s(req, now_s)
+        marked_s = marked_arrival_s(req)
+        return now_s if marked_s is None else marked_s
+
+
+class _TickSource:
+    """Replaces SGLang's input blocker; adds a ``RankTime`` to what rank 0 receives."""
+
+    def __init__(self, inner: Any, clock: RankClock | None) -> None:
+        """``clock`` is that of rank 0; None on the others."""
+        self._inner = inner
+        self._clock = clock
+
+    def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
+        """Return the received messages; on rank 0 with arrival times in them, after a tick."""
+        if self._inner is not None:
+            recv_reqs = self._inner.handle(recv_reqs)
+        if self._clock is not None and recv_reqs is not None:
+            now_s = time.perf_counter()
+            for request in _requests(recv_reqs):
+                mark_arrival(request, arrival_s(request, now_s))
+            return [RankTime(now_s, self._clock.measured_parts()), *recv_reqs]
+        return recv_reqs
+
+
+def _requests(received: list[Any]) -> list[Any]:
+    """Return the messages that are requests, including those inside of batch messages."""
+    flat = [one for item in received for one in getattr(item, "batch", None) or (item,)]
+    return [item for item in flat if getattr(item, "sampling_params", None) is not None]
