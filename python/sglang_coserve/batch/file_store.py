@@ -1,7 +1,4 @@
-"""Stores files atomically; uploads and downloads are streamed.
-
-Bounds uploads and downloads: how many run at a time, and how fast beside online requests.
-"""
+"""Stores files atomically; uploads and downloads are streamed, few at a time and not too fast."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ What the rest of a batch takes is what its finished lines took, in proportion to
 they were expected to take. The engine's measured rate of offline tokens is shared as
 ``fair_slots`` shares it: alike between owners, and within an owner priority by
 priority, by weight within one. What a batch or an owner who is done gives up goes to the
-others. How far such forecasts were off before says how sure this one is.
-
-How much longer batches took than was forecast.
+others. How much longer batches took than was forecast says how sure this one is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The owner of files and batches: the hash of an API key.
-
-Counts each owner's bytes and files on the disk against its quota.
-"""
+"""The owners of files and batches: hashes of API keys, with their bytes and files on the disk."""
 
 from __future__ import annotations
 

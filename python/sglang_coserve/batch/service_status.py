@@ -1,9 +1,5 @@
 """The load of the Batch API, in a few numbers for an operator.
 
-Tokens per second while there is work.
-
-Computes how much more offline work can be accepted and still finish in time. Pure arithmetic.
-
 The rate of offline tokens is what online requests leave. The accepted batches need a part of it to
 finish within their windows; the rest is the headroom.
 """

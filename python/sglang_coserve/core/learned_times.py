@@ -1,10 +1,7 @@
 """Times and rates that a scheduler learns while it serves.
 
-Learns what it costs to suspend and resume a step.
-
-Predicts how long an offline request will run.
-
-Estimates the throughput of offline work on an otherwise idle engine.
+How long an offline request runs, what it costs to suspend and resume a step, and how fast offline
+work is on an otherwise idle engine.
 """
 
 from __future__ import annotations

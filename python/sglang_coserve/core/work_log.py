@@ -1,7 +1,4 @@
-"""Where the engine's time went: sums over all steps so far, and the last decisions.
-
-The last notable decisions of a scheduler, as sentences for who watches it.
-"""
+"""Where the engine's time went: sums over all steps, and the last decisions as sentences."""
 
 from __future__ import annotations
 

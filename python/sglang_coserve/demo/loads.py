@@ -1,8 +1,7 @@
-"""The loads of the demo: a file of offline lines, and requests at given times.
+"""The loads of the demo.
 
-A file of offline lines that is long enough for a whole measurement.
-
-Sends requests at given times, and times every token of their answers.
+A file of offline lines that is long enough for a whole measurement, and requests that are sent at
+given times, with the time of every token of their answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Servers that are compared: ours and stock SGLang, on a CPU with the same kernels and threads.
-
-The systems that the demo compares.
-"""
+"""The systems that the demo compares: ours and stock SGLang, on a CPU with the same kernels."""
 
 from __future__ import annotations
 

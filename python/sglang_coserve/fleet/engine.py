@@ -1,7 +1,4 @@
-"""One engine of the fleet, as it was when it was last asked.
-
-Adds up by how much each engine says that batches have delayed its online requests.
-"""
+"""One engine of the fleet, as it was when it was last asked, and how it delayed online users."""
 
 from __future__ import annotations
 

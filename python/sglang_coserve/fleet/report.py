@@ -1,7 +1,4 @@
-"""What a gateway reports of its engines: ``/coserve/status`` and ``/metrics``.
-
-How the online users of each engine stand, asked for when somebody wants to see it.
-"""
+"""What a gateway reports of its engines: ``/coserve/status``, ``/metrics``, and on the page."""
 
 from __future__ import annotations
 

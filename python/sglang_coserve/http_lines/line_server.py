@@ -1,7 +1,4 @@
-"""What an engine serves of lines that other processes keep.
-
-``/coserve/lines``: for who has the server's admin key.
-"""
+"""``/coserve/lines``: what an engine serves of lines that other processes keep."""
 
 from __future__ import annotations
 

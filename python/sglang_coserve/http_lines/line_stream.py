@@ -1,7 +1,4 @@
-"""The attempts that one connection asks for.
-
-Divides what comes in at an engine into calls, none of them larger than it may be.
-"""
+"""The attempts that one connection asks for, in calls that are no larger than they may be."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What is said about a line between the process that keeps it and the engine.
 
 The two may be of different versions. So fields that a reader does not know are ignored, and what
-came later than the first version has a default that is right where it is missing.
-
-How an attempt at a line ends without an answer; none of it is the line's fault.
+came later than the first version has a default that is right where it is missing. An attempt may
+end without an answer, none of it the line's fault.
 """
 
 from __future__ import annotations

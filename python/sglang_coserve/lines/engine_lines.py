@@ -1,7 +1,4 @@
-"""Tracks the lines in the engine, and isolates those that may have crashed it.
-
-Decides when a line may go to the engine: with others or, if it is a suspect, alone.
-"""
+"""Tracks the lines in the engine, and sends those alone that may have crashed it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Reads the unfinished lines of an input file, in file order or in prefix order.
-
-A set of line numbers, one bit each.
-
-Orders the lines of a job so that common prefixes of prompts come together.
-"""
+"""Reads the unfinished lines of an input file, in file order or in prefix order."""
 
 from __future__ import annotations
 

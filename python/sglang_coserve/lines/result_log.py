@@ -1,6 +1,6 @@
 """The output and error files of one job, which a crash may have truncated anywhere.
 
-Group commit: results that finish together are written, synced and counted together.
+Results that finish together are written, synced and counted together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Measures a grid of shapes within a time limit.
-
-Measures the time of one shape.
-"""
+"""Measures a grid of shapes, each several times, within a time limit."""
 
 from __future__ import annotations
 

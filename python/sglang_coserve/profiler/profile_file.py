@@ -1,7 +1,4 @@
-"""Reads and writes profile files.
-
-The machine, model and settings of a measurement.
-"""
+"""Profile files, and the machine, model and settings that they name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Converts the requests of workloads to those of the simulator.
-
-Supplies the requests of a simulation.
-"""
+"""Supplies the requests of a simulation, made from those of workloads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""What engines of a fleet are sent, by whom, and when they are away.
-
-Which engine of a fleet gets which online request: the policies of routers.
-
-When engines of a fleet are away.
-
-What one engine of a fleet is sent.
-"""
+"""What engines of a fleet are sent, by which router, and when they are away."""
 
 from __future__ import annotations
 

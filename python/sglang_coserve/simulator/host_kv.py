@@ -1,8 +1,4 @@
-"""KV in host memory: how it is saved, and how it comes back.
-
-Models the copies of offline KV in host memory (ConServe §4.4).
-
-Models how KV comes back from host memory: in the background, before its request is admitted.
+"""KV in host memory: how it is saved (ConServe §4.4), and how it comes back.
 
 As on the engine (``srt.kv_checkpoint``), a request of which the host has more than the device is
 held back when it is planned, and planned again once that KV is on the device. What was loaded is in

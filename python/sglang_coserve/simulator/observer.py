@@ -1,7 +1,4 @@
-"""The interface of observers of a run, such as the event log and the trace.
-
-Shows a simulation's progress and ends it early: Ctrl-C, or a limit on real time.
-"""
+"""The interface of observers of a run, and the one that shows its progress and ends it early."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The state of a request in the modelled executor.
-
-The decoding requests, with the sums that plans are checked against.
-"""
+"""The state of requests in the modelled executor, and the sums over those that decode."""
 
 from __future__ import annotations
 

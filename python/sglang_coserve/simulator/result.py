@@ -1,7 +1,4 @@
-"""The results of simulated runs.
-
-Counters of a run that cannot be derived from the timelines of requests.
-"""
+"""The results of simulated runs."""
 
 from __future__ import annotations
 

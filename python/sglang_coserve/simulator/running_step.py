@@ -1,7 +1,4 @@
-"""The state of a step in the executor.
-
-How long a modelled step takes.
-"""
+"""The state of a step in the executor, and how long it takes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Synthetic workloads.
+"""Synthetic workloads: endless arrivals, and prompts with lengths and prefixes of a trace.
 
-Synthetic arrivals: endless streams of arrival times from a rate, a burstiness and a seed.
-
-They draw from ``random.Random``, whose stream for a seed does not depend on
-the NumPy version, so a seed names the same workload everywhere.
-
-Synthetic prompts: token ids with the lengths and the shared prefixes of a trace.
+Arrivals have a rate, a burstiness and a seed. They draw from ``random.Random``, whose stream for a
+seed does not depend on the NumPy version, so a seed names the same workload everywhere.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Reading recorded workloads: when requests came and how long they were.
+"""Reads recorded workloads of several formats: when requests came and how long they were.
 
 Reading is streaming, strict and in order: a row that cannot be right raises, naming file, line and
 field, because a slightly wrong workload would give wrong results without anybody noticing. Fields
-are found by name, so extra ones (BurstGPT 3 has two) do no harm.
-
-The trace formats: which fields a row has and what they mean.
-
-A decoder sees one row and knows nothing of files; what it finds wrong it
-raises as ``BadRowError``, to which the reader adds file and line.
+are found by name, so extra ones (BurstGPT 3 has two) do no harm. A decoder of a format sees one
+row and knows nothing of files; what it finds wrong it raises as ``BadRowError``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Opens the database: checked, durable, and at this version's schema.
+"""The database: checked, durable, at this version's schema, in the thread that owns it.
 
-The schema, as the steps that lead to it. A released step is never changed.
-
-Transactions on the database, in the one thread that owns the connection.
+The schema is the steps that lead to it. A released step is never changed.
 """
 
 from __future__ import annotations

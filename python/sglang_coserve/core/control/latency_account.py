@@ -1,8 +1,6 @@
 """What one SLO lets offline work add to the latencies of online requests.
 
-Credit for late values: what an SLO's percentile tolerates, less what was late.
-
-How long offline work may delay online requests.
+An SLO's percentile tolerates some late values: the credit that is left decides the allowance.
 """
 
 from __future__ import annotations

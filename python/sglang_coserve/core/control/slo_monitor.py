@@ -1,7 +1,4 @@
-"""Judges whether recent online requests met their targets, and whether they could have.
-
-Reports how recent online requests met their targets, as values, text and JSON.
-"""
+"""Judges and reports whether recent online requests met their targets, and could have."""
 
 from __future__ import annotations
 

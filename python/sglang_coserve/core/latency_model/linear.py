@@ -1,6 +1,6 @@
 """The papers' linear models: one class with different feature sets.
 
-Non-negative least squares on the relative error.
+They are fitted by non-negative least squares on the relative error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The dimensions of a transformer, read from its config.json if it is dense.
-
-Language models known by name, and the memory left for KV on a device.
-"""
+"""The dimensions of a transformer, by name or config.json, and what memory it leaves for KV."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Refines a latency model by measured steps while it serves.
 
-Fits a model by rescaling its coefficients, for predictions that are not linear in them.
+A model whose predictions are not linear in its coefficients is fitted by rescaling them.
 """
 
 from __future__ import annotations

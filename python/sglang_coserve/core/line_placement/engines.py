@@ -1,16 +1,12 @@
-"""Which engine is to have a line, how many, and of which model.
+"""Which engine is to have a line, how many of them, and of which model.
 
-Rendezvous hashing: who is to have something, as all who know the candidates agree.
-
-Each candidate has a score for each thing, and the highest has it; when a candidate comes or
-goes, only what is its own moves (Thaler and Ravishankar, "Using name-based mappings to
-increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998).
-
-How many lines one engine is to have at a time, and when none.
-
-An engine that answers and fails is always free, so it would get, and fail, every line.
-
-Which model a fleet serves while its engines are being exchanged for others.
+- Rendezvous hashing decides who has a prefix, as all who know the candidates agree: each has a
+  score for each thing, and the highest has it. When a candidate comes or goes, only what is its
+  own moves (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM
+  Transactions on Networking 6(1), 1998).
+- A window bounds the lines of one engine. An engine that answers and fails is always free, so it
+  would get, and fail, every line.
+- A vote decides which model is served while engines are being exchanged.
 """
 
 from __future__ import annotations

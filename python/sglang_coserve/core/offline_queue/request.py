@@ -1,7 +1,4 @@
-"""An offline request in the queue.
-
-Token ids packed into bytes, so that comparing two prompts is a ``memcmp``.
-"""
+"""An offline request in the queue; its token ids are packed, so that prompts compare fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The waiting offline requests that a plan may admit, in the order in which to take them.
-
-The order in which offline requests are retracted.
-"""
+"""The offline requests that a plan may admit or retract, in the order in which to take them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The work and the memory of a step that is being planned.
+"""The step that is being planned: its work, how long it takes, and the memory that it finds.
 
-The work of a step that is being planned: sums over its batch, and how long it will take.
-
-The memory of the engine while a step is planned: what is free, and who is retracted for it.
+Work is a sum over the batch. Memory is what is free, and what retracting requests would free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What the papers compare with: priorities, Sarathi-Serve with two classes, online work alone.
+"""What the papers compare with.
 
-First come, first served, without classes: stock SGLang.
+First come, first served, as in stock SGLang; priorities; Sarathi-Serve with two classes; online
+work alone.
 """
 
 from __future__ import annotations

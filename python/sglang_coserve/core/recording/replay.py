@@ -1,7 +1,4 @@
-"""Replays the recorded calls on another scheduler.
-
-Reports on a replay: counts of decisions, and plans as one line each.
-"""
+"""Replays recorded calls on another scheduler, and reports decisions and plans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Offline requests that wait for a plan to pick them: SGLang's objects, in the core's order.
 
-Requests that were put back, until no result of them can be under way.
+One that was put back waits until no result of it can be under way.
 """
 
 from __future__ import annotations

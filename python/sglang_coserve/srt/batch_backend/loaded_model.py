@@ -1,6 +1,4 @@
-"""The fingerprint of the model that SGLang was started with.
-
-Identifies a model by its content: weights, tokenizer and settings. Without SGLang or torch.
+"""The model that SGLang was started with, identified by its content. Without SGLang or torch.
 
 Two different models at the same path have different fingerprints; a copy of a model with
 other file times has the same. Output generated under one fingerprint must not be continued under

@@ -1,7 +1,4 @@
-"""Which versions of SGLang this package runs on, and the one that is installed.
-
-Refuses a version of SGLang that this package does not run on.
-"""
+"""Which versions of SGLang this package runs on; refuses others."""
 
 from __future__ import annotations
 

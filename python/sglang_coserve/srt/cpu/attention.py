@@ -5,11 +5,9 @@ the queries of the whole sequence and discards those of cached tokens: a chunk
 of P tokens after C cached ones costs (P + C)² query–key pairs instead of
 P·(P + C), a decode in a mixed batch (C + 1)² instead of C + 1.  It has no attention
 sinks (gpt-oss) and no logit caps (Gemma 2), and does not read KV from the pool of a
-sliding window.
+sliding window. Kernels of hybrid models with stateful layers (LFM2, Qwen3-Next) are here, too.
 
 This module imports nothing else of this package, so that stock SGLang can be measured with it.
-
-CPU replacements for kernels of hybrid models with stateful layers (LFM2, Qwen3-Next).
 """
 
 from __future__ import annotations

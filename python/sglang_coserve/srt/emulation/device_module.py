@@ -1,9 +1,8 @@
 """The emulated device: streams and events, each a time, where SGLang looks for torch's.
 
 Launching work on a stream puts off the time at which the stream is free. Nothing runs meanwhile,
-so no thread is needed: who waits for an event waits until its time.
-
-The host's clock beside an emulated device: real time, or a virtual one.
+so no thread is needed: who waits for an event waits until its time, on the host's clock, which is
+real or virtual.
 """
 
 from __future__ import annotations

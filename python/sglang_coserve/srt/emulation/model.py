@@ -1,7 +1,4 @@
-"""The model that SGLang loads: its layers compute nothing, and take a GPU's time.
-
-How long an emulated device computes a batch.
-"""
+"""The model that SGLang loads: its layers compute nothing, and take a GPU's time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Asks the process that tries grammars, and caches its verdicts.
-
-The tokenizer manager's side of the process that tries grammars.
-"""
+"""Asks the process that tries grammars, started with the first of them, and caches its verdicts."""
 
 from __future__ import annotations
 

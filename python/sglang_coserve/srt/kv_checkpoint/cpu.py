@@ -1,9 +1,8 @@
 """Host pool and copy engine for SGLang's hierarchical cache on a machine without CUDA.
 
-Streams and events for copies on a CPU: each stream is a thread that runs its work in order.
-
-They have the interface of ``torch.cuda`` as far as SGLang's cache controller uses it, so that
-copies on a CPU are asynchronous as well, with the same possible failures.
+Streams are threads that run their work in order. They have the interface of ``torch.cuda`` as far
+as SGLang's cache controller uses it, so that copies on a CPU are asynchronous as well, with the
+same possible failures.
 """
 
 from __future__ import annotations

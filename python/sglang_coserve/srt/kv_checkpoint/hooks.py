@@ -7,9 +7,8 @@
 4. ``forget`` when a request has ended or is aborted.
 
 Releasing a request, reclaiming and resuming need no call, because SGLang does these through
-the cache.
-
-Measures how many tokens are computed twice: the recompute tax of retraction.
+the cache. Tokens that are computed twice, the tax of retraction, are counted with checkpoints
+and without.
 """
 
 from __future__ import annotations

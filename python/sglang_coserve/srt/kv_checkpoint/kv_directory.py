@@ -2,9 +2,8 @@
 
 A file is in the safetensors format. What it holds is KV of somebody's prompt, so directory and
 files are the owner's alone, and files expire. A file counts only as a whole, for the model, the
-layout and the tokens that it was written for: anything else is as good as no file.
-
-Work on the directory of KV, in threads that nobody waits for.
+layout and the tokens that it was written for: anything else is as good as no file. Threads that
+nobody waits for write and read them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The host pages of a running offline request.
-
-Keeps the saved pages of a retracted request on the host for when its request resumes.
-"""
+"""The host pages of an offline request: while it runs, and from its retraction until it resumes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What answers say of classes: who was refused, and the tier used.
+"""What answers say of classes: 503 and ``Retry-After`` for who was refused, and the tier used.
 
-Answers refused requests with 503 and ``Retry-After``, including streams.
-
-SGLang answers a stream with 200 before it knows, and reports a refusal in the first event.
-
-Inserts the tier used (``service_tier``) into OpenAI responses as they are sent.
+SGLang answers a stream with 200 before it knows, and reports a refusal in the first event. The tier
+(``service_tier``) is inserted into OpenAI responses as they are sent.
 """
 
 from __future__ import annotations

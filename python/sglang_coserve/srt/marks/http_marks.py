@@ -1,12 +1,8 @@
-"""Reads the marks of HTTP requests.
+"""Reads the class, targets, tenant and deadline of an HTTP request, on any route.
 
-Reads the class, targets and tenant of a request from its JSON body, on any route.
-
-Reads the class, tenant, targets and deadline of a request from a gateway's headers.
-
-The headers are those of llm-d and of the Gateway API's inference extension, which name an
-*objective* defined by the operator. A gateway is trusted more than its clients, so headers
-override the body.
+They come in the JSON body, or in a gateway's headers: those of llm-d and of the Gateway API's
+inference extension, which name an *objective* defined by the operator. A gateway is trusted more
+than its clients, so headers override the body.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The last steps of a scheduler, for Perfetto: what ran when, up to which layer, and who was in it.
 
-The scheduler keeps plain values; whoever asks for them makes the events.
-
-The events of a trace for chrome://tracing or Perfetto (Trace Event Format, JSON array).
-
-Slices for what ran, and a span for each request with marks in it. Each event is a line of JSON;
-``trace_text`` makes them a file.
+The scheduler keeps plain values; whoever asks for them makes the events, in the Trace Event Format:
+slices for what ran, and a span for each request with marks in it. Each event is a line of JSON.
 """
 
 from __future__ import annotations

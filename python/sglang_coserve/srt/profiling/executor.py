@@ -1,10 +1,8 @@
 """The profiler's executor: runs single batches on a real SGLang scheduler.
 
-It runs in the scheduler's process while the event loop does not.  Batches are
-built and run by SGLang's own functions; only the context in the KV cache is not computed,
-but copied there once.
-
-Describes the hardware, model and settings of a scheduler, for latency profiles.
+It runs in the scheduler's process while the event loop does not. Batches are built and run by
+SGLang's own functions; only the context in the KV cache is not computed, but copied there once.
+The profile names the hardware, model and settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Routes that say how the engine stands, to gateways and to operators.
+"""``GET /coserve/load`` and ``/coserve/trace``: how loaded the engine is, and its last steps.
 
-``GET /coserve/load``: how loaded this engine is, for gateways and autoscalers.
-
-``/coserve/trace``: the last steps of the engine as a file for Perfetto, for the operator.
+The load is for gateways and autoscalers, the trace, a file for Perfetto, for the operator.
 """
 
 from __future__ import annotations

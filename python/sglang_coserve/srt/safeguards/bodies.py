@@ -1,14 +1,11 @@
-"""Invalid bodies are answered soon, and as the fault of the client.
+"""Answers invalid bodies soon, and as the fault of the client.
 
-Validates bodies such that validation stops at the first invalid item of a list.
+Validation stops at the first invalid item of a list. Pydantic reports every one, for every
+alternative of a union: a body of 1 MiB can have three million errors, which block the event loop
+for half a minute.
 
-Pydantic reports every invalid item, for every alternative of a union: a body of 1 MiB can have
-three million errors, and the event loop is blocked for half a minute while they are collected.
-
-Answers malformed bodies with 400 where SGLang's own validation crashes on them.
-
-SGLang's models of OpenAI bodies read fields before their types are checked. The resulting
-exceptions would be answered with 500, as faults of the server.
+SGLang's models of OpenAI bodies read fields before their types are checked. The exceptions that
+follow are answered with 400 instead of 500.
 """
 
 from __future__ import annotations

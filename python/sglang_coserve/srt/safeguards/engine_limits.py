@@ -1,16 +1,13 @@
-"""Checks requests for values that SGLang accepts but that crash its processes.
+"""Checks requests for values that SGLang accepts but that crash or stop its processes.
 
-One such request could end the server for all users, and a line of a batch would do so again
-after each restart, since batches are resumed.  So every request to the
-scheduler is checked here, whatever its entry point.
+One such request could end the server for all users, and a line of a batch would do so again after
+each restart, since batches are resumed. So every request to the scheduler is checked here,
+whatever its entry point.
 
-Searches for stop patterns in time linear in the text.
-
-SGLang searches the output of a request for its ``stop_regex`` after every token, in
-the scheduler, with Python's ``re``: a pattern with nested repetitions can take
-exponential time, while every request waits.  The regex engine behind pydantic's string
-patterns never backtracks; it supports neither look-around nor back-references, which
-need backtracking.
+SGLang searches the output of a request for its ``stop_regex`` after every token, in the scheduler,
+with Python's ``re``: nested repetitions can take exponential time. The regex engine behind
+pydantic's string patterns searches in linear time; it supports neither look-around nor
+back-references, which need backtracking.
 """
 
 from __future__ import annotations

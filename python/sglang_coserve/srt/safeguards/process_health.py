@@ -1,16 +1,11 @@
-"""Processes of a server: their ends, and Python's pauses in them.
+"""The processes of a server: what ends them, and what stops them for a while.
 
-Ends a process when one of its children has ended.
-
-Distinguishes a crash of the engine from a requested stop, and records fatal signals.
-
-Keeps Python's garbage collector from stopping the server for long.
-
-A full collection visits every live object, hundreds of thousands of them
-after SGLang's imports: the process stops for a third of a second, longer than many a
-TTFT target. SGLang has a request that makes all its processes exclude the objects of the
-start-up from later collections (``gc.freeze``), but sends it only when an operator asks for
-it.
+- A process ends when one of its children has ended.
+- A crash of the engine is told from a stop that was asked for, and fatal signals are recorded.
+- The garbage collector does not look through the imports. A full collection visits every live
+  object, hundreds of thousands of them after SGLang's imports: the process stops for a third of a
+  second, longer than many a TTFT target. SGLang can exclude them (``gc.freeze``), but does so
+  only when an operator asks.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
-"""Sampling that neither stops for compilation nor ends the scheduler.
+"""Keeps sampling from stopping for a compilation, and from ending the scheduler.
 
-Keeps SGLang from compiling parts of sampling while requests wait.
+SGLang marks two small functions for ``torch.compile``, which compiles them on first use: with the
+first request that has a ``repetition_penalty`` (again for the first batch of two requests, and for
+other types), or a seed. That took 23 s on four idle cores, during which the scheduler does nothing
+else. Without compilation they only read the logits a few more times.
 
-SGLang marks two small functions for ``torch.compile``, which compiles them on
-first use: with the first request that has a ``repetition_penalty`` (and again
-for the first batch of two requests, and for other types), or a seed.  That took 23 s on
-four idle cores, during which the scheduler does nothing else.  Without compilation they
-only read the logits a few more times.
-
-Makes rows of logits that cannot be sampled abort only their own request.
-
-A row with NaN, or without a finite maximum, crashes the scheduler process when it
-is sampled (on a GPU at some later point, and unrecoverably).  Such rows
-come from a custom logit processor, from a grammar that allows no token, or from a model
-whose values overflow.  Here they are replaced on the device, without a
-synchronization, and reported with the result of the batch.
+A row of logits with NaN, or without a finite maximum, crashes the scheduler when it is sampled (on
+a GPU at some later point, and unrecoverably). Such rows come from a custom logit processor, a
+grammar that allows no token, or a model whose values overflow. They are replaced on the device,
+without a synchronization, and abort only their own request.
 """
 
 from __future__ import annotations

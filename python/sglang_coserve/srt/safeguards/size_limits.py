@@ -1,17 +1,12 @@
-"""How large a prompt and a body may be, told before either is processed.
+"""How large a body and a prompt may be, told before either is processed.
 
-Refuses texts that are too long for the model without tokenizing them as a whole.
+An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
+answers larger ones with 413.
 
-Tokenization releases the interpreter lock, but converting the tokens to a list holds it:
-0.1 s for a million of them. And tokenizing a text that is then refused wastes
-time. So of a long text a beginning is tokenized, and a longer one, until it has more than twice
-as many tokens as the model takes. Twice, because the tokens at the cut are not
-those of the whole text.
-
-Reads and measures the bodies of SGLang's routes before anything parses them.
-
-An ASGI middleware: a body that exceeds ``BodyLimits`` is answered with 413, judged from its raw
-bytes, of which at most the limit is kept in memory.
+Of a long text a beginning is tokenized, then a longer one, until it has more than twice as many
+tokens as the model takes; twice, because tokens at the cut are not those of the whole text.
+Tokenization releases the interpreter lock, but converting the tokens to a list holds it: 0.1 s for
+a million of them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """SGLang's tokenizer manager and chat handler, with large prompts processed in threads.
 
 SGLang renders and tokenizes prompts on the event loop. Short ones still are, because a thread
-would cost more than it saves.
-
-A stand-in event loop for SGLang's handlers when they run in a worker thread.
-
-Since 0.5.22 SGLang converts a request with ``loop.run_in_executor``. In a worker thread there
-is no event loop, and no need for an executor.
+would cost more than it saves. Since 0.5.22 it converts requests with ``loop.run_in_executor``: in
+a worker thread, which has no event loop, a stand-in runs the function at once.
 """
 
 from __future__ import annotations

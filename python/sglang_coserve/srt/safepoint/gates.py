@@ -1,7 +1,4 @@
-"""The gates of a rank that decides alone: by the flag, and by a deadline.
-
-The flag that asks a forward pass to stop at its next safepoint.
-"""
+"""The gates of a rank that decides alone: by the flag that asks to stop, and by a deadline."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Receives requests in a thread, also during a forward pass, for schedulers with safepoints.
 
-The queue of received messages between the monitor thread and the event loop.
-
-Asks the running batch to stop when an online request arrives.
-
-The thread that receives requests, also during a forward pass.
+The thread queues messages for the event loop, and asks the running batch to stop when an online
+request arrives.
 """
 
 from __future__ import annotations

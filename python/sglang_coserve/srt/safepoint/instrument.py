@@ -1,7 +1,4 @@
-"""Installs safepoints between the layers of a model.
-
-Finds the decoder layers of whatever model SGLang loaded.
-"""
+"""Installs safepoints between the decoder layers of whatever model SGLang loaded."""
 
 from __future__ import annotations
 

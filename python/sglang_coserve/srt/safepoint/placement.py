@@ -1,19 +1,13 @@
 """Places the safepoints of a forward pass: between layers, and in CUDA graphs.
 
-Decode graphs that can be suspended: cut into groups of layers, in addition to SGLang's own.
+SGLang runs a decode step as one CUDA graph, which cannot be stopped once launched. Here every shape
+is captured twice: as in SGLang, for batches that are not armed, and as one graph per group of
+layers, with a safepoint on the host before each. Attention stays inside the graphs. Both are
+captured after one preparation of the attention backend: some backends keep buffers per shape, and
+a second preparation would replace those of the first graph.
 
-SGLang runs a decode step as one CUDA graph, which cannot be stopped once launched. Here every
-shape is captured twice: as in SGLang, for batches that are not armed, and as one graph
-per group of layers, with a safepoint on the host before each. Attention stays inside the
-graphs.
-
-Both are captured after one preparation of the attention backend: some backends keep
-buffers per shape, and a second preparation would replace those of the first graph.
-
-Prefill graphs that can be suspended: SGLang's breakable graphs with additional breaks.
-
-SGLang breaks them only at attention, where intermediate results of a layer are in memory shared
-by all graphs. So they are captured again, with cuts between groups of layers as well.
+SGLang's breakable graphs of prefills break only at attention, where intermediate results of a layer
+are in memory shared by all graphs. So they are captured again, with cuts between groups of layers.
 """
 
 from __future__ import annotations

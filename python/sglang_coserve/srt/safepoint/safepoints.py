@@ -1,7 +1,4 @@
-"""The safepoints of one scheduler: arms and disarms batches of the offline lane.
-
-Statistics of safepoints: counts of suspensions, costs and delays.
-"""
+"""The safepoints of one scheduler: arms and disarms batches of the offline lane, and counts."""
 
 from __future__ import annotations
 

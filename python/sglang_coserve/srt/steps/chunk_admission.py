@@ -1,13 +1,9 @@
 """Makes SGLang's own admission admit exactly the planned prefill chunks.
 
-Chunks that SGLang cannot run together are left for a later step: it continues only one
-unfinished prefill at a time.
-
-Limits the chunk of a continued prefill to the planned number of tokens.
-
-SGLang gives a continued prefill as many tokens of the chunk size as it can use, and other
-prompts only what is left. A plan may want the opposite: an offline prompt continues in
-what an online prompt leaves.
+Chunks that SGLang cannot run together are left for a later step: it continues only one unfinished
+prefill at a time. And it gives that one as many tokens of the chunk size as it can use, other
+prompts only what is left. A plan may want the opposite: an offline prompt continues in what an
+online prompt leaves. So the continued chunk is limited to the planned tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The clocks of an engine: of its ranks, and of steps on its device.
+"""The clocks of an engine: one for all ranks, and one for steps on its device.
 
-Times the steps of an engine whose host runs ahead of its device.
-
-One clock for all ranks: rank 0's time, sent with the broadcast of requests.
-
-Ranks with different clocks would make different decisions, and hang in the
-next collective operation.
+Rank 0's time is sent with the broadcast of requests: ranks with different clocks would make
+different decisions, and hang in the next collective operation. Steps are timed by the device where
+the host runs ahead of it.
 """
 
 from __future__ import annotations

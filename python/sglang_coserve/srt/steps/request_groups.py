@@ -1,7 +1,4 @@
-"""Splits requests off a batch and joins them again, with their KV kept.
-
-Keeps the penalties of requests that SGLang treats as new: split off a batch, or retracted.
-"""
+"""Splits requests off a batch and joins them again, with their KV and their penalties kept."""
 
 from __future__ import annotations
 

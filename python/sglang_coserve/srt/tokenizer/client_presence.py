@@ -1,21 +1,17 @@
-"""When clients came, and what is ended when they have gone.
+"""When clients came, as they would count it, and what is ended when they have gone.
 
-Sends the arrival time of each request to the scheduler.
+A request that arrives during a step reaches the scheduler only at the end of that step; a scheduler
+that counted from there would miss the time waited so far. SGLang leaves the arrival time out of its
+message to the scheduler; here it is added.
 
-A request that arrives during a step reaches the scheduler only at the end of that step;
-a scheduler that counted from there would miss the time waited so far.  SGLang
-leaves the arrival time out of its message to the scheduler; here it is added.
-
-Nor does a client get a token when the scheduler has it: the token passes through
-the detokenizer and the HTTP server, which takes some milliseconds on busy
-cores.  Targets are meant as seen by the client, so the time sent is earlier than
-the arrival by the usual delay of recent first tokens (``OutputDelay``).
-
-Ends what a client has in the engine as soon as the client has gone.
+Nor does a client get a token when the scheduler has it: the token passes through the detokenizer
+and the HTTP server, which takes some milliseconds on busy cores. Targets are meant as seen by the
+client, so the time sent is earlier than the arrival by the usual delay of recent first tokens
+(``OutputDelay``).
 
 SGLang asks whether the client of an unfinished request is still there only every four seconds, and
-after a step. What it computes until then is for nobody: in that time a request that waits, or whose
-prefill is suspended, holds its place before others.
+after a step. What it computes until then is for nobody, and what waits or is suspended for it
+holds its place before others. So it is ended as soon as the client has gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""SGLang's tokenizer manager with notifications of weight updates and of the engine's end.
-
-Tracks weights that are updated while the server runs.
-"""
+"""SGLang's tokenizer manager with notifications of weight updates and of the engine's end."""
 
 from __future__ import annotations
 
