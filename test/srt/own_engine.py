@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forked_servers import always_forks, preload
+from forked_servers import forking
 
 IDLE_TIMEOUT_S = 30
 """A request's last tokens come while its last batch, or one that was begun with it in, is still
@@ -35,16 +34,13 @@ def own_engine(
             **environment,
         }.items():
             variables.setenv(name, value)
-        # What SGLang starts forks, and need not import it again.
-        preload()
-        multiprocessing.set_start_method("fork", force=True)
-        variables.setattr(multiprocessing, "set_start_method", always_forks)
-        running = CoserveEngine(
-            model_path=str(model),
-            dtype="float32",
-            coserve_config=CoserveConfig(**coserve),
-            **settings,
-        )
+        with forking():
+            running = CoserveEngine(
+                model_path=str(model),
+                dtype="float32",
+                coserve_config=CoserveConfig(**coserve),
+                **settings,
+            )
     yield running
     running.shutdown()
 

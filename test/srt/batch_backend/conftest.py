@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forked_servers import forking
 from srt.batch_backend.served import Served
 
 
@@ -44,7 +45,7 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
             served.engine.shutdown()
         running.clear()
 
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, forking():
         environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         yield start
     stop()
