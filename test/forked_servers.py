@@ -18,14 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import setproctitle
 
-__all__ = ["PRELOADED", "ForkedServers", "forking"]
+__all__ = ["PRELOADED", "ForkedServers"]
 
 PRELOADED: Final = [
     "sglang_coserve.srt.cpu.defaults",  # Before SGLang, which imports some of what it mends.
@@ -172,6 +172,7 @@ def keep(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
             os.close(files[0])
             return request["argv"], request["env"]
         children.add(pid)
+        ended.pop(pid, None)  # Of an earlier process with this number.
         os.close(files[0])
         connection.send(json.dumps(pid).encode())
     for child in children:
@@ -194,19 +195,6 @@ def run(argv: Sequence[str], environment: dict[str, str]) -> None:
 
 def always_forks(_method: str | None, force: bool = False) -> None:
     """Stand in for ``multiprocessing.set_start_method``: SGLang asks for another one."""
-
-
-@contextmanager
-def forking() -> Iterator[None]:
-    """What SGLang starts in this context forks from this process, which imports SGLang first."""
-    preload()
-    multiprocessing.set_start_method("fork", force=True)
-    usual = multiprocessing.set_start_method
-    multiprocessing.set_start_method = always_forks  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method = usual  # type: ignore[method-assign]
 
 
 def reset_signals() -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from forked_servers import forking
-
 IDLE_TIMEOUT_S = 30
 """A request's last tokens come while its last batch, or one that was begun with it in, is still
 under way. SGLang then refuses to flush, unless it is told how long it may wait for that."""
@@ -34,13 +32,12 @@ def own_engine(
             **environment,
         }.items():
             variables.setenv(name, value)
-        with forking():
-            running = CoserveEngine(
-                model_path=str(model),
-                dtype="float32",
-                coserve_config=CoserveConfig(**coserve),
-                **settings,
-            )
+        running = CoserveEngine(
+            model_path=str(model),
+            dtype="float32",
+            coserve_config=CoserveConfig(**coserve),
+            **settings,
+        )
     yield running
     running.shutdown()
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from forked_servers import forking
 from sglang_coserve.core.recording import Updated, replay
 from sglang_coserve.recording_file import read_recording
 from srt.conftest import KV_POOL_TOKENS, Reference
@@ -30,21 +29,20 @@ def start(model: Path, policy: str, recording: Path | None = None, **settings: A
     from sglang_coserve.config import CoserveConfig
     from sglang_coserve.srt.engine import CoserveEngine
 
-    with forking():
-        return CoserveEngine(
-            model_path=str(model),
-            dtype="float32",
-            pp_size=2,
-            max_total_tokens=KV_POOL_TOKENS,
-            chunked_prefill_size=128,
-            schedule_conservativeness=0.1,
-            coserve_config=CoserveConfig(
-                offline_policy=policy,
-                record_plans=None if recording is None else str(recording),
-                **POLICIES[policy],
-            ),
-            **settings,
-        )
+    return CoserveEngine(
+        model_path=str(model),
+        dtype="float32",
+        pp_size=2,
+        max_total_tokens=KV_POOL_TOKENS,
+        chunked_prefill_size=128,
+        schedule_conservativeness=0.1,
+        coserve_config=CoserveConfig(
+            offline_policy=policy,
+            record_plans=None if recording is None else str(recording),
+            **POLICIES[policy],
+        ),
+        **settings,
+    )
 
 
 @pytest.fixture(scope="module", params=POLICIES)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from forked_servers import forking
 from srt.batch_backend.served import Served
 
 
@@ -45,7 +44,7 @@ def start(small_model: Path) -> Iterator[Callable[..., Served]]:
             served.engine.shutdown()
         running.clear()
 
-    with pytest.MonkeyPatch.context() as environment, forking():
+    with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         yield start
     stop()
