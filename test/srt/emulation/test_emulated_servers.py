@@ -17,6 +17,8 @@ from sglang_coserve.srt.emulation.settings import Emulation
 
 EMULATED = Emulation.of("llama-3.1-8b", "h100")
 NAME = "emulated-llama-3.1-8b-h100"
+pytestmark = pytest.mark.heavy
+
 READY_S = 300.0
 SMALL = ("--max-running-requests", "16", "--max-total-tokens", "8192")
 """So that a test takes little memory."""

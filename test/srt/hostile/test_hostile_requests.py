@@ -30,7 +30,7 @@ ORDINARY = {
 
 
 SERVERS = [
-    pytest.param(("fifo", 1, False), id="fifo"),
+    pytest.param(("fifo", 1, False), id="fifo", marks=pytest.mark.heavy),
     pytest.param(("coserve", 1, True), id="coserve-multimodal"),
     pytest.param(("fifo", 2, False), id="fifo-tp2", marks=pytest.mark.heavy),
 ]
