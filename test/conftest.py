@@ -19,7 +19,7 @@ settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
 
 
-# Two tests run at a time, on two cores; and a process with threads of OpenMP cannot fork.
+# More tests than cores run at a time; and a process with threads of OpenMP cannot fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell lets what it starts in the background ignore SIGINT, and the processes that tests
@@ -41,6 +41,7 @@ class Scheduling(LoadScopeScheduling):
         return package if package.endswith(tuple(f"test/srt/{name}" for name in SHARED)) else file
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
 

@@ -33,20 +33,8 @@ PRELOADED: Final = [
     "sglang.srt.models.registry",  # All models, one by one.
     "sglang_coserve.srt.cpu.attention",
     "sglang_coserve.srt.scheduler.scheduler",
-    "sglang_coserve.srt.launch",
-    "sglang.srt.managers.detokenizer_manager",
 ]
 """What every engine imports."""
-
-
-def preload() -> None:
-    """Import all of it."""
-    from sglang_coserve.srt.cpu import defaults as cpu
-
-    cpu.set_environment_defaults()
-    for name in PRELOADED:
-        importlib.import_module(name)
-
 
 FORKED: Final = {"sglang_coserve.launch_server", "sglang_coserve.srt.stock_server"}
 READ_LATE: Final = ("COSERVE_", "OTEL_", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY")
@@ -103,14 +91,15 @@ def start_keeper() -> socket.socket:
 
 def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
     """Return whether it is a server that imports what is imported already, as it was imported."""
-    from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
+    from sglang_coserve.srt.start_defaults import is_emulated, model_path_in
 
     if command[:2] != [sys.executable, "-m"] or command[2] not in FORKED:
         return False
     changed = {name for name, _ in environment.items() ^ os.environ.items()}
     is_late = all(name.startswith(READ_LATE) for name in changed)
+    model = model_path_in(command)
     # Emulation has to come before SGLang.
-    return is_late and not start_defaults(model_path_in(command)).emulated
+    return is_late and not (model is not None and is_emulated(Path(model)))
 
 
 class ForkedServer:
@@ -138,21 +127,16 @@ class ForkedServer:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
 
 def keep(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
     """Answer requests until the connection closes; in a forked process, return what it runs."""
-    children: set[int] = set()
-    ended: dict[int, int] = {}
+    statuses: dict[int, int | None] = {}
     while True:
         is_asked, _, _ = select.select([connection], [], [], REAP_S)
-        for child in children - ended.keys():
-            pid, status = os.waitpid(child, os.WNOHANG)
+        for running in [pid for pid, status in statuses.items() if status is None]:
+            pid, status = os.waitpid(running, os.WNOHANG)
             if pid:
-                ended[pid] = os.waitstatus_to_exitcode(status)
+                statuses[pid] = os.waitstatus_to_exitcode(status)
         if not is_asked:
             continue
         message, files, _, _ = socket.recv_fds(connection, 1 << 20, 1)
@@ -160,7 +144,7 @@ def keep(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
             break
         request = json.loads(message)
         if "argv" not in request:
-            connection.send(json.dumps(ended.get(request["pid"])).encode())
+            connection.send(json.dumps(statuses[request["pid"]]).encode())
             continue
         pid = os.fork()
         if not pid:
@@ -171,13 +155,12 @@ def keep(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.close(files[0])
             return request["argv"], request["env"]
-        children.add(pid)
-        ended.pop(pid, None)  # Of an earlier process with this number.
+        statuses[pid] = None
         os.close(files[0])
         connection.send(json.dumps(pid).encode())
-    for child in children:
+    for pid in statuses:
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
     return None
 
 
@@ -210,7 +193,12 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    preload()
+    from sglang_coserve.srt.cpu import defaults as cpu
+
+    cpu.set_environment_defaults()
+    server = ["sglang_coserve.srt.launch", "sglang.srt.managers.detokenizer_manager"]
+    for name in [*PRELOADED, *server]:
+        importlib.import_module(name)
     # Looks for the arguments in front of the environment, which is replaced below.
     setproctitle.getproctitle()
     started = keep(connection)

@@ -57,6 +57,9 @@ class ChildServer(ABC):
             message holds the end of its log.
     """
 
+    start_process: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+    """How commands are started; takes what ``subprocess.Popen`` takes."""
+
     def __init__(
         self,
         command: Sequence[str],
@@ -80,8 +83,6 @@ class ChildServer(ABC):
     def __enter__(self) -> Self:
         self.start()
         return self
-
-    start_process: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
 
     @abstractmethod
     def is_ready(self) -> bool:

@@ -23,7 +23,7 @@ from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.workload import TraceRequest, prompt_token_ids
 
-__all__ = ["StreamedLoad", "StreamedRequest", "replayed", "write_offline_load"]
+__all__ = ["StreamedLoad", "replayed", "write_offline_load"]
 
 _LINES_PER_S: Final = 500
 """Twenty times what four CPU cores serve of the bundled sample with the small model."""

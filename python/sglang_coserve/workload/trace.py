@@ -20,17 +20,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from sglang_coserve.errors import InputFileError, WorkloadError
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "LAYOUTS",
-    "BadRowError",
-    "TraceFormat",
-    "TraceLayout",
-    "TraceRequest",
-    "TraceRow",
-    "detect_format",
-    "read_trace",
-]
+__all__ = ["BLOCK_TOKENS", "TraceFormat", "TraceRequest", "detect_format", "read_trace"]
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""

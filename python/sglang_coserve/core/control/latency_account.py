@@ -16,7 +16,7 @@ from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Allowance", "Credit", "LatencyAccount", "LatencyPair"]
+__all__ = ["Allowance"]
 
 
 class Credit:

@@ -15,7 +15,7 @@ from sglang_coserve.core.control.slo import Latency, Slo, SloResult, format_slo
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets, summarize
 
-__all__ = ["SloMonitor", "SloReport", "SloStanding", "TokenTimes"]
+__all__ = ["SloMonitor", "SloReport", "TokenTimes"]
 
 
 @dataclass(frozen=True, slots=True)

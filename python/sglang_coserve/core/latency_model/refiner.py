@@ -14,7 +14,7 @@ import numpy as np
 from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
 
-__all__ = ["Refiner", "fit_rescaled", "rescaled"]
+__all__ = ["Refiner", "fit_rescaled"]
 
 M = TypeVar("M", bound=LatencyModel)
 

@@ -21,9 +21,7 @@ from sglang_coserve.srt.device import EMULATED, is_emulated
 
 __all__ = [
     "EmulatedDevice",
-    "EmulatedEvent",
     "EmulatedStream",
-    "HostClock",
     "RealTime",
     "VirtualTime",
     "emulated_device",

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sglang_coserve.srt.grammar_trial.compilation import GrammarSettings
 
-__all__ = ["GrammarTrials", "TrialProcess"]
+__all__ = ["GrammarTrials"]
 
 logger = logging.getLogger(__name__)
 

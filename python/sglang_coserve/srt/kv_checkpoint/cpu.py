@@ -22,8 +22,6 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.device import EMULATED, is_emulated
 
 __all__ = [
-    "CpuHostPool",
-    "EmulatedHostPool",
     "Event",
     "Stream",
     "ThreadStream",

@@ -26,7 +26,7 @@ from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, Cla
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
-__all__ = ["KvCheckpointing", "RecomputeMeter"]
+__all__ = ["KvCheckpointing"]
 
 Req = Any
 ScheduleBatch = Any

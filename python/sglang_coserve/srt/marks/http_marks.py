@@ -29,7 +29,6 @@ from sglang_coserve.srt.marks.request_marks import (
 __all__ = [
     "SERVICE_TIER",
     "SERVICE_TIERS",
-    "HeaderMarks",
     "class_of_body",
     "marks_of_body",
     "marks_of_headers",

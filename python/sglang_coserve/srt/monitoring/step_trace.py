@@ -14,17 +14,7 @@ from pydantic_core import to_json
 
 from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 
-__all__ = [
-    "Record",
-    "StepTrace",
-    "mark",
-    "process_name",
-    "slice_of",
-    "span_begin",
-    "span_end",
-    "trace_events",
-    "trace_text",
-]
+__all__ = ["Record", "StepTrace", "mark", "process_name", "trace_events", "trace_text"]
 
 
 def trace_text(events: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_coserve.srt import compat
 
-__all__ = ["GuardedSampler", "end_unusable", "install_eager_sampling", "install_guarded_sampler"]
+__all__ = ["end_unusable", "install_eager_sampling", "install_guarded_sampler"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sglang.srt.sampling.penaltylib import (
 )
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 
-__all__ = ["has_plain_state", "join", "new_penalties", "restore_penalties", "split"]
+__all__ = ["has_plain_state", "join", "restore_penalties", "split"]
 
 Req = Any
 ScheduleBatch = Any
