@@ -27,7 +27,9 @@ _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
 _DEFAULT_OUTPUT_TOKENS: Final = 256
 _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-_MAX_ESTIMATE_TOKENS: Final = 10_000_000
+_MAX_ESTIMATE_TOKENS: Final = 131_072
+"""The context of common models, so their longest answer. Engines refuse a line that asks for more,
+and it must not make its batch look too long for its window."""
 
 
 class BadLineError(ValueError):

@@ -74,6 +74,9 @@ class Watched:
     attempts: dict[int, list[tuple[str, LineRequest]]] = field(default_factory=dict)
     """Of each line, where it went and with what."""
 
+    tokens: Counter[str] = field(default_factory=Counter)
+    """How many came from each server."""
+
     def watch(self) -> None:
         for engine in self.fleet.engines:
             engine.connection.run = self._recording(  # type: ignore[method-assign]
@@ -81,9 +84,16 @@ class Watched:
             )
 
     def _recording(self, url: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        async def recorded(request: LineRequest, *args: Any) -> Any:
+        async def recorded(
+            request: LineRequest, model: str, receive: Callable[[Sequence[int]], None], *rest: Any
+        ) -> Any:
             self.attempts.setdefault(request.line, []).append((url, request))
-            return await run(request, *args)
+
+            def counted(tokens: Sequence[int]) -> None:
+                self.tokens[url] += len(tokens)
+                receive(tokens)
+
+            return await run(request, model, counted, *rest)
 
         return recorded
 
@@ -194,7 +204,8 @@ def test_the_end_of_the_strict_server_loses_nothing(servers: Two) -> None:
         numbers = range(NUM_LINES)
         texts = await undisturbed(servers.relaxed, numbers)
         serving = asyncio.ensure_future(watched.results(numbers))
-        await until(lambda: watched.has_pulled(servers.strict, 1))  # Long before it ends.
+        # The first line that the strict server has, long before its end.
+        await until(lambda: watched.tokens[servers.strict.base_url])
         assert not serving.done()
         servers.strict.kill()
         results = await serving
