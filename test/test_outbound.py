@@ -62,7 +62,7 @@ def test_an_ipv4_address_is_as_public_inside_an_ipv6_one(number: int) -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "[::1]", "0x7f.1", "2130706433", "[::ffff:127.0.0.1]"]
 )
-def test_nothing_private_is_connected_to(host: str) -> None:
+async def test_nothing_private_is_connected_to(host: str) -> None:
     calls: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,21 +75,18 @@ def test_nothing_private_is_connected_to(host: str) -> None:
         async with httpx.AsyncClient(transport=transport, timeout=10) as client:
             return (await client.get(f"http://{host}:{port}/x")).text
 
-    async def scenario() -> None:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(httpx.ConnectError, match="private"):
-                await get(port, allow_private=False)
-            assert calls == []
-            if "::" not in host:
-                assert await get(port, allow_private=True) == "hi"
-                assert f"host: {host}:{port}".encode() in calls[0].lower()
-
-    asyncio.run(scenario())
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(httpx.ConnectError, match="private"):
+            await get(port, allow_private=False)
+        assert calls == []
+        if "::" not in host:
+            assert await get(port, allow_private=True) == "hi"
+            assert f"host: {host}:{port}".encode() in calls[0].lower()
 
 
 @pytest.mark.parametrize("allow_private", [True, False])
-def test_the_next_address_is_tried_if_it_is_allowed(
+async def test_the_next_address_is_tried_if_it_is_allowed(
     monkeypatch: pytest.MonkeyPatch, allow_private: bool
 ) -> None:
     calls: list[bytes] = []
@@ -99,32 +96,29 @@ def test_the_next_address_is_tried_if_it_is_allowed(
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
         writer.close()
 
-    async def scenario() -> None:
-        async def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
-            # The first cannot be connected to; the second is listened on.
-            return [(0, 0, 0, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
+    async def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
+        # The first cannot be connected to; the second is listened on.
+        return [(0, 0, 0, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            url = f"http://two.example:{server.sockets[0].getsockname()[1]}/x"
-            transport = OutboundTransport(allow_private=allow_private)
-            async with httpx.AsyncClient(transport=transport, timeout=10) as client:
-                if allow_private:
-                    assert (await client.post(url, content=b"once")).text == "hi"
-                    assert len(calls) == 1
-                else:
-                    with pytest.raises(httpx.ConnectError, match="private"):
-                        await client.post(url, content=b"once")
-                    assert calls == []
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://two.example:{server.sockets[0].getsockname()[1]}/x"
+        transport = OutboundTransport(allow_private=allow_private)
+        async with httpx.AsyncClient(transport=transport, timeout=10) as client:
+            if allow_private:
+                assert (await client.post(url, content=b"once")).text == "hi"
+                assert len(calls) == 1
+            else:
+                with pytest.raises(httpx.ConnectError, match="private"):
+                    await client.post(url, content=b"once")
+                assert calls == []
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".org", "no-such-name.invalid"])
-def test_a_name_that_leads_nowhere(host: str) -> None:
+async def test_a_name_that_leads_nowhere(host: str) -> None:
     async def get() -> None:
         async with httpx.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
             await client.get(f"http://{host}/")
 
     with pytest.raises(httpx.ConnectError, match="looked up"):
-        asyncio.run(get())
+        await get()

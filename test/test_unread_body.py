@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 import time
@@ -112,7 +111,9 @@ def test_a_client_that_waits_to_be_asked_for_its_body_is_answered_at_once(server
 
 
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"0")]])
-def test_nothing_is_read_of_a_request_without_a_body(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_nothing_is_read_of_a_request_without_a_body(
+    headers: list[tuple[bytes, bytes]],
+) -> None:
     async def receive() -> Any:
         raise AssertionError("read")
 
@@ -122,11 +123,11 @@ def test_nothing_is_read_of_a_request_without_a_body(headers: list[tuple[bytes, 
         sent.append(message)
 
     scope = {"type": "http", "path": "/refused", "headers": headers}
-    asyncio.run(UnreadBodyMiddleware(_app)(scope, receive, send))
+    await UnreadBodyMiddleware(_app)(scope, receive, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
-def test_an_answer_that_closes_the_connection_waits_for_nothing() -> None:
+async def test_an_answer_that_closes_the_connection_waits_for_nothing() -> None:
     async def closing(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"connection", b"close")]
         await send({"type": "http.response.start", "status": 408, "headers": headers})
@@ -139,4 +140,4 @@ def test_an_answer_that_closes_the_connection_waits_for_nothing() -> None:
         pass
 
     scope = {"type": "http", "path": "/", "headers": [(b"content-length", b"5")]}
-    asyncio.run(UnreadBodyMiddleware(closing)(scope, receive, send))
+    await UnreadBodyMiddleware(closing)(scope, receive, send)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -14,8 +13,7 @@ from openai.types import Batch
 from batch.live_app import LiveApp
 from batch.scenarios import FINAL
 from batch.scripted_backend import ENDPOINT
-
-GIVE_UP_S = 60
+from waiting import GIVE_UP_S, eventually
 
 
 def upload(client: openai.OpenAI, content: bytes, **options: Any) -> str:
@@ -38,13 +36,6 @@ def until(client: openai.OpenAI, batch_id: str, *statuses: str) -> Batch:
         assert time.monotonic() < give_up_s, batch
         time.sleep(0.01)
     return batch
-
-
-def eventually(is_true: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not is_true():
-        assert time.monotonic() < give_up_s, "still waiting"
-        time.sleep(0.01)
 
 
 def engine_has(app: LiveApp, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,12 +79,27 @@ class Scene:
     async def reaches(self, batch_id: str, *statuses: str, owner: str = OWNER) -> BatchObject:
         """Wait until the batch is in one of ``statuses``."""
 
+        def is_there(batch: BatchObject) -> bool:
+            assert batch.status in statuses or batch.status not in FINAL, batch
+            return batch.status in statuses
+
+        return await self.once(batch_id, is_there, owner)
+
+    async def once(
+        self, batch_id: str, is_true: Callable[[BatchObject], object], owner: str = OWNER
+    ) -> BatchObject:
+        """Wait until something is true of the batch, as its owner sees it."""
+
         async def look() -> BatchObject | None:
             batch = await self.service.retrieve_batch(owner, batch_id)
-            assert batch.status in statuses or batch.status not in FINAL, batch
-            return batch if batch.status in statuses else None
+            return batch if is_true(batch) else None
 
         return await self.eventually(look)
+
+    async def warning(self, batch_id: str) -> str:
+        """Wait until the batch has a warning."""
+        batch = await self.once(batch_id, lambda batch: batch.coserve.warning)
+        return batch.coserve.warning or ""
 
     async def ends(self, batch_id: str) -> BatchObject:
         """Wait until the batch is in a final state."""
@@ -141,8 +156,3 @@ async def opened(
         rng=random.Random(),
     )
     return Scene(service, backend, clock, directory)
-
-
-def play(scenario: Coroutine[Any, Any, T]) -> T:
-    """Run a scenario on an event loop of its own."""
-    return asyncio.run(scenario)

@@ -136,6 +136,11 @@ class ScriptedBackend:
             self.max_in_flight,
         )
 
+    def finish_all(self) -> None:
+        """Answer every request that is in flight."""
+        for entry in list(self.in_flight):
+            entry.finish()
+
     def held(self, custom_id: str) -> InFlight:
         """The request of a line that is in flight."""
         (entry,) = (e for e in self.in_flight if name_of(e.request) == custom_id)

@@ -70,6 +70,7 @@ def test_endings_marks_and_blank_lines_do_not_matter(
     [
         (b"{", "invalid_json"),
         (b'{"custom_id": NaN}', "invalid_json"),
+        (b'{"custom_id": 1e999}', "invalid_json"),
         (b'{"custom_id":"\xff"}', "invalid_utf8"),
         (b'{"custom_id":"\\ud800"}', "invalid_json"),
         (b"\x00\x01\x02", "invalid_json"),
@@ -77,7 +78,11 @@ def test_endings_marks_and_blank_lines_do_not_matter(
         (b'{"a":' * 500 + b"1" + b"}" * 500, "missing_field"),
         (b"[]", "invalid_line"),
         (b"null", "invalid_line"),
-        (a_line(custom_id=...), "missing_field"),
+        (b'"text"', "invalid_line"),
+        *(
+            (a_line(**{name: ...}), "missing_field")
+            for name in ("custom_id", "method", "url", "body")
+        ),
         (a_line(custom_id=7), "invalid_custom_id"),
         (a_line(custom_id=""), "invalid_custom_id"),
         (a_line(method="GET"), "invalid_method"),
@@ -85,6 +90,7 @@ def test_endings_marks_and_blank_lines_do_not_matter(
         (a_line(url=["/v1/completions"]), "mismatched_url"),
         (a_line(body="{}"), "invalid_body"),
         (a_line(body=None), "invalid_body"),
+        (a_line(body=[]), "invalid_body"),
         (b"x" * 5000, "line_too_long"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import lines, opened, play
+from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, failure
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.errors import StartupError
@@ -26,51 +26,47 @@ def modes_in(root: Path) -> set[tuple[str, str]]:
     return {(path.name, stat.filemode(path.stat().st_mode)) for path in paths}
 
 
-def refused_and_mended(root: Path, name: str, mode: int) -> None:
+async def refused_and_mended(root: Path, name: str, mode: int) -> None:
     """What is as wide as ``mode`` stops the start, until the command that it names was run."""
-    play(opened_and_closed(root))
+    await opened_and_closed(root)
     (root / name).chmod(mode)
     with pytest.raises(StartupError, match="others than its owner may read") as caught:
-        play(opened(root))
+        await opened(root)
     command = str(caught.value).rpartition(": ")[2]
     subprocess.run(["sh", "-c", command], check=True, timeout=60)
-    play(opened_and_closed(root))
+    await opened_and_closed(root)
 
 
 class TestDirectory:
-    def test_two_servers_do_not_share_it(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            async with (await opened(tmp_path)).service:
-                with pytest.raises(StartupError, match="in use by another server"):
-                    await opened(tmp_path)
-            async with (await opened(tmp_path)).service:
-                pass
+    async def test_two_servers_do_not_share_it(self, tmp_path: Path) -> None:
+        async with (await opened(tmp_path)).service:
+            with pytest.raises(StartupError, match="in use by another server"):
+                await opened(tmp_path)
+        async with (await opened(tmp_path)).service:
+            pass
 
-        play(scenario())
-
-    def test_it_must_be_writable(self, tmp_path: Path) -> None:
+    async def test_it_must_be_writable(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         for bad in (tmp_path / "file", Path("/proc/coserve")):
             with pytest.raises(StartupError, match="name another --coserve-data-dir"):
-                play(opened(bad))
+                await opened(bad)
 
-    def test_a_damaged_database_unlocks_it_again(self, tmp_path: Path) -> None:
+    async def test_a_damaged_database_unlocks_it_again(self, tmp_path: Path) -> None:
         database = tmp_path / "coserve.sqlite"
         database.touch(mode=0o600)
         database.write_bytes(b"nonsense" * 1000)
         for _ in range(2):
             with pytest.raises(StartupError, match="cannot use the batch database"):
-                play(opened(tmp_path))
+                await opened(tmp_path)
 
     @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-    def test_all_that_is_made_is_its_owners_alone(self, tmp_path: Path, umask: int) -> None:
+    async def test_all_that_is_made_is_its_owners_alone(self, tmp_path: Path, umask: int) -> None:
         root = tmp_path / "data"
-        modes: set[tuple[str, str]] = set()
-
-        async def scenario() -> None:
+        before = os.umask(umask)
+        try:
             backend = ScriptedBackend(holds=True)
             scene = await opened(root, backend, max_attempts=1, journal_interval_s=0.01)
-            async with scene.service as service:
+            async with scene.service:
                 batch = await scene.create(lines(3))
                 await scene.in_flight(3)
                 backend.held("id-1").generate(4)
@@ -78,17 +74,8 @@ class TestDirectory:
                 backend.held("id-3").finish(failure(400))
                 waits = lambda: len(list((root / "journal").iterdir())) == 1  # noqa: E731
                 await scene.clock.until(waits)
-
-                async def has_both_files() -> bool | None:
-                    seen = await service.retrieve_batch("owner", batch.id)
-                    return None if None in (seen.output_file_id, seen.error_file_id) else True
-
-                await scene.eventually(has_both_files)
-                modes.update(modes_in(root))
-
-        before = os.umask(umask)
-        try:
-            play(scenario())
+                await scene.once(batch.id, lambda now: now.output_file_id and now.error_file_id)
+                modes = modes_in(root)
         finally:
             os.umask(before)
         assert {mode for _, mode in modes} == {"drwx------", "-rw-------"}
@@ -98,34 +85,36 @@ class TestDirectory:
 
     @pytest.mark.parametrize("mode", [0o750, 0o701, 0o705, 0o777, 0o1777, 0o2770])
     @pytest.mark.parametrize("name", ["", "files", "journal", "in_doubt"])
-    def test_a_directory_that_others_can_enter_is_refused(
+    async def test_a_directory_that_others_can_enter_is_refused(
         self, tmp_path: Path, name: str, mode: int
     ) -> None:
-        refused_and_mended(tmp_path / "a data", name, mode)
+        await refused_and_mended(tmp_path / "a data", name, mode)
 
     @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
-    def test_a_database_that_others_can_read_is_refused(self, tmp_path: Path, mode: int) -> None:
-        refused_and_mended(tmp_path / "a data", "coserve.sqlite", mode)
+    async def test_a_database_that_others_can_read_is_refused(
+        self, tmp_path: Path, mode: int
+    ) -> None:
+        await refused_and_mended(tmp_path / "a data", "coserve.sqlite", mode)
 
-    def test_a_link_is_as_private_as_what_it_leads_to(self, tmp_path: Path) -> None:
+    async def test_a_link_is_as_private_as_what_it_leads_to(self, tmp_path: Path) -> None:
         root, target = tmp_path / "data", tmp_path / "elsewhere"
         target.mkdir(mode=0o755)
         root.symlink_to(target)
         with pytest.raises(StartupError, match="chmod -R go="):
-            play(opened(root))
+            await opened(root)
         target.chmod(0o700)
-        play(opened_and_closed(root))
+        await opened_and_closed(root)
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-    def test_somebody_elses_directory_is_refused(self, tmp_path: Path) -> None:
+    async def test_somebody_elses_directory_is_refused(self, tmp_path: Path) -> None:
         root = tmp_path / "data"
-        play(opened_and_closed(root))
+        await opened_and_closed(root)
         for path in (root / "coserve.sqlite", root / "files", root):
             os.chown(path, 1234, -1)
             with pytest.raises(StartupError, match="belongs to the user with the number 1234"):
-                play(opened(root))
+                await opened(root)
             os.chown(path, 0, -1)
-        play(opened_and_closed(root))
+        await opened_and_closed(root)
 
     def test_ids_are_the_only_names(self, tmp_path: Path) -> None:
         directory = DataDirectory(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, Scene, lines, opened, play
+from batch.scenarios import OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of, tokens_of
 from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.data_directory import DataDirectory
@@ -30,8 +30,7 @@ class MortalEngine(ScriptedBackend):
                 scene.clock.advance(0.05)
             if any(is_poison(name_of(entry.request)) for entry in self.in_flight):
                 return True
-            for entry in list(self.in_flight):
-                entry.finish()
+            self.finish_all()
             ends = [await scene.service.retrieve_batch(OWNER, each) for each in batch_ids]
             if all(each.status == "completed" for each in ends):
                 return False
@@ -84,12 +83,12 @@ def traced(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("die", [noted, traced])
-def test_a_line_the_engine_dies_of_twice_is_given_up_and_no_other(
+async def test_a_line_the_engine_dies_of_twice_is_given_up_and_no_other(
     tmp_path: Path, die: Callable[[Scene], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
     contents = [content(30, "poison"), lines(12, "other")]
-    batches, records, deaths = play(lives(tmp_path, contents, die))
+    batches, records, deaths = await lives(tmp_path, contents, die)
     assert deaths == 2
     assert [batch.request_counts.completed for batch in batches] == [30, 12]
     assert [batch.request_counts.failed for batch in batches] == [1, 0]
@@ -106,10 +105,10 @@ def test_a_line_the_engine_dies_of_twice_is_given_up_and_no_other(
     assert ("Segmentation fault" in caplog.text) == (die is traced)
 
 
-def test_several_such_lines_cost_no_innocent_one(tmp_path: Path) -> None:
+async def test_several_such_lines_cost_no_innocent_one(tmp_path: Path) -> None:
     poisons = [f"poison{n}" for n in range(4)]
     contents = [content(30, *poisons[:3]), content(9, poisons[3])]
-    batches, records, deaths = play(lives(tmp_path, contents, noted))
+    batches, records, deaths = await lives(tmp_path, contents, noted)
     assert [batch.request_counts.completed for batch in batches] == [30, 9]
     for each in records:
         for custom_id, record in each.items():
@@ -119,96 +118,77 @@ def test_several_such_lines_cost_no_innocent_one(tmp_path: Path) -> None:
     assert deaths <= 2 * len(poisons)
 
 
-def test_a_server_that_is_killed_suspects_nobody(tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_suspects_nobody(tmp_path: Path) -> None:
     """Five times with the same lines in the engine, as an impatient supervisor does."""
-
-    async def scenario() -> None:
-        batch_id = ""
-        for _ in range(5):
-            scene = await opened(tmp_path, ScriptedBackend(holds=True))
-            batch_id = batch_id or (await scene.create(lines(6))).id
-            await scene.in_flight(6)
-            await ends_like_a_killed_one(scene)
-        async with (scene := await opened(tmp_path)).service:
-            done = await scene.ends(batch_id)
-            assert done.request_counts.completed == 6
-
-    play(scenario())
-
-
-def test_a_death_is_counted_once_however_often_the_start_after_it_fails(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    batch_id = ""
+    for _ in range(5):
         scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        batch = await scene.create(lines(3))
-        await scene.in_flight(3)
-        noted(scene)
+        batch_id = batch_id or (await scene.create(lines(6))).id
+        await scene.in_flight(6)
         await ends_like_a_killed_one(scene)
-        left = (tmp_path / "in_flight").read_bytes()
-        for _ in range(3):
-            # It dies between counting and beginning a run of its own.
-            scene = await opened(tmp_path, ScriptedBackend(holds=True))
-            await scene.in_flight(1)
-            await scene.service.close()
-            (tmp_path / "in_flight").write_bytes(left)
-        async with (scene := await opened(tmp_path)).service:
-            assert (await scene.ends(batch.id)).request_counts.completed == 3
-
-    play(scenario())
+    async with (scene := await opened(tmp_path)).service:
+        done = await scene.ends(batch_id)
+        assert done.request_counts.completed == 6
 
 
-def test_a_suspect_that_is_served_is_one_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_a_death_is_counted_once_however_often_the_start_after_it_fails(
+    tmp_path: Path,
+) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    batch = await scene.create(lines(3))
+    await scene.in_flight(3)
+    noted(scene)
+    await ends_like_a_killed_one(scene)
+    left = (tmp_path / "in_flight").read_bytes()
+    for _ in range(3):
+        # It dies between counting and beginning a run of its own.
         scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        batch = await scene.create(lines(3))
-        await scene.in_flight(3)
-        noted(scene)
-        await ends_like_a_killed_one(scene)
-        backend = ScriptedBackend(holds=True)
-        scene = await opened(tmp_path, backend)
-        for _ in range(3):
-            await scene.in_flight(1)
-            assert (await scene.service.status()).lines_in_flight == 1
-            backend.in_flight[0].finish()
-            await asyncio.sleep(0.01)
-        assert (await scene.ends(batch.id)).request_counts.completed == 3
+        await scene.in_flight(1)
         await scene.service.close()
-        async with (scene := await opened(tmp_path)).service as service:
-            rows = await service._context.store.run(
-                lambda db: db.execute("SELECT count(*) FROM suspects").fetchone()[0]
-            )
-            assert rows == 0
-
-    play(scenario())
+        (tmp_path / "in_flight").write_bytes(left)
+    async with (scene := await opened(tmp_path)).service:
+        assert (await scene.ends(batch.id)).request_counts.completed == 3
 
 
-def test_nothing_reaches_the_engine_that_cannot_be_noted(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path)
-        async with scene.service as service:
-            file = service._context.engine_lines._file
-            fd, file._fd = file._fd, -1
-            batch = await scene.create(lines(2))
+async def test_a_suspect_that_is_served_is_one_no_more(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    batch = await scene.create(lines(3))
+    await scene.in_flight(3)
+    noted(scene)
+    await ends_like_a_killed_one(scene)
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend)
+    for _ in range(3):
+        await scene.in_flight(1)
+        assert (await scene.service.status()).lines_in_flight == 1
+        backend.in_flight[0].finish()
+        await asyncio.sleep(0.01)
+    assert (await scene.ends(batch.id)).request_counts.completed == 3
+    await scene.service.close()
+    async with (scene := await opened(tmp_path)).service as service:
+        rows = await service._context.store.run(
+            lambda db: db.execute("SELECT count(*) FROM suspects").fetchone()[0]
+        )
+        assert rows == 0
 
-            async def warned() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.coserve.warning else None
 
-            assert "in_flight" in ((await scene.eventually(warned)).coserve.warning or "")
-            assert scene.backend.started == []
-            file._fd = fd
-            assert (await scene.ends(batch.id)).request_counts.completed == 2
+async def test_nothing_reaches_the_engine_that_cannot_be_noted(tmp_path: Path) -> None:
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        file = service._context.engine_lines._file
+        fd, file._fd = file._fd, -1
+        batch = await scene.create(lines(2))
 
-    play(scenario())
+        assert "in_flight" in await scene.warning(batch.id)
+        assert scene.backend.started == []
+        file._fd = fd
+        assert (await scene.ends(batch.id)).request_counts.completed == 2
 
 
-def test_what_a_machine_leaves_that_died_is_no_obstacle(tmp_path: Path) -> None:
+async def test_what_a_machine_leaves_that_died_is_no_obstacle(tmp_path: Path) -> None:
     for left in (b"", b"coserve", b"\0" * 500, b"coserve flight 1" + b"x" * 30):
         (tmp_path / "in_flight").write_bytes(left)
         (tmp_path / "fatal_signal").write_bytes(b"\xff")
-
-        async def scenario() -> None:
-            async with (scene := await opened(tmp_path)).service:
-                await scene.ends((await scene.create(lines(1))).id)
-
-        play(scenario())
+        async with (scene := await opened(tmp_path)).service:
+            await scene.ends((await scene.create(lines(1))).id)
     assert DataDirectory(tmp_path).in_flight.exists()

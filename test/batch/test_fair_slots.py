@@ -163,35 +163,32 @@ def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -
     asyncio.run(scenario())
 
 
-def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(1, 1000)
-        taken: Counter[str] = Counter()
-        staying = JobShare("staying", 0, 1.0, 0.0)
-        stay = keep_taking(slots, staying, 10, 10, taken)
+async def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
+    slots = FairSlots(1, 1000)
+    taken: Counter[str] = Counter()
+    staying = JobShare("staying", 0, 1.0, 0.0)
+    stay = keep_taking(slots, staying, 10, 10, taken)
 
-        async def come_and_go() -> None:
-            while True:
-                job = JobShare("fickle", 0, 1.0, 0.0)
-                slots.join(job)
-                try:
-                    await slots.acquire(job, 1, 90)
-                    taken["fickle"] += 90
-                    slots.release(job, 1, 90, 90)
-                finally:
-                    slots.leave(job)
+    async def come_and_go() -> None:
+        while True:
+            job = JobShare("fickle", 0, 1.0, 0.0)
+            slots.join(job)
+            try:
+                await slots.acquire(job, 1, 90)
+                taken["fickle"] += 90
+                slots.release(job, 1, 90, 90)
+            finally:
+                slots.leave(job)
 
-        tasks = [asyncio.create_task(stay), asyncio.create_task(come_and_go())]
-        while taken["staying"] < 1000:
-            await asyncio.sleep(0)
-        assert taken["staying"] - 10 <= taken["fickle"] <= taken["staying"] + 90
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        slots.leave(staying)
-        assert not slots._owners
-
-    asyncio.run(scenario())
+    tasks = [asyncio.create_task(stay), asyncio.create_task(come_and_go())]
+    while taken["staying"] < 1000:
+        await asyncio.sleep(0)
+    assert taken["staying"] - 10 <= taken["fickle"] <= taken["staying"] + 90
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    slots.leave(staying)
+    assert not slots._owners
 
 
 def order_of(jobs: dict[str, JobShare], running: JobShare) -> list[str]:
@@ -235,56 +232,47 @@ def test_urgent_lanes_go_first_then_priorities() -> None:
     assert order_of(jobs, JobShare("a", 0, 1.0, 0.0)) == ["soon", "late", "high", "normal", "low"]
 
 
-def test_having_been_away_earns_nothing() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(1, 1000)
-        busy, away = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
-        slots.join(away)
-        slots.join(busy)
-        for _ in range(100):
-            await slots.acquire(busy, 1, 10)
-            slots.release(busy, 1, 10, 10)
+async def test_having_been_away_earns_nothing() -> None:
+    slots = FairSlots(1, 1000)
+    busy, away = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
+    slots.join(away)
+    slots.join(busy)
+    for _ in range(100):
         await slots.acquire(busy, 1, 10)
-        waiting = asyncio.create_task(slots.acquire(away, 1, 10))
-        await asyncio.sleep(0)
         slots.release(busy, 1, 10, 10)
-        await waiting
-        assert away.taken_per_weight > 1000
-
-    asyncio.run(scenario())
-
-
-def test_an_estimate_that_was_wrong_is_forgotten() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(1, 1000)
-        old, new = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
-        slots.join(old)
-        await slots.acquire(old, 1, 1000)
-        assert old.taken_per_weight == 1000
-        slots.join(new)
-        slots.release(old, 1, 1000, 3)
-        assert (old.taken_per_weight, new.taken_per_weight) == (3, 0)
-
-    asyncio.run(scenario())
+    await slots.acquire(busy, 1, 10)
+    waiting = asyncio.create_task(slots.acquire(away, 1, 10))
+    await asyncio.sleep(0)
+    slots.release(busy, 1, 10, 10)
+    await waiting
+    assert away.taken_per_weight > 1000
 
 
-def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(100, 10)
-        job = JobShare("a", 0, 1.0, 0.0)
-        slots.join(job)
-        await slots.acquire(job, 50, 1)
-        waiting = asyncio.create_task(slots.acquire(job, 4, 1))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        slots.release(job, 50, 1, 1)
-        await waiting
-        await slots.acquire(job, 6, 1)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(slots.acquire(job, 1, 1), 0.01)
-        assert (slots.lines_in_flight, slots.bytes_in_flight) == (2, 10)
+async def test_an_estimate_that_was_wrong_is_forgotten() -> None:
+    slots = FairSlots(1, 1000)
+    old, new = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
+    slots.join(old)
+    await slots.acquire(old, 1, 1000)
+    assert old.taken_per_weight == 1000
+    slots.join(new)
+    slots.release(old, 1, 1000, 3)
+    assert (old.taken_per_weight, new.taken_per_weight) == (3, 0)
 
-    asyncio.run(scenario())
+
+async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
+    slots = FairSlots(100, 10)
+    job = JobShare("a", 0, 1.0, 0.0)
+    slots.join(job)
+    await slots.acquire(job, 50, 1)
+    waiting = asyncio.create_task(slots.acquire(job, 4, 1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    slots.release(job, 50, 1, 1)
+    await waiting
+    await slots.acquire(job, 6, 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(slots.acquire(job, 1, 1), 0.01)
+    assert (slots.lines_in_flight, slots.bytes_in_flight) == (2, 10)
 
 
 @settings(deadline=None)
@@ -309,24 +297,21 @@ def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     asyncio.run(scenario())
 
 
-def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
-    async def scenario() -> None:
-        slots = FairSlots(1, 1000)
-        first, second, third = (JobShare("a", 0, 1.0, 0.0) for _ in range(3))
-        for job in (first, second, third):
-            slots.join(job)
-        await slots.acquire(first, 1, 1)
-        leaving = asyncio.create_task(slots.acquire(second, 1, 1))
-        staying = asyncio.create_task(slots.acquire(third, 1, 1))
-        await asyncio.sleep(0)
-        before = second.taken_per_weight
-        slots.release(first, 1, 1, 1)
-        # After the slot is granted, and before the waiter has run again.
-        asyncio.get_running_loop().call_soon(leaving.cancel)
-        await staying
-        assert leaving.cancelled()
-        assert slots.lines_in_flight == 1
-        assert second.taken_per_weight == before
-        slots.release(third, 1, 1, 1)
-
-    asyncio.run(scenario())
+async def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:
+    slots = FairSlots(1, 1000)
+    first, second, third = (JobShare("a", 0, 1.0, 0.0) for _ in range(3))
+    for job in (first, second, third):
+        slots.join(job)
+    await slots.acquire(first, 1, 1)
+    leaving = asyncio.create_task(slots.acquire(second, 1, 1))
+    staying = asyncio.create_task(slots.acquire(third, 1, 1))
+    await asyncio.sleep(0)
+    before = second.taken_per_weight
+    slots.release(first, 1, 1, 1)
+    # After the slot is granted, and before the waiter has run again.
+    asyncio.get_running_loop().call_soon(leaving.cancel)
+    await staying
+    assert leaving.cancelled()
+    assert slots.lines_in_flight == 1
+    assert second.taken_per_weight == before
+    slots.release(third, 1, 1, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, Scene, lines, list_files, opened, play, stream, wanted
+from batch.scenarios import OWNER, lines, list_files, opened, stream, wanted
 from sglang_coserve.batch import (
     BatchRequestError,
     ConflictError,
@@ -35,56 +35,30 @@ def in_doubt(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "in_doubt").iterdir())
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            content = os.urandom(3_000_000)
-            file = await service.create_file(OWNER, "a b.jsonl", "batch", stream(content, 70_000))
-            assert (file.bytes, file.filename, file.purpose) == (3_000_000, "a b.jsonl", "batch")
-            assert await service.retrieve_file(OWNER, file.id) == file
-            assert await scene.content(file.id) == content
-            part = await service.file_content(OWNER, file.id, 1_000_000, 2_500_000)
-            assert b"".join([c async for c in part.chunks]) == content[1_000_000:2_500_000]
-            rest = await service.file_content(OWNER, file.id, 2_999_999, 9_999_999)
-            assert (rest.start, rest.end, rest.total_bytes) == (2_999_999, 3_000_000, 3_000_000)
-            assert [c async for c in rest.chunks] == [content[-1:]]
-            with pytest.raises(BatchRequestError) as caught:
-                await service.file_content(OWNER, file.id, 3_000_001)
-            assert caught.value.code == "invalid_range"
-            for path in (tmp_path / "files").iterdir():
-                assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-    play(scenario())
+async def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        content = os.urandom(3_000_000)
+        file = await service.create_file(OWNER, "a b.jsonl", "batch", stream(content, 70_000))
+        assert (file.bytes, file.filename, file.purpose) == (3_000_000, "a b.jsonl", "batch")
+        assert await service.retrieve_file(OWNER, file.id) == file
+        assert await scene.content(file.id) == content
+        part = await service.file_content(OWNER, file.id, 1_000_000, 2_500_000)
+        assert b"".join([c async for c in part.chunks]) == content[1_000_000:2_500_000]
+        rest = await service.file_content(OWNER, file.id, 2_999_999, 9_999_999)
+        assert (rest.start, rest.end, rest.total_bytes) == (2_999_999, 3_000_000, 3_000_000)
+        assert [c async for c in rest.chunks] == [content[-1:]]
+        with pytest.raises(BatchRequestError) as caught:
+            await service.file_content(OWNER, file.id, 3_000_001)
+        assert caught.value.code == "invalid_range"
+        for path in (tmp_path / "files").iterdir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service:
-            file = await scene.upload(b"")
-            assert file.bytes == 0
-            assert await scene.content(file.id) == b""
-
-    play(scenario())
-
-
-def test_files_are_private(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            mine = await scene.upload(lines(1))
-            other = owner_of("another key")
-            for call in (
-                service.retrieve_file(other, mine.id),
-                service.file_content(other, mine.id),
-                service.delete_file(other, mine.id),
-                service.list_files(other, after=mine.id),
-                service.create_batch(other, wanted(mine)),
-            ):
-                with pytest.raises(NotFoundError):
-                    await call
-            assert (await list_files(service, other)).data == []
-            assert await service.retrieve_file(OWNER, mine.id) == mine
-
-    play(scenario())
+async def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service:
+        file = await scene.upload(b"")
+        assert file.bytes == 0
+        assert await scene.content(file.id) == b""
 
 
 def test_owners() -> None:
@@ -97,44 +71,29 @@ def test_owners() -> None:
     ("filename", "purpose", "param"),
     [("", "batch", "file"), ("x" * 256, "batch", "file"), ("a", "fine-tune", "purpose")],
 )
-def test_uploads_that_are_refused(tmp_path: Path, filename: str, purpose: str, param: str) -> None:
-    async def scenario() -> None:
-        async with (await opened(tmp_path)).service as service:
-            with pytest.raises(BatchRequestError) as caught:
-                await service.create_file(OWNER, filename, purpose, stream(b"x"))
-            assert caught.value.param == param
-        assert stored(tmp_path) == []
-
-    play(scenario())
-
-
-@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "\0", "..", "☃.jsonl", "CON"])
-def test_a_file_name_is_only_a_label(tmp_path: Path, name: str) -> None:
-    async def scenario() -> None:
-        async with (await opened(tmp_path)).service as service:
-            file = await service.create_file(OWNER, name, "batch", stream(b"x"))
-            assert (await service.retrieve_file(OWNER, file.id)).filename == name
-            assert stored(tmp_path) == [file.id]
-
-    play(scenario())
+async def test_uploads_that_are_refused(
+    tmp_path: Path, filename: str, purpose: str, param: str
+) -> None:
+    async with (await opened(tmp_path)).service as service:
+        with pytest.raises(BatchRequestError) as caught:
+            await service.create_file(OWNER, filename, purpose, stream(b"x"))
+        assert caught.value.param == param
+    assert stored(tmp_path) == []
 
 
-def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: Path) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 1_000_000
 
-    async def scenario() -> None:
-        async with (await opened(tmp_path, max_upload_bytes=5_000_000)).service as service:
-            with pytest.raises(TooLargeError, match="5,000,000"):
-                await service.create_file(OWNER, "a", "batch", endless())
-            assert (await list_files(service, OWNER)).data == []
-        assert stored(tmp_path) == in_doubt(tmp_path) == []
-
-    play(scenario())
+    async with (await opened(tmp_path, max_upload_bytes=5_000_000)).service as service:
+        with pytest.raises(TooLargeError, match="5,000,000"):
+            await service.create_file(OWNER, "a", "batch", endless())
+        assert (await list_files(service, OWNER)).data == []
+    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     async def broken() -> AsyncIterator[bytes]:
         yield b"x" * 2_000_000
         raise ConnectionError("gone")
@@ -144,110 +103,93 @@ def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         arrived.set()
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with (await opened(tmp_path)).service as service:
-            with pytest.raises(ConnectionError):
-                await service.create_file(OWNER, "a", "batch", broken())
-            arrived = asyncio.Event()
-            upload = asyncio.create_task(service.create_file(OWNER, "a", "batch", stuck(arrived)))
-            await arrived.wait()
-            assert len(stored(tmp_path)) == 1
-            upload.cancel()
-            await asyncio.wait({upload})
-        assert stored(tmp_path) == in_doubt(tmp_path) == []
-
-    play(scenario())
+    async with (await opened(tmp_path)).service as service:
+        with pytest.raises(ConnectionError):
+            await service.create_file(OWNER, "a", "batch", broken())
+        arrived = asyncio.Event()
+        upload = asyncio.create_task(service.create_file(OWNER, "a", "batch", stuck(arrived)))
+        await arrived.wait()
+        assert len(stored(tmp_path)) == 1
+        upload.cancel()
+        await asyncio.wait({upload})
+    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
-def test_an_upload_never_fills_the_disk(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (await opened(tmp_path, min_free_bytes=1 << 60)).service as service:
-            with pytest.raises(StorageError, match="disk is full"):
-                await service.create_file(OWNER, "a", "batch", stream(b"x"))
-        assert stored(tmp_path) == in_doubt(tmp_path) == []
-
-    play(scenario())
+async def test_an_upload_never_fills_the_disk(tmp_path: Path) -> None:
+    async with (await opened(tmp_path, min_free_bytes=1 << 60)).service as service:
+        with pytest.raises(StorageError, match="disk is full"):
+            await service.create_file(OWNER, "a", "batch", stream(b"x"))
+    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
-def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, input_retention_s=7200)
-        scene.backend.holds = True
-        async with scene.service as service:
-            short = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
-            used = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
-            long = await scene.upload(lines(1))
-            assert short.expires_at is not None
-            assert short.expires_at - short.created_at == 3600
-            assert long.expires_at is not None
-            assert long.expires_at - long.created_at == 7200
-            batch = await service.create_batch(OWNER, wanted(used))
-            await scene.in_flight(1)
-            scene.clock.advance(3601)
-            with pytest.raises(NotFoundError):
-                await service.retrieve_file(OWNER, short.id)
-            assert [f.id for f in (await list_files(service, OWNER)).data] == [long.id]
-            await scene.clock.until(lambda: stored(tmp_path) == sorted([used.id, long.id]))
-            scene.backend.held("id-1").finish()
-            assert (await scene.ends(batch.id)).status == "completed"
-            scene.clock.advance(61)
-            await scene.clock.until(lambda: used.id not in stored(tmp_path))
-
-    play(scenario())
+async def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, input_retention_s=7200)
+    scene.backend.holds = True
+    async with scene.service as service:
+        short = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
+        used = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
+        long = await scene.upload(lines(1))
+        assert short.expires_at is not None
+        assert short.expires_at - short.created_at == 3600
+        assert long.expires_at is not None
+        assert long.expires_at - long.created_at == 7200
+        batch = await service.create_batch(OWNER, wanted(used))
+        await scene.in_flight(1)
+        scene.clock.advance(3601)
+        with pytest.raises(NotFoundError):
+            await service.retrieve_file(OWNER, short.id)
+        assert [f.id for f in (await list_files(service, OWNER)).data] == [long.id]
+        await scene.clock.until(lambda: stored(tmp_path) == sorted([used.id, long.id]))
+        scene.backend.held("id-1").finish()
+        assert (await scene.ends(batch.id)).status == "completed"
+        scene.clock.advance(61)
+        await scene.clock.until(lambda: used.id not in stored(tmp_path))
 
 
-def test_a_file_in_use_cannot_be_deleted(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path)
-        scene.backend.holds = True
-        async with scene.service as service:
-            batch = await scene.create(lines(2))
-            await scene.in_flight(2)
-            scene.backend.held("id-1").finish()
-            await scene.clock.until(lambda: len(stored(tmp_path)) == 2)
-            running = await scene.reaches(batch.id, "in_progress")
-            for file_id in stored(tmp_path):
-                with pytest.raises((ConflictError, NotFoundError)):
-                    await service.delete_file(OWNER, file_id)
-            scene.backend.held("id-2").finish()
-            done = await scene.ends(batch.id)
-            assert done.output_file_id
-            for file_id in (running.input_file_id, done.output_file_id):
-                assert (await service.delete_file(OWNER, file_id)).deleted
-        assert stored(tmp_path) == in_doubt(tmp_path) == []
-
-    play(scenario())
+async def test_a_file_in_use_cannot_be_deleted(tmp_path: Path) -> None:
+    scene = await opened(tmp_path)
+    scene.backend.holds = True
+    async with scene.service as service:
+        batch = await scene.create(lines(2))
+        await scene.in_flight(2)
+        scene.backend.held("id-1").finish()
+        await scene.clock.until(lambda: len(stored(tmp_path)) == 2)
+        running = await scene.reaches(batch.id, "in_progress")
+        for file_id in stored(tmp_path):
+            with pytest.raises((ConflictError, NotFoundError)):
+                await service.delete_file(OWNER, file_id)
+        scene.backend.held("id-2").finish()
+        done = await scene.ends(batch.id)
+        assert done.output_file_id
+        for file_id in (running.input_file_id, done.output_file_id):
+            assert (await service.delete_file(OWNER, file_id)).deleted
+    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
-def crash_while(tmp_path: Path, step: str) -> Scene:
+async def crash_while(tmp_path: Path, step: str) -> None:
     """Leave the directory as a crash at ``step`` of an upload or a deletion would."""
-
-    async def scenario() -> Scene:
-        scene = await opened(tmp_path)
-        kept = await scene.upload(lines(1))
-        await scene.service.close()
-        directory = DataDirectory(tmp_path)
-        database = sqlite3.connect(tmp_path / "coserve.sqlite")
-        match step:
-            case "uploading":
-                directory.mark_in_doubt("file-" + "0" * 24)
-                directory.file("file-" + "0" * 24).write_bytes(b"half")
-            case "uploaded":
-                directory.mark_in_doubt(kept.id)
-            case "about to be deleted":
-                directory.mark_in_doubt(kept.id)
-            case "deleted":
-                directory.mark_in_doubt(kept.id)
-                database.execute("DELETE FROM files")
-            case "bytes deleted":
-                directory.mark_in_doubt(kept.id)
-                database.execute("DELETE FROM files")
-                directory.file(kept.id).unlink()
-        database.commit()
-        database.close()
-        return scene
-
-    return play(scenario())
+    scene = await opened(tmp_path)
+    kept = await scene.upload(lines(1))
+    await scene.service.close()
+    directory = DataDirectory(tmp_path)
+    database = sqlite3.connect(tmp_path / "coserve.sqlite")
+    match step:
+        case "uploading":
+            directory.mark_in_doubt("file-" + "0" * 24)
+            directory.file("file-" + "0" * 24).write_bytes(b"half")
+        case "uploaded":
+            directory.mark_in_doubt(kept.id)
+        case "about to be deleted":
+            directory.mark_in_doubt(kept.id)
+        case "deleted":
+            directory.mark_in_doubt(kept.id)
+            database.execute("DELETE FROM files")
+        case "bytes deleted":
+            directory.mark_in_doubt(kept.id)
+            database.execute("DELETE FROM files")
+            directory.file(kept.id).unlink()
+    database.commit()
+    database.close()
 
 
 @pytest.mark.parametrize(
@@ -260,31 +202,23 @@ def crash_while(tmp_path: Path, step: str) -> Scene:
         ("bytes deleted", 0),
     ],
 )
-def test_a_crash_leaves_a_file_or_none(tmp_path: Path, step: str, files: int) -> None:
-    crash_while(tmp_path, step)
-
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            found = (await list_files(service, OWNER)).data
-            assert len(found) == files
-            assert stored(tmp_path) == [file.id for file in found]
-            assert in_doubt(tmp_path) == []
-            for file in found:
-                assert await scene.content(file.id) == lines(1)
-
-    play(scenario())
+async def test_a_crash_leaves_a_file_or_none(tmp_path: Path, step: str, files: int) -> None:
+    await crash_while(tmp_path, step)
+    async with (scene := await opened(tmp_path)).service as service:
+        found = (await list_files(service, OWNER)).data
+        assert len(found) == files
+        assert stored(tmp_path) == [file.id for file in found]
+        assert in_doubt(tmp_path) == []
+        for file in found:
+            assert await scene.content(file.id) == lines(1)
 
 
-def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:
+async def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:
     """A database that was restored from a backup must not cost the files it does not know."""
-
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service:
-            await scene.upload(lines(1))
-        for path in tmp_path.glob("coserve.sqlite*"):
-            path.unlink()
-        before = stored(tmp_path)
-        async with (await opened(tmp_path)).service:
-            assert stored(tmp_path) == before
-
-    play(scenario())
+    async with (scene := await opened(tmp_path)).service:
+        await scene.upload(lines(1))
+    for path in tmp_path.glob("coserve.sqlite*"):
+        path.unlink()
+    before = stored(tmp_path)
+    async with (await opened(tmp_path)).service:
+        assert stored(tmp_path) == before

@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from batch.live_app import LiveApp
-from batch.route_calls import eventually, upload
+from batch.route_calls import upload
 from batch.scenarios import lines
+from waiting import eventually
 
 TIMEOUT_S = 30
 MIB = 1 << 20

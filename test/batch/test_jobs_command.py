@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from batch.scenarios import OWNER, lines, opened, play
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import BatchRequestError, owner_of
 from sglang_coserve.cli import app
@@ -44,10 +45,10 @@ def stopped(tmp_path: Path) -> tuple[Path, list[str]]:
             )
         return [batch.id for batch in batches]
 
-    return tmp_path, play(scenario())
+    return tmp_path, asyncio.run(scenario())
 
 
-def test_batches_of_everybody_are_listed_and_changed(stopped: tuple[Path, list[str]]) -> None:
+async def test_batches_of_everybody_are_listed_and_changed(stopped: tuple[Path, list[str]]) -> None:
     directory, ids = stopped
     rows = jobs(directory, "list").splitlines()
     assert [row.split()[0] for row in rows] == ids[::-1]
@@ -63,19 +64,15 @@ def test_batches_of_everybody_are_listed_and_changed(stopped: tuple[Path, list[s
     assert "(paused)" in jobs(directory, "pause", ids[1])
     assert json.loads(jobs(directory, "pause", ids[2], "--json"))["coserve"]["paused"]
     assert "(paused)" not in jobs(directory, "resume", ids[2])
-
-    async def scenario() -> None:
-        scene = await opened(directory)
-        async with scene.service as service:
-            assert (await scene.ends(ids[0])).status == "cancelled"
-            await scene.eventually(
-                lambda: _is_done(service._context.store, ids[2]),
-            )
-            waiting = await service.retrieve_batch(OWNER, ids[1])
-            assert (waiting.status, waiting.coserve.paused) == ("in_progress", True)
-            assert {request.batch_id for request in scene.backend.started} == {ids[2]}
-
-    play(scenario())
+    scene = await opened(directory)
+    async with scene.service as service:
+        assert (await scene.ends(ids[0])).status == "cancelled"
+        await scene.eventually(
+            lambda: _is_done(service._context.store, ids[2]),
+        )
+        waiting = await service.retrieve_batch(OWNER, ids[1])
+        assert (waiting.status, waiting.coserve.paused) == ("in_progress", True)
+        assert {request.batch_id for request in scene.backend.started} == {ids[2]}
     assert "completed  2 ok" in jobs(directory, "list", "--limit", "1")
     with pytest.raises(BatchRequestError, match="cannot cancel"):
         jobs(directory, "cancel", ids[2])
@@ -88,13 +85,10 @@ async def _is_done(store: object, batch_id: str) -> bool | None:
     return row[0] == "completed" or None
 
 
-def test_a_directory_that_a_server_has_is_left_to_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (await opened(tmp_path)).service:
-            with pytest.raises(StartupError, match="'coserve list' or 'coserve cancel BATCH'"):
-                jobs(tmp_path, "list")
-
-    play(scenario())
+async def test_a_directory_that_a_server_has_is_left_to_it(tmp_path: Path) -> None:
+    async with (await opened(tmp_path)).service:
+        with pytest.raises(StartupError, match="'coserve list' or 'coserve cancel BATCH'"):
+            jobs(tmp_path, "list")
     assert jobs(tmp_path, "list") == ""
 
 

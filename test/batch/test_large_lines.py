@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batch.manual_clock import ManualClock
-from batch.scenarios import line, lines, opened, play
+from batch.scenarios import line, lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
@@ -20,34 +20,28 @@ LARGE = {
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_a_large_line_fails_alone(tmp_path: Path, what: str) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(limits=SMALL)
-        async with (scene := await opened(tmp_path, backend)).service:
-            # The first line is the one that may begin with a byte order mark.
-            content = b"\xef\xbb\xbf" + LARGE[what].encode() + b"\r\n" + lines(3)
-            batch = await scene.ends((await scene.create(content)).id)
-            assert batch.status == "completed"
-            counts = batch.request_counts
-            assert (counts.total, counts.completed, counts.failed) == (4, 3, 1)
-            response = (await scene.records(batch))["large"]["response"]
-            assert response["status_code"] == 413
-            assert what in response["body"]["error"]["message"]
-            assert {name_of(request) for request in backend.started} == {"id-1", "id-2", "id-3"}
-
-    play(scenario())
+async def test_a_large_line_fails_alone(tmp_path: Path, what: str) -> None:
+    backend = ScriptedBackend(limits=SMALL)
+    async with (scene := await opened(tmp_path, backend)).service:
+        # The first line is the one that may begin with a byte order mark.
+        content = b"\xef\xbb\xbf" + LARGE[what].encode() + b"\r\n" + lines(3)
+        batch = await scene.ends((await scene.create(content)).id)
+        assert batch.status == "completed"
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (4, 3, 1)
+        response = (await scene.records(batch))["large"]["response"]
+        assert response["status_code"] == 413
+        assert what in response["body"]["error"]["message"]
+        assert {name_of(request) for request in backend.started} == {"id-1", "id-2", "id-3"}
 
 
-def test_a_large_line_of_a_closed_window_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, limits=SMALL)
-        async with (scene := await opened(tmp_path, backend, ManualClock())).service:
-            content = lines(1) + LARGE["bytes"].encode()
-            batch = await scene.create(content, window="1h")
-            await scene.in_flight(1)
-            scene.clock.advance(7200)
-            batch = await scene.ends(batch.id)
-            assert batch.status == "expired"
-            assert set(await scene.records(batch)) == {"id-1", "large"}
-
-    play(scenario())
+async def test_a_large_line_of_a_closed_window_is_named(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, limits=SMALL)
+    async with (scene := await opened(tmp_path, backend, ManualClock())).service:
+        content = lines(1) + LARGE["bytes"].encode()
+        batch = await scene.create(content, window="1h")
+        await scene.in_flight(1)
+        scene.clock.advance(7200)
+        batch = await scene.ends(batch.id)
+        assert batch.status == "expired"
+        assert set(await scene.records(batch)) == {"id-1", "large"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.scenarios import play
 from sglang_coserve.batch import (
     StorageError,
 )
@@ -41,29 +41,25 @@ def test_a_source_yields_what_is_not_finished(
         await threads.close()
         return found
 
-    assert play(scenario()) == [
+    assert asyncio.run(scenario()) == [
         (number, text)
         for number, text in enumerate(texts, 1)
         if text.strip() and number not in finished
     ]
 
 
-def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:
+async def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"x" * 99 + b"\n" + b"y" * 3_000_000 + b"\n" + (b"z" * 99 + b"\n") * 50_000)
-
-    async def scenario() -> None:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(path, 4_000_000, lambda _: True, threads)
-        numbers = []
-        async for line in source:
-            numbers.append(line.number)
-            assert len(source._ahead) <= 256
-            assert sum(len(ahead.content) for ahead in source._ahead) <= 3_000_100
-        assert numbers == list(range(1, 50_003))
-        path.unlink()
-        with pytest.raises(StorageError, match="No such file"):
-            await anext(LineSource(path, 100, lambda _: True, threads))
-        await threads.close()
-
-    play(scenario())
+    threads = WorkerThreads("test", 1)
+    source = LineSource(path, 4_000_000, lambda _: True, threads)
+    numbers = []
+    async for line in source:
+        numbers.append(line.number)
+        assert len(source._ahead) <= 256
+        assert sum(len(ahead.content) for ahead in source._ahead) <= 3_000_100
+    assert numbers == list(range(1, 50_003))
+    path.unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        await anext(LineSource(path, 100, lambda _: True, threads))
+    await threads.close()

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from batch.scenarios import play
 from sglang_coserve.lines.engine_lines import LineTurns
 
 TURN_S = 60.0
@@ -45,36 +44,30 @@ class Engine:
                 await asyncio.sleep(0)
 
 
-def test_ordinary_lines_do_not_wait_for_each_other() -> None:
-    async def scenario() -> None:
-        engine = Engine()
-        tasks = [asyncio.create_task(engine.serve(f"o{n}")) for n in range(5)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert len(engine.beside) == 5
-        await asyncio.gather(*tasks)
-
-    play(scenario())
+async def test_ordinary_lines_do_not_wait_for_each_other() -> None:
+    engine = Engine()
+    tasks = [asyncio.create_task(engine.serve(f"o{n}")) for n in range(5)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(engine.beside) == 5
+    await asyncio.gather(*tasks)
 
 
-def test_suspects_go_first_and_then_both_take_turns() -> None:
-    async def scenario() -> list[str]:
-        engine = Engine()
-        suspects = [f"s{n}" for n in range(45)]
-        batches = [engine.batch(*suspects[:15]), engine.batch(*suspects[15:])]
+async def test_suspects_go_first_and_then_both_take_turns() -> None:
+    engine = Engine()
+    suspects = [f"s{n}" for n in range(45)]
+    batches = [engine.batch(*suspects[:15]), engine.batch(*suspects[15:])]
 
-        async def ordinary(number: int) -> None:
-            for n in range(30):
-                await engine.serve(f"o{number}-{n}")
+    async def ordinary(number: int) -> None:
+        for n in range(30):
+            await engine.serve(f"o{number}-{n}")
 
-        # The suspects begin while ordinary lines are being served.
-        others = [asyncio.create_task(ordinary(n)) for n in range(3)]
-        await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*batches, *others), 30)
-        assert sorted(suspects) == sorted(n for n in engine.order if n.startswith("s"))
-        return engine.order
-
-    order = play(scenario())
+    # The suspects begin while ordinary lines are being served.
+    others = [asyncio.create_task(ordinary(n)) for n in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(asyncio.gather(*batches, *others), 30)
+    assert sorted(suspects) == sorted(n for n in engine.order if n.startswith("s"))
+    order = engine.order
     kinds = "".join(name[0] for name in order)
     assert kinds.count("o") == 90
     stretches = [len(part) for part in kinds.replace("os", "o s").split()]
@@ -84,24 +77,21 @@ def test_suspects_go_first_and_then_both_take_turns() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_is_cancelled_holds_up_nobody(seed: int) -> None:
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        engine = Engine()
-        tasks = [
-            asyncio.create_task(
-                engine.batch(*(f"s{n}-{m}" for m in range(4)))
-                if rng.random() < 0.3
-                else engine.serve(f"o{n}", rng.randint(1, 40))
-            )
-            for n in range(60)
-        ]
-        for _ in range(40):
-            await asyncio.sleep(0)
-            rng.choice(tasks).cancel()
-        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-        assert {type(end) for end in ends} == {type(None), asyncio.CancelledError}
-        await asyncio.wait_for(engine.serve("o-last"), 5)
-        await asyncio.wait_for(engine.batch("s-last"), 5)
-
-    play(scenario())
+async def test_whoever_is_cancelled_holds_up_nobody(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = Engine()
+    tasks = [
+        asyncio.create_task(
+            engine.batch(*(f"s{n}-{m}" for m in range(4)))
+            if rng.random() < 0.3
+            else engine.serve(f"o{n}", rng.randint(1, 40))
+        )
+        for n in range(60)
+    ]
+    for _ in range(40):
+        await asyncio.sleep(0)
+        rng.choice(tasks).cancel()
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert {type(end) for end in ends} == {type(None), asyncio.CancelledError}
+    await asyncio.wait_for(engine.serve("o-last"), 5)
+    await asyncio.wait_for(engine.batch("s-last"), 5)

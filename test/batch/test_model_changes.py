@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from batch.scenarios import ENDPOINT, opened, play
+from batch.scenarios import ENDPOINT, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.lines.backend import ChangeListeners, LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.clock import SystemClock
@@ -20,8 +20,7 @@ from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.serve_line import serve_line
 from sglang_coserve.srt.tokenizer.updating_manager import WeightUpdates
-
-GIVE_UP_S = 60
+from waiting import GIVE_UP_S, until
 
 
 class Engine(LineBackend):
@@ -91,63 +90,48 @@ class Lines:
             self.num_reading -= 1
 
 
-async def until(is_true: Callable[[], object]) -> None:
+async def test_weights_that_are_exchanged_many_times_in_a_row_stop_no_line() -> None:
+    engine = Engine()
+    lines = Lines(engine, 5)
+    await until(lambda: engine.num_running == 5)
+    for _ in range(4):
+        with engine.weights.updating(empties_cache=True):
+            await until(lambda: not engine.num_running and not lines.num_reading)
+        assert not engine.is_changing
+        # None has its body yet when the next exchange begins.
+        await until(lambda: lines.num_reading == 5)
+    lines.may_read.set()
+    await until(lambda: engine.num_running == 5)
+    engine.may_answer.set()
     async with asyncio.timeout(GIVE_UP_S):
-        while not is_true():
-            await asyncio.sleep(0.001)
+        served = await asyncio.gather(*lines.tasks)
+    assert {model for _, model in served} == {engine.model}
+    assert all(result.body == {"model": engine.model} for result, _ in served)
 
 
-def test_weights_that_are_exchanged_many_times_in_a_row_stop_no_line() -> None:
-    async def scenario() -> None:
-        engine = Engine()
-        lines = Lines(engine, 5)
-        await until(lambda: engine.num_running == 5)
-        for _ in range(4):
-            with engine.weights.updating(empties_cache=True):
-                await until(lambda: not engine.num_running and not lines.num_reading)
-            assert not engine.is_changing
-            # None has its body yet when the next exchange begins.
-            await until(lambda: lines.num_reading == 5)
-        lines.may_read.set()
-        await until(lambda: engine.num_running == 5)
-        engine.may_answer.set()
-        async with asyncio.timeout(GIVE_UP_S):
-            served = await asyncio.gather(*lines.tasks)
-        assert {model for _, model in served} == {engine.model}
-        assert all(result.body == {"model": engine.model} for result, _ in served)
-
-    play(scenario())
-
-
-def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others(
+async def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        weights, told = WeightUpdates(), []
+    weights, told = WeightUpdates(), []
 
-        def fail() -> None:
-            raise RuntimeError("out of luck")
+    def fail() -> None:
+        raise RuntimeError("out of luck")
 
-        weights.listeners.add(fail)
-        weights.listeners.add(lambda: told.append(True))
-        with weights.updating(empties_cache=True):
-            assert told == [True]
-        assert not weights.is_changing
-
-    play(scenario())
+    weights.listeners.add(fail)
+    weights.listeners.add(lambda: told.append(True))
+    with weights.updating(empties_cache=True):
+        assert told == [True]
+    assert not weights.is_changing
     assert "out of luck" in caplog.text
 
 
-def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend()
-        for _ in range(3):
-            scene = await opened(tmp_path, backend)
-            async with scene.service:
-                assert len(backend.listeners) == 1
-        assert len(backend.listeners) == 0
-
-    play(scenario())
+async def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    for _ in range(3):
+        scene = await opened(tmp_path, backend)
+        async with scene.service:
+            assert len(backend.listeners) == 1
+    assert len(backend.listeners) == 0
 
 
 def test_a_listener_may_leave_while_all_are_told() -> None:

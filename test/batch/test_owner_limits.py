@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.scenarios import Scene, lines, list_files, opened, play, wanted
+from batch.scenarios import Scene, lines, list_files, opened, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import (
     ConflictError,
@@ -26,49 +26,41 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 
-def test_one_owner_cannot_take_all_batches(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(
-            tmp_path,
-            ScriptedBackend(holds=True),
-            max_active_batches=4,
-            max_active_batches_per_owner=2,
-        )
-        async with scene.service as service:
-            first = await scene.create(lines(1), owner="greedy")
+async def test_one_owner_cannot_take_all_batches(tmp_path: Path) -> None:
+    scene = await opened(
+        tmp_path,
+        ScriptedBackend(holds=True),
+        max_active_batches=4,
+        max_active_batches_per_owner=2,
+    )
+    async with scene.service as service:
+        first = await scene.create(lines(1), owner="greedy")
+        await scene.create(lines(1), owner="greedy")
+        with pytest.raises(TooManyError, match="2 batches of this key are unfinished, and 2 more"):
             await scene.create(lines(1), owner="greedy")
-            with pytest.raises(
-                TooManyError, match="2 batches of this key are unfinished, and 2 more"
-            ):
-                await scene.create(lines(1), owner="greedy")
-            for _ in range(2):
-                await scene.create(lines(1), owner="modest")
-            with pytest.raises(TooManyError, match="0 more could be of all keys"):
-                await scene.create(lines(1), owner="third")
-            await service.cancel_batch("greedy", first.id)
-            await scene.reaches(first.id, "cancelled", owner="greedy")
+        for _ in range(2):
+            await scene.create(lines(1), owner="modest")
+        with pytest.raises(TooManyError, match="0 more could be of all keys"):
             await scene.create(lines(1), owner="third")
-
-    play(scenario())
-
-
-def test_by_default_an_owner_leaves_as_many_batches_as_it_has(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=9)
-        async with scene.service:
-            had: dict[str, int] = {}
-            for owner in ("first", "second", "third", "fourth"):
-                had[owner] = 0
-                with pytest.raises(TooManyError):
-                    while True:
-                        await scene.create(lines(1), owner=owner)
-                        had[owner] += 1
-            assert had == {"first": 5, "second": 2, "third": 1, "fourth": 1}
-
-    play(scenario())
+        await service.cancel_batch("greedy", first.id)
+        await scene.reaches(first.id, "cancelled", owner="greedy")
+        await scene.create(lines(1), owner="third")
 
 
-def test_the_input_of_a_batch_that_is_refused_is_not_looked_at(
+async def test_by_default_an_owner_leaves_as_many_batches_as_it_has(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=9)
+    async with scene.service:
+        had: dict[str, int] = {}
+        for owner in ("first", "second", "third", "fourth"):
+            had[owner] = 0
+            with pytest.raises(TooManyError):
+                while True:
+                    await scene.create(lines(1), owner=owner)
+                    had[owner] += 1
+        assert had == {"first": 5, "second": 2, "third": 1, "fourth": 1}
+
+
+async def test_the_input_of_a_batch_that_is_refused_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[Path] = []
@@ -78,34 +70,30 @@ def test_the_input_of_a_batch_that_is_refused_is_not_looked_at(
         return estimate_file(path, endpoint)
 
     monkeypatch.setattr(job_supervisor, "estimate_file", noting)
-
-    async def scenario() -> None:
-        scene = await opened(
-            tmp_path,
-            ScriptedBackend(holds=True),
-            max_active_batches_per_owner=1,
-            max_files_per_owner=3,
-        )
-        async with scene.service as service:
-            file = await scene.upload(lines(1))
-            with pytest.raises(NotFoundError):
-                await service.create_batch("owner", wanted("file-none"))
-            assert looked_at == []
-            first = await service.create_batch("owner", wanted(file.id), "key")
-            assert len(looked_at) == 1
-            with pytest.raises(TooManyError):
-                await service.create_batch("owner", wanted(file.id))
-            with pytest.raises(ConflictError):
-                await service.create_batch("owner", wanted(file.id, "1h"), "key")
-            assert (await service.create_batch("owner", wanted(file.id), "key")).id == first.id
-            await scene.upload(b"", "other")
-            await scene.upload(b"", "other")
-            full = await scene.upload(lines(1), "other")
-            with pytest.raises(QuotaError):
-                await service.create_batch("other", wanted(full.id))
-            assert len(looked_at) == 1
-
-    play(scenario())
+    scene = await opened(
+        tmp_path,
+        ScriptedBackend(holds=True),
+        max_active_batches_per_owner=1,
+        max_files_per_owner=3,
+    )
+    async with scene.service as service:
+        file = await scene.upload(lines(1))
+        with pytest.raises(NotFoundError):
+            await service.create_batch("owner", wanted("file-none"))
+        assert looked_at == []
+        first = await service.create_batch("owner", wanted(file.id), "key")
+        assert len(looked_at) == 1
+        with pytest.raises(TooManyError):
+            await service.create_batch("owner", wanted(file.id))
+        with pytest.raises(ConflictError):
+            await service.create_batch("owner", wanted(file.id, "1h"), "key")
+        assert (await service.create_batch("owner", wanted(file.id), "key")).id == first.id
+        await scene.upload(b"", "other")
+        await scene.upload(b"", "other")
+        full = await scene.upload(lines(1), "other")
+        with pytest.raises(QuotaError):
+            await service.create_batch("other", wanted(full.id))
+        assert len(looked_at) == 1
 
 
 async def fed(chunks: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
@@ -115,114 +103,97 @@ async def fed(chunks: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
 
 
 class TestQuota:
-    def test_uploads_at_the_same_time_count_together(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            scene = await opened(tmp_path, max_stored_bytes_per_owner=4 * MIB)
-            async with scene.service as service:
-                await scene.upload(bytes(MIB))
-                queues: list[asyncio.Queue[bytes]] = [asyncio.Queue() for _ in range(8)]
-                uploads = [
-                    asyncio.create_task(
-                        service.create_file("owner", "in.jsonl", "batch", fed(queue))
-                    )
-                    for queue in queues
-                ]
-                for _ in range(4):
-                    for queue in queues:
-                        queue.put_nowait(bytes(256 * KIB))
-                await scene.eventually(lambda: _first_failure(uploads))
-                # Nobody else's matter.
-                await scene.upload(bytes(3 * MIB), "other")
+    async def test_uploads_at_the_same_time_count_together(self, tmp_path: Path) -> None:
+        scene = await opened(tmp_path, max_stored_bytes_per_owner=4 * MIB)
+        async with scene.service as service:
+            await scene.upload(bytes(MIB))
+            queues: list[asyncio.Queue[bytes]] = [asyncio.Queue() for _ in range(8)]
+            uploads = [
+                asyncio.create_task(service.create_file("owner", "in.jsonl", "batch", fed(queue)))
+                for queue in queues
+            ]
+            for _ in range(4):
                 for queue in queues:
-                    queue.put_nowait(b"")
-                results = await asyncio.gather(*uploads, return_exceptions=True)
-                refused = [result for result in results if isinstance(result, BaseException)]
-                assert all(isinstance(error, QuotaError) for error in refused)
-                stored = await stored_bytes(scene)
-                assert stored <= 4 * MIB
-                on_disk = sum(file.stat().st_size for file in (tmp_path / "files").iterdir())
-                assert on_disk == stored + 3 * MIB, "a refused upload leaves nothing"
-                # What was given back can be used.
-                for file in (await list_files(service, "owner")).data:
-                    await service.delete_file("owner", file.id)
-                await scene.upload(bytes(4 * MIB))
-                with pytest.raises(QuotaError, match="delete files"):
-                    await scene.upload(b"x")
+                    queue.put_nowait(bytes(256 * KIB))
+            await scene.clock.until(
+                lambda: any(each.done() and each.exception() for each in uploads)
+            )
+            # Nobody else's matter.
+            await scene.upload(bytes(3 * MIB), "other")
+            for queue in queues:
+                queue.put_nowait(b"")
+            results = await asyncio.gather(*uploads, return_exceptions=True)
+            refused = [result for result in results if isinstance(result, BaseException)]
+            assert all(isinstance(error, QuotaError) for error in refused)
+            stored = await stored_bytes(scene)
+            assert stored <= 4 * MIB
+            on_disk = sum(file.stat().st_size for file in (tmp_path / "files").iterdir())
+            assert on_disk == stored + 3 * MIB, "a refused upload leaves nothing"
+            # What was given back can be used.
+            for file in (await list_files(service, "owner")).data:
+                await service.delete_file("owner", file.id)
+            await scene.upload(bytes(4 * MIB))
+            with pytest.raises(QuotaError, match="delete files"):
+                await scene.upload(b"x")
 
-        play(scenario())
-
-    def test_empty_files_count(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            scene = await opened(tmp_path, max_files_per_owner=3)
-            async with scene.service as service:
-                results = await asyncio.gather(
-                    *(scene.upload(b"") for _ in range(6)), return_exceptions=True
-                )
-                refused = [result for result in results if isinstance(result, BaseException)]
-                assert all(isinstance(error, QuotaError) for error in refused)
-                files = (await list_files(service, "owner")).data
-                assert len(files) + len(refused) == 6
-                assert 1 <= len(files) <= 3
-                for _ in range(3 - len(files)):
-                    await scene.upload(b"")
-                with pytest.raises(QuotaError, match="3 files"):
-                    await scene.upload(b"")
-                with pytest.raises(QuotaError, match="3 files"):
-                    await service.create_batch("owner", wanted(files[0].id))
-                await scene.upload(b"", "other")
-                await service.delete_file("owner", files[0].id)
+    async def test_empty_files_count(self, tmp_path: Path) -> None:
+        scene = await opened(tmp_path, max_files_per_owner=3)
+        async with scene.service as service:
+            results = await asyncio.gather(
+                *(scene.upload(b"") for _ in range(6)), return_exceptions=True
+            )
+            refused = [result for result in results if isinstance(result, BaseException)]
+            assert all(isinstance(error, QuotaError) for error in refused)
+            files = (await list_files(service, "owner")).data
+            assert len(files) + len(refused) == 6
+            assert 1 <= len(files) <= 3
+            for _ in range(3 - len(files)):
                 await scene.upload(b"")
+            with pytest.raises(QuotaError, match="3 files"):
+                await scene.upload(b"")
+            with pytest.raises(QuotaError, match="3 files"):
+                await service.create_batch("owner", wanted(files[0].id))
+            await scene.upload(b"", "other")
+            await service.delete_file("owner", files[0].id)
+            await scene.upload(b"")
 
-        play(scenario())
+    async def test_results_are_kept_and_no_new_batch_starts(self, tmp_path: Path) -> None:
+        content = lines(20)
+        scene = await opened(tmp_path, max_stored_bytes_per_owner=len(content))
+        async with scene.service as service:
+            batch = await scene.create(content)
+            done = await scene.ends(batch.id)
+            assert done.request_counts.completed == 20
+            assert len(await scene.records(done)) == 20
+            with pytest.raises(QuotaError):
+                await service.create_batch("owner", wanted(batch.input_file_id))
+            with pytest.raises(QuotaError):
+                await scene.upload(b"x")
+            assert done.output_file_id is not None
+            await service.delete_file("owner", done.output_file_id)
+            again = await service.create_batch("owner", wanted(batch.input_file_id))
+            assert (await scene.ends(again.id)).status == "completed"
 
-    def test_results_are_kept_and_no_new_batch_starts(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            content = lines(20)
-            scene = await opened(tmp_path, max_stored_bytes_per_owner=len(content))
-            async with scene.service as service:
-                batch = await scene.create(content)
-                done = await scene.ends(batch.id)
-                assert done.request_counts.completed == 20
-                assert len(await scene.records(done)) == 20
-                with pytest.raises(QuotaError):
-                    await service.create_batch("owner", wanted(batch.input_file_id))
-                with pytest.raises(QuotaError):
-                    await scene.upload(b"x")
-                assert done.output_file_id is not None
-                await service.delete_file("owner", done.output_file_id)
-                again = await service.create_batch("owner", wanted(batch.input_file_id))
-                assert (await scene.ends(again.id)).status == "completed"
-
-        play(scenario())
-
-    def test_by_default_an_owner_leaves_as_much_as_it_takes(
+    async def test_by_default_an_owner_leaves_as_much_as_it_takes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """On a disk of 8 MiB: half for one, half of the rest for the next."""
+        scene = await opened(tmp_path, min_free_bytes=1)
+        files = tmp_path / "files"
 
-        async def scenario() -> None:
-            scene = await opened(tmp_path, min_free_bytes=1)
-            files = tmp_path / "files"
+        def free_bytes(_: object) -> int:
+            return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
 
-            def free_bytes(_: object) -> int:
-                return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
-
-            kind = type(scene.service._context.directory)
-            monkeypatch.setattr(kind, "free_bytes", property(free_bytes))
-            async with scene.service:
-                await scene.upload(bytes(4 * MIB), "first")
-                with pytest.raises(QuotaError, match="still free"):
-                    await scene.upload(bytes(MIB), "first")
-                await scene.upload(bytes(2 * MIB), "second")
-                with pytest.raises(QuotaError):
-                    await scene.upload(bytes(MIB), "second")
-                await scene.upload(bytes(MIB), "third")
-
-        play(scenario())
-
-
-async def _first_failure(tasks: list[asyncio.Task[object]]) -> bool | None:  # type: ignore[type-arg]
-    return True if any(task.done() and task.exception() for task in tasks) else None
+        kind = type(scene.service._context.directory)
+        monkeypatch.setattr(kind, "free_bytes", property(free_bytes))
+        async with scene.service:
+            await scene.upload(bytes(4 * MIB), "first")
+            with pytest.raises(QuotaError, match="still free"):
+                await scene.upload(bytes(MIB), "first")
+            await scene.upload(bytes(2 * MIB), "second")
+            with pytest.raises(QuotaError):
+                await scene.upload(bytes(MIB), "second")
+            await scene.upload(bytes(MIB), "third")
 
 
 async def stored_bytes(scene: Scene) -> int:

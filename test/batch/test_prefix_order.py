@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch.scenarios import lines as jsonl
-from batch.scenarios import opened, play
+from batch.scenarios import opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.prefix_key import MOST_KEY_BYTES, prefix_key
 from sglang_coserve.jsonl.prefix_order import OrderedLine, has_order, read_order, write_order
@@ -173,15 +173,15 @@ def test_a_source_yields_each_line_once_whenever_the_order_comes(
         await threads.close()
         return found
 
-    found = play(scenario())
+    found = asyncio.run(scenario())
     assert sorted(found) == [number for number in range(1, 601) if number not in finished]
 
 
-def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
+async def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
     lines = shuffled(groups=100, size=6)
     (tmp_path / "in").write_bytes(b"\n".join(lines))
     order = PrefixOrder(tmp_path / "in", tmp_path / "order")
-    asyncio.run(order.find())
+    await order.find()
     assert order.path.stat().st_mode & 0o777 == 0o600
     content = (tmp_path / "in").read_bytes()
     ordered = [content[at:].split(b"\n", 1)[0] for at, _ in entries_of(order.path)]
@@ -190,12 +190,12 @@ def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_batch_is_served_where_no_order_can_be_found(
+async def test_a_batch_is_served_where_no_order_can_be_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     order = PrefixOrder(tmp_path / "missing", tmp_path / "order")
-    asyncio.run(order.find())
+    await order.find()
     assert "served in the order of the file" in caplog.text
 
 
@@ -242,41 +242,35 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
         os.close(write_end)
 
 
-def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) -> None:
+async def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) -> None:
     """The engine has 4 lines at a time, and 256 have been read when the order is there."""
     lines = shuffled(groups=100, size=10)
 
     def prompts(backend: ScriptedBackend) -> list[str]:
         return [request.body["prompt"][:5] for request in backend.started]
 
-    async def half() -> str:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
-        batch = await scene.create(b"\n".join(lines) + b"\n")
-        await scene.in_flight(4)
-        order = tmp_path / "order" / batch.id
-        await scene.clock.until(order.exists, "the order is there")
-        while len(scene.backend.started) < 600:
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-            await asyncio.sleep(0)
-        served = prompts(scene.backend)[260:600]
-        assert sum(one != other for one, other in pairwise(served)) <= 70
-        await scene.service.close()
-        return str(batch.id)
-
-    async def rest(batch_id: str) -> None:
-        scene = await opened(tmp_path, ScriptedBackend(), max_in_flight=4)
-        batch = await scene.ends(batch_id)
-        assert (batch.status, len(await scene.records(batch))) == ("completed", 1000)
-        served = prompts(scene.backend)
-        assert sum(one != other for one, other in pairwise(served)) <= 100
-        assert list((tmp_path / "order").iterdir()) == []
-        await scene.service.close()
-
-    play(rest(play(half())))
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
+    batch = await scene.create(b"\n".join(lines) + b"\n")
+    await scene.in_flight(4)
+    order = tmp_path / "order" / batch.id
+    await scene.clock.until(order.exists, "the order is there")
+    while len(scene.backend.started) < 600:
+        scene.backend.finish_all()
+        await asyncio.sleep(0)
+    served = prompts(scene.backend)[260:600]
+    assert sum(one != other for one, other in pairwise(served)) <= 70
+    await scene.service.close()
+    batch_id = str(batch.id)
+    scene = await opened(tmp_path, ScriptedBackend(), max_in_flight=4)
+    batch = await scene.ends(batch_id)
+    assert (batch.status, len(await scene.records(batch))) == ("completed", 1000)
+    served = prompts(scene.backend)
+    assert sum(one != other for one, other in pairwise(served)) <= 100
+    assert list((tmp_path / "order").iterdir()) == []
+    await scene.service.close()
 
 
-def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
+async def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
     """However many batches there are, as after a restart."""
     modules = {f"sglang_coserve.jsonl.{name}" for name in ("check_file", "prefix_order")}
 
@@ -287,21 +281,18 @@ def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
                 count += not modules.isdisjoint(child.cmdline())
         return count
 
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
-        async with scene.service:
-            ids = [(await scene.create(jsonl(6), owner=f"owner {n % 3}")).id for n in range(8)]
-            orders = [tmp_path / "order" / batch_id for batch_id in ids]
-            counts = set()
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
+    async with scene.service:
+        ids = [(await scene.create(jsonl(6), owner=f"owner {n % 3}")).id for n in range(8)]
+        orders = [tmp_path / "order" / batch_id for batch_id in ids]
+        counts = set()
 
-            def are_ordered() -> bool:
-                counts.add(num_running())
-                return all(map(has_order, orders))
+        def are_ordered() -> bool:
+            counts.add(num_running())
+            return all(map(has_order, orders))
 
-            await scene.clock.until(are_ordered, "every batch is ordered")
-            assert max(counts) in (1, 2)
-
-    play(scenario())
+        await scene.clock.until(are_ordered, "every batch is ordered")
+        assert max(counts) in (1, 2)
 
 
 @settings(deadline=None, max_examples=60)
@@ -338,15 +329,15 @@ def test_a_damaged_order_is_no_order(
         await threads.close()
         return found
 
-    assert sorted(play(scenario())) == list(range(1, 401))
+    assert sorted(asyncio.run(scenario())) == list(range(1, 401))
 
 
-def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:
+async def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"\n".join(shuffled(groups=10, size=6)))
     order = PrefixOrder(tmp_path / "in", tmp_path / "order")
     for damaged in (b"", bytes(12), bytes(732), b"x" * 100):
         order.path.write_bytes(damaged)
         assert not has_order(order.path)
-        asyncio.run(order.find())
+        await order.find()
         assert has_order(order.path)
         assert sorted(number for _, number in entries_of(order.path)) == list(range(1, 61))

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,6 @@ from sglang_coserve.lines.result_record import (
     batch_tag,
     encode_record,
     record_identity,
-    usage_in_record,
     usage_of,
 )
 
@@ -154,34 +152,6 @@ def test_records_of_another_batch_are_cut_off(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(record(1) + record(2).replace(b"ab", b"cd") + record(3))
     assert recover(a_log(tmp_path), Progress()) == [1]
     assert (tmp_path / "output").read_bytes() == record(1)
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda children: (
-        st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(deadline=None)
-@given(
-    line=st.integers(1, 10**8), custom_id=st.text(), body=st.dictionaries(st.text(), json_values)
-)
-def test_a_record_says_what_was_answered(line: int, custom_id: str, body: dict[str, Any]) -> None:
-    encoded = encode_record(TAG, line, custom_id, LineResult(200, "req", body))
-    assert encoded.count(b"\n") == 1
-    assert record_identity(encoded) == (TAG, line)
-    fields = json.loads(encoded)
-    assert list(fields) == ["id", "custom_id", "response", "error"]
-    assert fields["custom_id"] == custom_id
-    assert fields["response"] == {"status_code": 200, "request_id": "req", "body": body}
-    assert usage_in_record(encoded) == usage_of(body)
 
 
 def test_half_a_character_has_a_record_too() -> None:

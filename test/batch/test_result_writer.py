@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,18 +47,14 @@ class Desk:
         usage = Usage(2, 0, 1, 0) if is_ok else Usage()
         writer.add(content, is_ok=is_ok, usage=usage, estimated_tokens=4)
 
-
-def play(desk: Desk, scenario: Callable[[ResultWriter], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
+    @asynccontextmanager
+    async def writer(self) -> AsyncGenerator[ResultWriter]:
         threads = WorkerThreads("test", 1)
-        log = ResultLog(desk.output, desk.directory / "errors")
+        log = ResultLog(self.output, self.directory / "errors")
         try:
-            writer = ResultWriter(log, desk.commit, threads, desk.clock, 1.0)
-            await scenario(writer)
+            yield ResultWriter(log, self.commit, threads, self.clock, 1.0)
         finally:
             await threads.close()
-
-    asyncio.run(run())
 
 
 @pytest.fixture
@@ -66,8 +62,8 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path, tmp_path / "output")
 
 
-def test_results_of_one_interval_are_committed_together(desk: Desk) -> None:
-    async def scenario(writer: ResultWriter) -> None:
+async def test_results_of_one_interval_are_committed_together(desk: Desk) -> None:
+    async with desk.writer() as writer:
         desk.add(writer, 1)
         await asyncio.sleep(0.01)
         desk.add(writer, 2)
@@ -84,23 +80,18 @@ def test_results_of_one_interval_are_committed_together(desk: Desk) -> None:
         assert desk.commits[-1] == done
         assert desk.output.read_bytes() == record(1, 2) + record(2, 2) + record(4, 2)
 
-    play(desk, scenario)
 
-
-def test_closing_writes_what_waits(desk: Desk) -> None:
-    async def scenario(writer: ResultWriter) -> None:
+async def test_closing_writes_what_waits(desk: Desk) -> None:
+    async with desk.writer() as writer:
         desk.add(writer, 1)
         await writer.close()
         assert [p.completed for p in desk.commits] == [1]
         assert desk.output.read_bytes() == record(1, 2)
 
-    play(desk, scenario)
 
-
-def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
+async def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
     """A batch is changed, which ends its run, and then the server stops, which ends it again."""
-
-    async def scenario(writer: ResultWriter) -> None:
+    async with desk.writer() as writer:
         desk.add(writer, 1)
         desk.held = asyncio.Event()
         await desk.clock.until(lambda: desk.waits)
@@ -117,19 +108,15 @@ def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
         assert [p.completed for p in desk.commits] == [1, 2]
         assert desk.output.read_bytes() == record(1, 2) + record(2, 2)
 
-    play(desk, scenario)
 
-
-def test_a_writer_that_was_given_nothing_commits_what_it_began_with(desk: Desk) -> None:
-    async def scenario(writer: ResultWriter) -> None:
+async def test_a_writer_that_was_given_nothing_commits_what_it_began_with(desk: Desk) -> None:
+    async with desk.writer() as writer:
         await writer.close()
         assert desk.commits == [Progress()]
 
-    play(desk, scenario)
 
-
-def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk) -> None:
-    async def scenario(writer: ResultWriter) -> None:
+async def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk) -> None:
+    async with desk.writer() as writer:
         for line in range(1, 3):
             padding = b" " * (3 << 20)
             content = record(line).replace(b"null}", b"null" + padding + b"}")
@@ -141,13 +128,10 @@ def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk) -> N
         assert desk.commits[-1].completed == 2
         await writer.close()
 
-    play(desk, scenario)
 
-
-def test_a_failing_disk_is_told_to_everybody(tmp_path: Path) -> None:
+async def test_a_failing_disk_is_told_to_everybody(tmp_path: Path) -> None:
     desk = Desk(tmp_path, Path("/dev/full"))
-
-    async def scenario(writer: ResultWriter) -> None:
+    async with desk.writer() as writer:
         telling = asyncio.create_task(writer.failure())
         desk.add(writer, 1)
         await desk.clock.until(telling.done)
@@ -156,14 +140,10 @@ def test_a_failing_disk_is_told_to_everybody(tmp_path: Path) -> None:
                 await call
         assert desk.commits == []
 
-    play(desk, scenario)
 
-
-def test_what_could_not_be_counted_is_told(desk: Desk) -> None:
-    async def scenario(writer: ResultWriter) -> None:
+async def test_what_could_not_be_counted_is_told(desk: Desk) -> None:
+    async with desk.writer() as writer:
         desk.is_broken = True
         desk.add(writer, 1)
         with pytest.raises(StorageError, match="no"):
             await writer.close()
-
-    play(desk, scenario)

@@ -148,7 +148,9 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert client.batches.list().data == [batch]
 
 
-def test_a_malformed_file_fails_its_batch_with_the_lines(client: openai.OpenAI) -> None:
+def test_a_malformed_file_fails_its_batch_with_the_lines(
+    app: LiveApp, client: openai.OpenAI
+) -> None:
     bad = [line("a"), "{not json", line("a"), line("c").replace(ENDPOINT, "/v1/embeddings")]
     batch = until(client, create(client, "\n".join(bad).encode()).id, "failed")
     assert batch.errors is not None
@@ -157,6 +159,7 @@ def test_a_malformed_file_fails_its_batch_with_the_lines(client: openai.OpenAI) 
     assert all(error.code and error.message for error in batch.errors.data)
     assert batch.failed_at is not None
     assert batch.output_file_id is None
+    assert app.backend.started == []
 
 
 def test_a_mark_and_other_line_endings_are_no_matter(app: LiveApp, client: openai.OpenAI) -> None:
@@ -165,30 +168,6 @@ def test_a_mark_and_other_line_endings_are_no_matter(app: LiveApp, client: opena
     engine_has(app, 2)
     finish(app, "id-1", "id-2")
     assert until(client, batch.id, "completed").request_counts
-
-
-def test_cancelling_keeps_what_is_finished(app: LiveApp, client: openai.OpenAI) -> None:
-    batch = create(client, lines(3))
-    engine_has(app, 3)
-    finish(app, "id-1")
-    while client.batches.retrieve(batch.id).output_file_id is None:
-        time.sleep(0.01)
-    assert client.batches.cancel(batch.id).status == "cancelling"
-    batch = until(client, batch.id, "cancelled")
-    assert batch.cancelled_at is not None
-    assert records(client, batch.output_file_id).keys() == {"id-1"}
-    assert len(app.backend.aborted) == 2
-    with pytest.raises(openai.ConflictError):
-        client.batches.cancel(batch.id)
-
-
-def test_a_short_window_expires(app: LiveApp, client: openai.OpenAI) -> None:
-    batch = create(client, lines(2), window="1s")
-    batch = until(client, batch.id, "expired")
-    failed = records(client, batch.error_file_id)
-    assert failed.keys() == {"id-1", "id-2"}
-    assert {record["error"]["code"] for record in failed.values()} == {"batch_expired"}
-    assert {record["response"] for record in failed.values()} == {None}
 
 
 def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Client) -> None:
@@ -237,16 +216,6 @@ def test_pages_of_batches(client: openai.OpenAI) -> None:
     assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
 
 
-def test_a_file_in_use_stays(app: LiveApp, client: openai.OpenAI) -> None:
-    batch = create(client, lines(1))
-    with pytest.raises(openai.ConflictError):
-        client.files.delete(batch.input_file_id)
-    engine_has(app, 1)
-    finish(app, "id-1")
-    until(client, batch.id, "completed")
-    assert client.files.delete(batch.input_file_id).deleted
-
-
 def test_too_many_unfinished_batches(tmp_path: Path) -> None:
     backend = ScriptedBackend(holds=True)
     with (
@@ -268,6 +237,7 @@ def test_another_key_sees_and_changes_nothing(app: LiveApp, client: openai.OpenA
             lambda: other.files.retrieve(batch.input_file_id),
             lambda: other.files.content(batch.input_file_id),
             lambda: other.files.delete(batch.input_file_id),
+            lambda: other.files.list(after=batch.input_file_id),
             lambda: other.batches.retrieve(batch.id),
             lambda: other.batches.cancel(batch.id),
             lambda: other.batches.list(after=batch.id),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -93,7 +92,7 @@ def test_a_part_that_is_not_there(client: openai.OpenAI, http: httpx.Client, wan
 
 
 def test_a_name_is_never_a_path(client: openai.OpenAI, http: httpx.Client, data: Path) -> None:
-    for name in ("../../etc/passwd", "/etc/passwd", "a\0b", "..", "%2e%2e%2fx"):
+    for name in ("../../etc/passwd", "a/b", "/etc/passwd", "a\0b", "..", "%2e%2e%2fx", "CON"):
         file = client.files.create(file=(name, lines(1)), purpose="batch")
         answer = http.get(f"/v1/files/{file.id}/content")
         assert answer.content == lines(1)
@@ -189,7 +188,9 @@ _ENDLESS = {
 
 @pytest.mark.parametrize("chunk_bytes", [7, 1 << 16])
 @pytest.mark.parametrize(("head", "rest"), _ENDLESS.values(), ids=_ENDLESS)
-def test_a_form_without_end_is_read_to_a_limit(head: bytes, rest: bytes, chunk_bytes: int) -> None:
+async def test_a_form_without_end_is_read_to_a_limit(
+    head: bytes, rest: bytes, chunk_bytes: int
+) -> None:
     taken = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -204,14 +205,11 @@ def test_a_form_without_end_is_read_to_a_limit(head: bytes, rest: bytes, chunk_b
             yield content[:chunk_bytes]
             content = content[chunk_bytes:]
 
-    async def read() -> None:
-        form = UploadForm("multipart/form-data; boundary=x", body())
+    form = UploadForm("multipart/form-data; boundary=x", body())
+    with pytest.raises(BatchRequestError) as caught:
         await form.read_to_file()
         async for _ in form.file_chunks():
             pass
-
-    with pytest.raises(BatchRequestError) as caught:
-        asyncio.run(read())
     assert caught.value.code == "invalid_form"
 
 
@@ -281,8 +279,12 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "16 KB of metadata": ({"metadata": {"k": "v" * 16_384}}, "metadata"),
     "number as metadata": ({"metadata": {"k": 1}}, "metadata"),
     "expiry": ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "seconds"),
-    "priority": ({"coserve": {"priority": 1e9}}, "priority"),
+    "anchor": ({"output_expires_after": {"anchor": "finished_at", "seconds": 3600}}, "anchor"),
+    "no file": ({"input_file_id": None}, "input_file_id"),
+    "priority": ({"coserve": {"priority": 101}}, "priority"),
     "weight": ({"coserve": {"weight": 0}}, "weight"),
+    "no weight": ({"coserve": {"weight": "nan"}}, "weight"),
+    "unknown option": ({"coserve": {"surprise": 1}}, "coserve.surprise"),
 }
 
 

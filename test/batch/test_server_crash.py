@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from batch.crash_child import NUM_BATCHES, NUM_TOKENS
-from batch.route_calls import eventually
 from batch.scenarios import OWNER, list_files, opened
 from batch.scripted_backend import tokens_of
 from sglang_coserve.lines.result_record import batch_tag, record_identity
+from waiting import eventually
 
 TEST_DIRECTORY = Path(__file__).parent.parent
 LINES_PER_KILL = 40

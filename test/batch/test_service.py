@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from batch.scenarios import OWNER, Scene, line, lines, opened, play, stream, wanted
+from batch.scenarios import OWNER, Scene, line, lines, opened, stream, wanted
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
 from sglang_coserve.batch import (
     BatchObject,
@@ -16,85 +16,63 @@ from sglang_coserve.batch import (
 )
 
 
-def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service:
-            file = await scene.upload(lines(3, max_tokens=5))
-            request = wanted(file, "2h")
-            request.metadata = {"project": "x"}
-            batch = await scene.service.create_batch(OWNER, request)
-            assert batch.status == "validating"
-            assert batch.expires_at - batch.created_at == 7200
-            assert (batch.output_file_id, batch.error_file_id, batch.errors) == (None, None, None)
-            done = await scene.ends(batch.id)
-            assert done.status == "completed"
-            assert done.metadata == {"project": "x"}
-            assert done.request_counts.model_dump() == {"total": 3, "completed": 3, "failed": 0}
-            assert (done.usage.input_tokens, done.usage.output_tokens) == (9, 15)
-            times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
-            assert None not in times and times == sorted(times)  # type: ignore[type-var]
-            assert done.error_file_id is None
-            records = await scene.records(done)
-            assert set(records) == {"id-1", "id-2", "id-3"}
-            for custom_id, record in records.items():
-                assert record["id"].startswith("batch_req_")
-                assert record["error"] is None
-                response = record["response"]
-                assert (response["status_code"], response["request_id"]) == (
-                    200,
-                    f"cmpl-{custom_id}",
-                )
-                text = response["body"]["choices"][0]["text"]
-                assert text == " ".join(map(str, tokens_of(custom_id, 5)))
-            assert done.output_file_id
-            output = await scene.service.retrieve_file(OWNER, done.output_file_id)
-            assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
-            deadlines = {int(request.deadline_s) for request in scene.backend.started}
-            assert deadlines == {done.expires_at}
-
-    play(scenario())
+async def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service:
+        file = await scene.upload(lines(3, max_tokens=5))
+        request = wanted(file, "2h")
+        request.metadata = {"project": "x"}
+        batch = await scene.service.create_batch(OWNER, request)
+        assert batch.status == "validating"
+        assert batch.expires_at - batch.created_at == 7200
+        assert (batch.output_file_id, batch.error_file_id, batch.errors) == (None, None, None)
+        done = await scene.ends(batch.id)
+        assert done.status == "completed"
+        assert done.metadata == {"project": "x"}
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 3, "failed": 0}
+        assert (done.usage.input_tokens, done.usage.output_tokens) == (9, 15)
+        times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
+        assert None not in times and times == sorted(times)  # type: ignore[type-var]
+        assert done.error_file_id is None
+        records = await scene.records(done)
+        assert set(records) == {"id-1", "id-2", "id-3"}
+        for custom_id, record in records.items():
+            assert record["id"].startswith("batch_req_")
+            assert record["error"] is None
+            response = record["response"]
+            assert (response["status_code"], response["request_id"]) == (
+                200,
+                f"cmpl-{custom_id}",
+            )
+            text = response["body"]["choices"][0]["text"]
+            assert text == " ".join(map(str, tokens_of(custom_id, 5)))
+        assert done.output_file_id
+        output = await scene.service.retrieve_file(OWNER, done.output_file_id)
+        assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+        deadlines = {int(request.deadline_s) for request in scene.backend.started}
+        assert deadlines == {done.expires_at}
 
 
-def test_a_malformed_file_fails_with_its_lines_and_reaches_no_engine(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service:
-            content = f"{line('a')}\n{{\n{line('a')}\n".encode()
-            failed = await scene.ends((await scene.create(content)).id)
-            assert failed.status == "failed"
-            assert failed.failed_at is not None
-            assert failed.errors is not None
-            faults = [(fault.code, fault.line) for fault in failed.errors.data]
-            assert faults == [("invalid_json", 2), ("duplicate_custom_id", 3)]
-            assert (failed.output_file_id, failed.request_counts.total) == (None, 0)
-            assert scene.backend.started == []
-
-    play(scenario())
-
-
-def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
+async def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     def answers(request: LineRequest) -> LineResult:
         return failure(400) if name_of(request) == "id-2" else answer(request)
 
-    async def scenario() -> None:
-        backend = ScriptedBackend(answers=answers)
-        async with (scene := await opened(tmp_path, backend)).service:
-            content = lines(3) + line("streams", stream=True).encode()
-            done = await scene.ends((await scene.create(content)).id)
-            assert done.status == "completed"
-            assert done.request_counts.model_dump() == {"total": 4, "completed": 2, "failed": 2}
-            assert done.error_file_id
-            assert (await scene.content(done.error_file_id)).count(b"\n") == 2
-            records = await scene.records(done)
-            for custom_id, message in (("id-2", "no"), ("streams", "cannot stream")):
-                response = records[custom_id]["response"]
-                assert response["status_code"] == 400
-                assert message in response["body"]["error"]["message"]
-            assert "streams" not in {name_of(request) for request in scene.backend.started}
-
-    play(scenario())
+    backend = ScriptedBackend(answers=answers)
+    async with (scene := await opened(tmp_path, backend)).service:
+        content = lines(3) + line("streams", stream=True).encode()
+        done = await scene.ends((await scene.create(content)).id)
+        assert done.status == "completed"
+        assert done.request_counts.model_dump() == {"total": 4, "completed": 2, "failed": 2}
+        assert done.error_file_id
+        assert (await scene.content(done.error_file_id)).count(b"\n") == 2
+        records = await scene.records(done)
+        for custom_id, message in (("id-2", "no"), ("streams", "cannot stream")):
+            response = records[custom_id]["response"]
+            assert response["status_code"] == 400
+            assert message in response["body"]["error"]["message"]
+        assert "streams" not in {name_of(request) for request in scene.backend.started}
 
 
-def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
+async def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
     attempts: Counter[str] = Counter()
 
     def answers(request: LineRequest) -> LineResult:
@@ -105,20 +83,17 @@ def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
             raise RuntimeError("out of memory")
         return answer(request)
 
-    async def scenario() -> None:
-        backend = ScriptedBackend(answers=answers)
-        async with (scene := await opened(tmp_path, backend, max_attempts=4)).service:
-            done = await scene.ends((await scene.create(lines(3))).id)
-            assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
-            assert attempts == {"id-1": 3, "id-2": 4, "id-3": 1}
-            response = (await scene.records(done))["id-2"]["response"]
-            assert response["status_code"] == 500
-            assert "out of memory" in response["body"]["error"]["message"]
-
-    play(scenario())
+    backend = ScriptedBackend(answers=answers)
+    async with (scene := await opened(tmp_path, backend, max_attempts=4)).service:
+        done = await scene.ends((await scene.create(lines(3))).id)
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+        assert attempts == {"id-1": 3, "id-2": 4, "id-3": 1}
+        response = (await scene.records(done))["id-2"]["response"]
+        assert response["status_code"] == 500
+        assert "out of memory" in response["body"]["error"]["message"]
 
 
-def test_each_attempt_has_a_body_of_its_own(tmp_path: Path) -> None:
+async def test_each_attempt_has_a_body_of_its_own(tmp_path: Path) -> None:
     """SGLang's models change what they are given."""
     bodies: list[dict[str, Any]] = []
 
@@ -130,77 +105,61 @@ def test_each_attempt_has_a_body_of_its_own(tmp_path: Path) -> None:
             return failure(503, is_retryable=True)
         return answer(request)
 
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
-            content = lines(1, response_format={"schema": {"type": "object"}})
-            done = await scene.ends((await scene.create(content)).id)
-            assert done.request_counts.completed == 1
-            assert bodies[0]["response_format"] == {"schema": {"type": "object"}}
-            assert bodies == [bodies[0]] * 3
-
-    play(scenario())
+    async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
+        content = lines(1, response_format={"schema": {"type": "object"}})
+        done = await scene.ends((await scene.create(content)).id)
+        assert done.request_counts.completed == 1
+        assert bodies[0]["response_format"] == {"schema": {"type": "object"}}
+        assert bodies == [bodies[0]] * 3
 
 
-def test_a_retry_continues_from_what_was_generated(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service:
-            batch = await scene.create(lines(1, max_tokens=9))
-            await scene.in_flight(1)
-            entry = scene.backend.held("id-1")
-            entry.generate(3)
-            entry.generate(2)
-            entry.finish(failure(500, is_retryable=True))
-            await scene.clock.until(lambda: len(scene.backend.started) == 2)
-            assert list(scene.backend.started[1].generated) == tokens_of("id-1", 5)
-            await scene.in_flight(1)
-            scene.backend.held("id-1").finish()
-            assert (await scene.ends(batch.id)).request_counts.completed == 1
-
-    play(scenario())
+async def test_a_retry_continues_from_what_was_generated(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        batch = await scene.create(lines(1, max_tokens=9))
+        await scene.in_flight(1)
+        entry = scene.backend.held("id-1")
+        entry.generate(3)
+        entry.generate(2)
+        entry.finish(failure(500, is_retryable=True))
+        await scene.clock.until(lambda: len(scene.backend.started) == 2)
+        assert list(scene.backend.started[1].generated) == tokens_of("id-1", 5)
+        await scene.in_flight(1)
+        scene.backend.held("id-1").finish()
+        assert (await scene.ends(batch.id)).request_counts.completed == 1
 
 
-def test_partial_output_is_readable_while_the_batch_runs(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service as service:
-            batch = await scene.create(lines(4))
-            await scene.in_flight(4)
-            scene.backend.held("id-2").finish()
-            scene.backend.held("id-3").finish(failure(400))
+async def test_partial_output_is_readable_while_the_batch_runs(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        batch = await scene.create(lines(4))
+        await scene.in_flight(4)
+        scene.backend.held("id-2").finish()
+        scene.backend.held("id-3").finish(failure(400))
 
-            async def two_lines() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return (
-                    now if now.request_counts.completed + now.request_counts.failed == 2 else None
-                )
+        def has_two(now: BatchObject) -> bool:
+            return now.request_counts.completed + now.request_counts.failed == 2
 
-            now = await scene.eventually(two_lines)
-            assert now.status == "in_progress"
-            assert set(await scene.records(now)) == {"id-2", "id-3"}
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-            assert len(await scene.records(await scene.ends(batch.id))) == 4
-
-    play(scenario())
+        now = await scene.once(batch.id, has_two)
+        assert now.status == "in_progress"
+        assert set(await scene.records(now)) == {"id-2", "id-3"}
+        scene.backend.finish_all()
+        assert len(await scene.records(await scene.ends(batch.id))) == 4
 
 
-def test_the_input_may_be_used_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            file = await service.create_file(OWNER, "a", "batch", stream(lines(2)))
-            batches = [await service.create_batch(OWNER, wanted(file)) for _ in range(3)]
-            for batch in batches:
-                assert len(await scene.records(await scene.ends(batch.id))) == 2
-
-    play(scenario())
+async def test_the_input_may_be_used_again(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await service.create_file(OWNER, "a", "batch", stream(lines(2)))
+        batches = [await service.create_batch(OWNER, wanted(file)) for _ in range(3)]
+        for batch in batches:
+            assert len(await scene.records(await scene.ends(batch.id))) == 2
 
 
-def test_a_service_on_nothing_starts_and_stops(tmp_path: Path) -> None:
+async def test_a_service_on_nothing_starts_and_stops(tmp_path: Path) -> None:
     async def scenario() -> Scene:
         scene = await opened(tmp_path)
         await scene.service.close()
         return scene
 
     for _ in range(2):
-        assert play(scenario()).backend.started == []
+        assert (await scenario()).backend.started == []

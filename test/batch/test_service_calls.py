@@ -6,126 +6,87 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from batch.scenarios import OWNER, lines, list_files, opened, play, wanted
+from batch.scenarios import OWNER, lines, list_files, opened, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch import (
     BatchObject,
     BatchRequestError,
     ConflictError,
-    CreateBatch,
     NotFoundError,
     TooManyError,
 )
 
 
-def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            file = await scene.upload(lines(1))
-            calling = asyncio.create_task(service.create_batch(OWNER, wanted(file)))
-            await asyncio.sleep(0)
-            calling.cancel()
-            await asyncio.wait({calling})
-            assert calling.cancelled()
+async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await scene.upload(lines(1))
+        calling = asyncio.create_task(service.create_batch(OWNER, wanted(file)))
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait({calling})
+        assert calling.cancelled()
 
-            async def known() -> BatchObject | None:
-                return next(iter((await service.list_batches(OWNER)).data), None)
+        async def known() -> BatchObject | None:
+            return next(iter((await service.list_batches(OWNER)).data), None)
 
-            assert (await scene.ends((await scene.eventually(known)).id)).status == "completed"
-
-    play(scenario())
+        assert (await scene.ends((await scene.eventually(known)).id)).status == "completed"
 
 
-def test_a_repeated_request_with_its_key_is_the_same_batch(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            file = await scene.upload(lines(1))
-            first = await service.create_batch(OWNER, wanted(file), "key")
-            again = await service.create_batch(OWNER, wanted(file), "key")
-            other = await service.create_batch(OWNER, wanted(file), "another")
-            assert first.id == again.id != other.id
-            with pytest.raises(ConflictError) as caught:
-                await service.create_batch(OWNER, wanted(file, "1h"), "key")
-            assert caught.value.code == "idempotency_conflict"
-            await scene.ends(first.id)
-            after = await service.create_batch(OWNER, wanted(file), "key")
-            assert (after.id, after.status) == (first.id, "completed")
-            for key in ("", "x" * 256):
-                with pytest.raises(BatchRequestError):
-                    await service.create_batch(OWNER, wanted(file), key)
-
-    play(scenario())
+async def test_a_repeated_request_with_its_key_is_the_same_batch(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await scene.upload(lines(1))
+        first = await service.create_batch(OWNER, wanted(file), "key")
+        again = await service.create_batch(OWNER, wanted(file), "key")
+        other = await service.create_batch(OWNER, wanted(file), "another")
+        assert first.id == again.id != other.id
+        with pytest.raises(ConflictError) as caught:
+            await service.create_batch(OWNER, wanted(file, "1h"), "key")
+        assert caught.value.code == "idempotency_conflict"
+        await scene.ends(first.id)
+        after = await service.create_batch(OWNER, wanted(file), "key")
+        assert (after.id, after.status) == (first.id, "completed")
+        for key in ("", "x" * 256):
+            with pytest.raises(BatchRequestError):
+                await service.create_batch(OWNER, wanted(file), key)
 
 
-def test_batches_that_cannot_be_created(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=1)
-        async with scene.service as service:
-            file = await scene.upload(lines(1))
-            request = wanted(file)
-            request.endpoint = "/v1/embeddings"
-            with pytest.raises(BatchRequestError, match=f"/v1/chat/completions, {ENDPOINT}"):
-                await service.create_batch(OWNER, request)
-            with pytest.raises(BatchRequestError, match="completion_window"):
-                await service.create_batch(OWNER, wanted(file, "forever"))
-            with pytest.raises(NotFoundError):
-                await service.create_batch(OWNER, wanted("file-unknown"))
+async def test_batches_that_cannot_be_created(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_active_batches=1)
+    async with scene.service as service:
+        file = await scene.upload(lines(1))
+        request = wanted(file)
+        request.endpoint = "/v1/embeddings"
+        with pytest.raises(BatchRequestError, match=f"/v1/chat/completions, {ENDPOINT}"):
+            await service.create_batch(OWNER, request)
+        with pytest.raises(BatchRequestError, match="completion_window"):
+            await service.create_batch(OWNER, wanted(file, "forever"))
+        with pytest.raises(NotFoundError):
+            await service.create_batch(OWNER, wanted("file-unknown"))
+        await service.create_batch(OWNER, wanted(file))
+        with pytest.raises(TooManyError):
             await service.create_batch(OWNER, wanted(file))
-            with pytest.raises(TooManyError):
-                await service.create_batch(OWNER, wanted(file))
-
-    play(scenario())
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"metadata": {f"k{n}": "" for n in range(17)}},
-        {"metadata": {"k" * 65: ""}},
-        {"metadata": {"k": "v" * 513}},
-        {"metadata": {"k": 1}},
-        {"metadata": {"k": "v" * 16_384}},
-        {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
-        {"output_expires_after": {"anchor": "finished_at", "seconds": 3600}},
-        {"coserve": {"priority": 101}},
-        {"coserve": {"weight": 0}},
-        {"coserve": {"weight": float("nan")}},
-        {"coserve": {"unknown": 1}},
-        {"unknown": 1},
-        {"input_file_id": None},
-    ],
-)
-def test_requests_that_mean_nothing(bad: dict[str, object]) -> None:
-    good = {"input_file_id": "file-1", "endpoint": ENDPOINT, "completion_window": "24h"}
-    CreateBatch.model_validate(good | {"metadata": {"k" * 64: "v" * 512}})
-    with pytest.raises(ValidationError):
-        CreateBatch.model_validate(good | bad)
-
-
-def test_pages(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            ids = [(await scene.create(lines(1))).id for _ in range(5)]
-            page = await service.list_batches(OWNER, limit=2)
-            assert [batch.id for batch in page.data] == ids[:2:-1]
-            assert (page.first_id, page.last_id, page.has_more) == (ids[4], ids[3], True)
-            page = await service.list_batches(OWNER, after=ids[1], limit=2)
-            assert ([batch.id for batch in page.data], page.has_more) == ([ids[0]], False)
-            empty = await service.list_batches("somebody else")
-            assert (empty.data, empty.first_id, empty.has_more) == ([], None, False)
-            files = await list_files(service, OWNER, limit=1, order="asc", purpose="batch")
-            assert (len(files.data), files.has_more) == (1, True)
-            assert (await list_files(service, OWNER, purpose="vision")).data == []
-            for limit in (-1, 0, 101):
-                with pytest.raises(BatchRequestError, match="limit must be from 1 to 100"):
-                    await service.list_batches(OWNER, limit=limit)
-            with pytest.raises(BatchRequestError, match="order"):
-                await list_files(service, OWNER, order="sideways")
-            with pytest.raises(NotFoundError):
-                await service.list_batches("somebody else", after=ids[0])
-            for batch_id in ids:
-                await scene.ends(batch_id)
-
-    play(scenario())
+async def test_pages(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        ids = [(await scene.create(lines(1))).id for _ in range(5)]
+        page = await service.list_batches(OWNER, limit=2)
+        assert [batch.id for batch in page.data] == ids[:2:-1]
+        assert (page.first_id, page.last_id, page.has_more) == (ids[4], ids[3], True)
+        page = await service.list_batches(OWNER, after=ids[1], limit=2)
+        assert ([batch.id for batch in page.data], page.has_more) == ([ids[0]], False)
+        empty = await service.list_batches("somebody else")
+        assert (empty.data, empty.first_id, empty.has_more) == ([], None, False)
+        files = await list_files(service, OWNER, limit=1, order="asc", purpose="batch")
+        assert (len(files.data), files.has_more) == (1, True)
+        assert (await list_files(service, OWNER, purpose="vision")).data == []
+        for limit in (-1, 0, 101):
+            with pytest.raises(BatchRequestError, match="limit must be from 1 to 100"):
+                await service.list_batches(OWNER, limit=limit)
+        with pytest.raises(BatchRequestError, match="order"):
+            await list_files(service, OWNER, order="sideways")
+        with pytest.raises(NotFoundError):
+            await service.list_batches("somebody else", after=ids[0])
+        for batch_id in ids:
+            await scene.ends(batch_id)

@@ -6,118 +6,102 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, lines, opened, play
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import (
     ConflictError,
 )
 
 
-def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=3)
-        async with scene.service as service:
-            batch = await scene.create(lines(10))
-            other = await scene.create(lines(1, "other"))
-            await scene.in_flight(3)
-            scene.backend.held("id-1").finish()
-            await scene.clock.until(lambda: len(scene.backend.started) >= 4)
-            cancelling = await service.cancel_batch(OWNER, batch.id)
-            assert cancelling.status == "cancelling"
-            assert cancelling.cancelling_at is not None
-            assert (await service.cancel_batch(OWNER, batch.id)).status in (
-                "cancelling",
-                "cancelled",
-            )
-            done = await scene.ends(batch.id)
-            assert done.status == "cancelled"
-            assert set(await scene.records(done)) == {"id-1"}
-            assert done.request_counts.model_dump() == {"total": 10, "completed": 1, "failed": 0}
-            assert {r.batch_id for r in scene.backend.aborted} == {batch.id}
-            await scene.clock.until(lambda: bool(scene.backend.in_flight))
-            scene.backend.held("other-1").finish()
-            assert (await scene.ends(other.id)).status == "completed"
-            for call in (service.cancel_batch, service.pause_batch, service.resume_batch):
-                with pytest.raises(ConflictError, match="it is cancelled"):
-                    await call(OWNER, batch.id)
-            assert (await service.status()).lines_in_flight == 0
-
-    play(scenario())
+async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=3)
+    async with scene.service as service:
+        batch = await scene.create(lines(10))
+        other = await scene.create(lines(1, "other"))
+        await scene.in_flight(3)
+        scene.backend.held("id-1").finish()
+        await scene.clock.until(lambda: len(scene.backend.started) >= 4)
+        cancelling = await service.cancel_batch(OWNER, batch.id)
+        assert cancelling.status == "cancelling"
+        assert cancelling.cancelling_at is not None
+        assert (await service.cancel_batch(OWNER, batch.id)).status in (
+            "cancelling",
+            "cancelled",
+        )
+        done = await scene.ends(batch.id)
+        assert done.status == "cancelled"
+        assert set(await scene.records(done)) == {"id-1"}
+        assert done.request_counts.model_dump() == {"total": 10, "completed": 1, "failed": 0}
+        assert {r.batch_id for r in scene.backend.aborted} == {batch.id}
+        await scene.clock.until(lambda: bool(scene.backend.in_flight))
+        scene.backend.held("other-1").finish()
+        assert (await scene.ends(other.id)).status == "completed"
+        for call in (service.cancel_batch, service.pause_batch, service.resume_batch):
+            with pytest.raises(ConflictError, match="it is cancelled"):
+                await call(OWNER, batch.id)
+        assert (await service.status()).lines_in_flight == 0
 
 
-def test_a_batch_can_be_cancelled_before_it_is_checked(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            batch = await scene.create(lines(20_000))
-            assert (await service.cancel_batch(OWNER, batch.id)).status == "cancelling"
-            assert (await scene.ends(batch.id)).status == "cancelled"
-            assert scene.backend.started == []
-
-    play(scenario())
+async def test_a_batch_can_be_cancelled_before_it_is_checked(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        batch = await scene.create(lines(20_000))
+        assert (await service.cancel_batch(OWNER, batch.id)).status == "cancelling"
+        assert (await scene.ends(batch.id)).status == "cancelled"
+        assert scene.backend.started == []
 
 
-def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service as service:
-            batch = await scene.create(lines(2, max_tokens=20))
-            await scene.in_flight(2)
-            scene.backend.held("id-1").generate(7)
-            paused = await service.pause_batch(OWNER, batch.id)
-            assert (paused.status, paused.coserve.paused) == ("in_progress", True)
-            await scene.in_flight(0)
-            await service.pause_batch(OWNER, batch.id)
-            resumed = await service.resume_batch(OWNER, batch.id)
-            assert not resumed.coserve.paused
-            await scene.in_flight(2)
-            assert scene.backend.held("id-1").generated == 7
-            assert scene.backend.held("id-2").generated == 0
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-            assert (await scene.ends(batch.id)).request_counts.completed == 2
-
-    play(scenario())
+async def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        batch = await scene.create(lines(2, max_tokens=20))
+        await scene.in_flight(2)
+        scene.backend.held("id-1").generate(7)
+        paused = await service.pause_batch(OWNER, batch.id)
+        assert (paused.status, paused.coserve.paused) == ("in_progress", True)
+        await scene.in_flight(0)
+        await service.pause_batch(OWNER, batch.id)
+        resumed = await service.resume_batch(OWNER, batch.id)
+        assert not resumed.coserve.paused
+        await scene.in_flight(2)
+        assert scene.backend.held("id-1").generated == 7
+        assert scene.backend.held("id-2").generated == 0
+        scene.backend.finish_all()
+        assert (await scene.ends(batch.id)).request_counts.completed == 2
 
 
-def test_a_batch_may_be_paused_before_it_is_checked(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            batch = await scene.create(lines(1))
-            await service.pause_batch(OWNER, batch.id)
-            await scene.reaches(batch.id, "in_progress")
-            scene.clock.advance(10)
-            assert scene.backend.started == []
-            await service.resume_batch(OWNER, batch.id)
-            assert (await scene.ends(batch.id)).status == "completed"
-
-    play(scenario())
+async def test_a_batch_may_be_paused_before_it_is_checked(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        batch = await scene.create(lines(1))
+        await service.pause_batch(OWNER, batch.id)
+        await scene.reaches(batch.id, "in_progress")
+        scene.clock.advance(10)
+        assert scene.backend.started == []
+        await service.resume_batch(OWNER, batch.id)
+        assert (await scene.ends(batch.id)).status == "completed"
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_an_expired_batch_keeps_what_is_finished_and_names_the_rest(
+async def test_an_expired_batch_keeps_what_is_finished_and_names_the_rest(
     tmp_path: Path, is_paused: bool
 ) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
-        async with scene.service as service:
-            batch = await scene.create(lines(5), "30m")
-            await scene.in_flight(2)
-            scene.backend.held("id-2").finish()
-            await scene.clock.until(lambda: len(scene.backend.started) == 3)
-            if is_paused:
-                await service.pause_batch(OWNER, batch.id)
-                await scene.in_flight(0)
-            scene.clock.advance(1801)
-            done = await scene.ends(batch.id)
-            assert done.status == "expired"
-            assert done.expired_at is not None
-            assert done.request_counts.model_dump() == {"total": 5, "completed": 1, "failed": 4}
-            records = await scene.records(done)
-            assert len(records) == 5
-            assert records["id-2"]["error"] is None
-            for custom_id in ("id-1", "id-3", "id-4", "id-5"):
-                assert records[custom_id]["response"] is None
-                assert records[custom_id]["error"]["code"] == "batch_expired"
-            assert scene.backend.in_flight == []
-
-    play(scenario())
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+    async with scene.service as service:
+        batch = await scene.create(lines(5), "30m")
+        await scene.in_flight(2)
+        scene.backend.held("id-2").finish()
+        await scene.clock.until(lambda: len(scene.backend.started) == 3)
+        if is_paused:
+            await service.pause_batch(OWNER, batch.id)
+            await scene.in_flight(0)
+        scene.clock.advance(1801)
+        done = await scene.ends(batch.id)
+        assert done.status == "expired"
+        assert done.expired_at is not None
+        assert done.request_counts.model_dump() == {"total": 5, "completed": 1, "failed": 4}
+        records = await scene.records(done)
+        assert len(records) == 5
+        assert records["id-2"]["error"] is None
+        for custom_id in ("id-1", "id-3", "id-4", "id-5"):
+            assert records[custom_id]["response"] is None
+            assert records[custom_id]["error"]["code"] == "batch_expired"
+        assert scene.backend.in_flight == []

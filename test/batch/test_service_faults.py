@@ -6,243 +6,188 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, lines, opened, play
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
 from sglang_coserve.batch import (
-    BatchObject,
     LineRequest,
     LineResult,
 )
 from sglang_coserve.lines.result_record import batch_tag, encode_record
 
 
-def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service as service:
-            batch = await scene.create(lines(3))
-            await scene.in_flight(3)
-            # Nothing can be written where a directory is.
-            record = await scene.service._context.store.run(
-                lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()
-            )
-            obstacle = tmp_path / "files" / record[0]
-            obstacle.mkdir()
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
+async def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        batch = await scene.create(lines(3))
+        await scene.in_flight(3)
+        # Nothing can be written where a directory is.
+        record = await scene.service._context.store.run(
+            lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()
+        )
+        obstacle = tmp_path / "files" / record[0]
+        obstacle.mkdir()
+        scene.backend.finish_all()
 
-            async def warned() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.coserve.warning else None
-
-            stuck = await scene.eventually(warned)
-            assert stuck.status == "in_progress"
-            assert "cannot be written: Is a directory" in (stuck.coserve.warning or "")
-            scene.backend.holds = False
-            obstacle.rmdir()
-            done = await scene.ends(batch.id)
-            assert done.status == "completed"
-            assert done.coserve.warning is None
-            assert len(await scene.records(done)) == 3
-
-    play(scenario())
+        stuck = await scene.once(batch.id, lambda now: now.coserve.warning)
+        assert stuck.status == "in_progress"
+        assert "cannot be written: Is a directory" in (stuck.coserve.warning or "")
+        scene.backend.holds = False
+        obstacle.rmdir()
+        done = await scene.ends(batch.id)
+        assert done.status == "completed"
+        assert done.coserve.warning is None
+        assert len(await scene.records(done)) == 3
 
 
-def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
-        async with scene.service as service:
-            batch = await scene.create(lines(2000))
-            await scene.in_flight(2)
-            (tmp_path / "files" / batch.input_file_id).unlink()
-            scene.backend.holds = False
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
+async def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+    async with scene.service as service:
+        batch = await scene.create(lines(2000))
+        await scene.in_flight(2)
+        (tmp_path / "files" / batch.input_file_id).unlink()
+        scene.backend.holds = False
+        scene.backend.finish_all()
 
-            async def warned() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.coserve.warning else None
-
-            assert "No such file" in ((await scene.eventually(warned)).coserve.warning or "")
-            await service.cancel_batch(OWNER, batch.id)
-            done = await scene.ends(batch.id)
-            assert done.status == "cancelled"
-            assert 0 < done.request_counts.completed < 2000
-
-    play(scenario())
+        assert "No such file" in await scene.warning(batch.id)
+        await service.cancel_batch(OWNER, batch.id)
+        done = await scene.ends(batch.id)
+        assert done.status == "cancelled"
+        assert 0 < done.request_counts.completed < 2000
 
 
-def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path: Path) -> None:
+async def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path: Path) -> None:
     def answers(request: LineRequest) -> LineResult:
         return LineResult(200, "r", {"not": object()}) if request.line == 2 else answer(request)
 
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
-            service = scene.service
-            batches = [await scene.create(lines(3)) for _ in range(2)]
-            for batch in batches:
-
-                async def warned(batch_id: str = batch.id) -> BatchObject | None:
-                    now = await service.retrieve_batch(OWNER, batch_id)
-                    return now if now.coserve.warning else None
-
-                assert "internal error" in ((await scene.eventually(warned)).coserve.warning or "")
-            await service.cancel_batch(OWNER, batches[0].id)
-            assert (await scene.ends(batches[0].id)).status == "cancelled"
-            scene.backend.answers = answer
-            await service.resume_batch(OWNER, batches[1].id)
-            done = await scene.ends(batches[1].id)
-            assert (done.status, done.request_counts.completed) == ("completed", 3)
-            assert (await service.status()).lines_in_flight == 0
-
-    play(scenario())
+    async with (scene := await opened(tmp_path, ScriptedBackend(answers=answers))).service:
+        service = scene.service
+        batches = [await scene.create(lines(3)) for _ in range(2)]
+        for batch in batches:
+            assert "internal error" in await scene.warning(batch.id)
+        await service.cancel_batch(OWNER, batches[0].id)
+        assert (await scene.ends(batches[0].id)).status == "cancelled"
+        scene.backend.answers = answer
+        await service.resume_batch(OWNER, batches[1].id)
+        done = await scene.ends(batches[1].id)
+        assert (done.status, done.request_counts.completed) == ("completed", 3)
+        assert (await service.status()).lines_in_flight == 0
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
+async def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
     tmp_path: Path, is_cancelled: bool
 ) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
-        async with scene.service as service:
-            batch = await scene.create(lines(3), "1h")
-            await scene.in_flight(1)
-            scene.backend.held("id-1").finish()
-            await scene.clock.until(lambda: len(scene.backend.started) == 2)
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
+    async with scene.service as service:
+        batch = await scene.create(lines(3), "1h")
+        await scene.in_flight(1)
+        scene.backend.held("id-1").finish()
+        await scene.clock.until(lambda: len(scene.backend.started) == 2)
 
-            async def written() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.output_file_id else None
-
-            output_file_id = (await scene.eventually(written)).output_file_id
-            (tmp_path / "files" / str(output_file_id)).unlink()
-            if is_cancelled:
-                await service.cancel_batch(OWNER, batch.id)
-            else:
-                scene.clock.advance(3600)
-            done = await scene.ends(batch.id)
-            assert done.status == "failed"
-            assert done.errors is not None
-            (fault,) = done.errors.data
-            assert fault.code == "storage_failed"
-            assert "is gone" in fault.message
-
-    play(scenario())
+        output_file_id = (await scene.once(batch.id, lambda now: now.output_file_id)).output_file_id
+        (tmp_path / "files" / str(output_file_id)).unlink()
+        if is_cancelled:
+            await service.cancel_batch(OWNER, batch.id)
+        else:
+            scene.clock.advance(3600)
+        done = await scene.ends(batch.id)
+        assert done.status == "failed"
+        assert done.errors is not None
+        (fault,) = done.errors.data
+        assert fault.code == "storage_failed"
+        assert "is gone" in fault.message
 
 
 @pytest.mark.parametrize("is_restored", [True, False])
-def test_an_output_that_is_deleted_under_its_batch_is_named_and_not_begun_again(
+async def test_an_output_that_is_deleted_under_its_batch_is_named_and_not_begun_again(
     tmp_path: Path, is_restored: bool
 ) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
-        async with scene.service as service:
-            batch = await scene.create(lines(9))
-            await scene.in_flight(2)
-            for number in range(3):
-                scene.backend.held(f"id-{number + 1}").finish()
-                await scene.clock.until(lambda n=number: len(scene.backend.started) == n + 3)  # type: ignore[misc]
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+    async with scene.service as service:
+        batch = await scene.create(lines(9))
+        await scene.in_flight(2)
+        for number in range(3):
+            scene.backend.held(f"id-{number + 1}").finish()
+            await scene.clock.until(lambda n=number: len(scene.backend.started) == n + 3)  # type: ignore[misc]
 
-            async def written() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.request_counts.completed == 3 else None
+        now = await scene.once(batch.id, lambda now: now.request_counts.completed == 3)
+        output = tmp_path / "files" / str(now.output_file_id)
+        content = output.read_bytes()
+        output.unlink()
+        scene.backend.finish_all()
 
-            output = tmp_path / "files" / str((await scene.eventually(written)).output_file_id)
-            content = output.read_bytes()
-            output.unlink()
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-
-            async def warned() -> BatchObject | None:
-                now = await service.retrieve_batch(OWNER, batch.id)
-                return now if now.coserve.warning else None
-
-            warning = (await scene.eventually(warned)).coserve.warning or ""
-            assert f"{output} is gone" in warning or "No such file" in warning
-            assert not output.exists()
-            scene.backend.holds = False
-            if is_restored:
-                output.write_bytes(content)
-                done = await scene.ends(batch.id)
-                assert (done.status, done.request_counts.completed) == ("completed", 9)
-                assert len(await scene.records(done)) == 9
-            else:
-                await service.cancel_batch(OWNER, batch.id)
-                done = await scene.ends(batch.id)
-                assert done.status == "failed"
-                assert done.errors is not None
-                assert "is gone" in done.errors.data[0].message
-
-    play(scenario())
+        warning = await scene.warning(batch.id)
+        assert f"{output} is gone" in warning or "No such file" in warning
+        assert not output.exists()
+        scene.backend.holds = False
+        if is_restored:
+            output.write_bytes(content)
+            done = await scene.ends(batch.id)
+            assert (done.status, done.request_counts.completed) == ("completed", 9)
+            assert len(await scene.records(done)) == 9
+        else:
+            await service.cancel_batch(OWNER, batch.id)
+            done = await scene.ends(batch.id)
+            assert done.status == "failed"
+            assert done.errors is not None
+            assert "is gone" in done.errors.data[0].message
 
 
 @pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0 * 3650])
-def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
+async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
     tmp_path: Path, jump_s: float
 ) -> None:
     """Deadlines follow the clock; what is served is served, and nothing hangs."""
-
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
-        async with scene.service as service:
-            batch = await scene.create(lines(5))
-            await scene.in_flight(2)
-            # Set, not passed: nobody who sleeps is woken by that.
-            scene.clock._now_s += jump_s
-            scene.clock._sleepers = [
-                (at_s + jump_s, order, woken) for at_s, order, woken in scene.clock._sleepers
-            ]
-            scene.backend.holds = False
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-            done = await scene.ends(batch.id)
-            assert done.status == "completed"
-            assert done.request_counts.completed == 5
-            after = await scene.create(lines(2))
-            assert (await scene.ends(after.id)).status == "completed"
-            assert [each.id for each in (await service.list_batches(OWNER)).data] == [
-                after.id,
-                batch.id,
-            ]
-
-    play(scenario())
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
+    async with scene.service as service:
+        batch = await scene.create(lines(5))
+        await scene.in_flight(2)
+        # Set, not passed: nobody who sleeps is woken by that.
+        scene.clock._now_s += jump_s
+        scene.clock._sleepers = [
+            (at_s + jump_s, order, woken) for at_s, order, woken in scene.clock._sleepers
+        ]
+        scene.backend.holds = False
+        scene.backend.finish_all()
+        done = await scene.ends(batch.id)
+        assert done.status == "completed"
+        assert done.request_counts.completed == 5
+        after = await scene.create(lines(2))
+        assert (await scene.ends(after.id)).status == "completed"
+        assert [each.id for each in (await service.list_batches(OWNER)).data] == [
+            after.id,
+            batch.id,
+        ]
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_zeros_that_a_power_failure_leaves_in_an_output_stop_no_batch(
+async def test_zeros_that_a_power_failure_leaves_in_an_output_stop_no_batch(
     tmp_path: Path, is_cancelled: bool
 ) -> None:
-    async def begun() -> tuple[str, str]:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service as service:
-            batch = await scene.create(lines(5))
-            await scene.in_flight(5)
-            if is_cancelled:
-                await service.pause_batch(OWNER, batch.id)
-            output_file_id = await service._context.store.run(
-                lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()[0]
-            )
-        return batch.id, output_file_id
-
-    async def rest(batch_id: str) -> None:
-        scene = await opened(tmp_path)
-        async with scene.service as service:
-            if is_cancelled:
-                await service.cancel_batch(OWNER, batch_id)
-            done = await scene.ends(batch_id)
-            assert done.status == ("cancelled" if is_cancelled else "completed")
-            assert done.coserve.warning is None
-            records = await scene.records(done)
-            assert len(records) == done.request_counts.completed == (2 if is_cancelled else 5)
-            await service.delete_file(OWNER, done.input_file_id)
-
-    batch_id, output_file_id = play(begun())
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        batch = await scene.create(lines(5))
+        await scene.in_flight(5)
+        if is_cancelled:
+            await service.pause_batch(OWNER, batch.id)
+        output_file_id = await service._context.store.run(
+            lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()[0]
+        )
     content = bytearray()
     for number in range(1, 6):
         result = LineResult(200, "r", {"text": "x" * 1000, "usage": {}})
-        content += encode_record(batch_tag(batch_id), number, f"id-{number}", result)
+        content += encode_record(batch_tag(batch.id), number, f"id-{number}", result)
     content[2500:3000] = bytes(500)
     output = tmp_path / "files" / output_file_id
     output.write_bytes(content)
     output.chmod(0o600)
-    play(rest(batch_id))
+    scene = await opened(tmp_path)
+    async with scene.service as service:
+        if is_cancelled:
+            await service.cancel_batch(OWNER, batch.id)
+        done = await scene.ends(batch.id)
+        assert done.status == ("cancelled" if is_cancelled else "completed")
+        assert done.coserve.warning is None
+        records = await scene.records(done)
+        assert len(records) == done.request_counts.completed == (2 if is_cancelled else 5)
+        await service.delete_file(OWNER, done.input_file_id)

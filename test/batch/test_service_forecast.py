@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, Scene, lines, opened, play, wanted
+from batch.scenarios import OWNER, Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.errors import BatchRequestError
@@ -17,96 +17,75 @@ async def served_in(scene: Scene, seconds: float) -> BatchObject:
     batch = await scene.create(lines(10, max_tokens=100))
     await scene.in_flight(10)
     scene.clock.advance(seconds)
-    for entry in list(scene.backend.in_flight):
-        entry.finish()
+    scene.backend.finish_all()
     return await scene.ends(batch.id)
 
 
-def test_errors_of_earlier_batches_correct_the_next_one(tmp_path: Path) -> None:
+async def test_errors_of_earlier_batches_correct_the_next_one(tmp_path: Path) -> None:
     """Each takes ten times as long as the rate makes of it; a restart forgets nothing."""
     took_s: list[int] = []
-
-    async def learn() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
-        async with (scene := await opened(tmp_path, backend)).service:
-            for _ in range(20):
-                done = await served_in(scene, 100.0)
-                assert done.completed_at is not None
-                took_s.append(done.completed_at - done.created_at)
-
-    async def ask() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
-        async with (scene := await opened(tmp_path, backend)).service:
-            batch = await scene.create(lines(10, max_tokens=100))
-            assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
-            assert 0.9 * min(took_s) <= batch.coserve.eta - batch.created_at <= 1.1 * max(took_s)
-            assert batch.coserve.eta <= batch.coserve.eta_p95
-            assert batch.coserve.eta_p95 - batch.created_at <= 1.5 * max(took_s)
-
-    play(learn())
-    play(ask())
+    backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
+    async with (scene := await opened(tmp_path, backend)).service:
+        for _ in range(20):
+            done = await served_in(scene, 100.0)
+            assert done.completed_at is not None
+            took_s.append(done.completed_at - done.created_at)
+    backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
+    async with (scene := await opened(tmp_path, backend)).service:
+        batch = await scene.create(lines(10, max_tokens=100))
+        assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
+        assert 0.9 * min(took_s) <= batch.coserve.eta - batch.created_at <= 1.1 * max(took_s)
+        assert batch.coserve.eta <= batch.coserve.eta_p95
+        assert batch.coserve.eta_p95 - batch.created_at <= 1.5 * max(took_s)
 
 
-def test_a_window_that_cannot_be_kept_is_refused_with_one_that_can(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=1.0)
-        async with (scene := await opened(tmp_path, backend)).service as service:
-            file = await scene.upload(lines(10, max_tokens=100))
-            with pytest.raises(BatchRequestError, match="P95") as caught:
-                await service.create_batch(OWNER, wanted(file, "10s"), "key")
-            assert (caught.value.code, caught.value.param) == (
-                "window_too_short",
-                "completion_window",
-            )
-            assert not (await service.list_batches(OWNER)).data
-            late = await service.create_batch(OWNER, wanted(file, "10s", best_effort=True))
-            assert late.status == "validating"
-            await service.cancel_batch(OWNER, late.id)
-            enough = str(caught.value).partition("ask for ")[2].partition(" ")[0]
-            batch = await service.create_batch(OWNER, wanted(file, enough))
-            assert batch.status == "validating" and batch.coserve.warning is None
-            # Unlikely, not impossible: 1,100 s is more than the half of what it may take.
-            likely_late = await service.create_batch(OWNER, wanted(file, "500s"))
-            assert "after the window of 500s closes" in (likely_late.coserve.warning or "")
-
-    play(scenario())
+async def test_a_window_that_cannot_be_kept_is_refused_with_one_that_can(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=1.0)
+    async with (scene := await opened(tmp_path, backend)).service as service:
+        file = await scene.upload(lines(10, max_tokens=100))
+        with pytest.raises(BatchRequestError, match="P95") as caught:
+            await service.create_batch(OWNER, wanted(file, "10s"), "key")
+        assert (caught.value.code, caught.value.param) == (
+            "window_too_short",
+            "completion_window",
+        )
+        assert not (await service.list_batches(OWNER)).data
+        late = await service.create_batch(OWNER, wanted(file, "10s", best_effort=True))
+        assert late.status == "validating"
+        await service.cancel_batch(OWNER, late.id)
+        enough = str(caught.value).partition("ask for ")[2].partition(" ")[0]
+        batch = await service.create_batch(OWNER, wanted(file, enough))
+        assert batch.status == "validating" and batch.coserve.warning is None
+        # Unlikely, not impossible: 1,100 s is more than the half of what it may take.
+        likely_late = await service.create_batch(OWNER, wanted(file, "500s"))
+        assert "after the window of 500s closes" in (likely_late.coserve.warning or "")
 
 
-def test_a_repeated_call_is_answered_whatever_could_be_kept_now(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
-        async with (scene := await opened(tmp_path, backend)).service as service:
-            file = await scene.upload(lines(10, max_tokens=100))
-            first = await service.create_batch(OWNER, wanted(file, "10s"), "key")
-            backend.tokens_per_s = 1.0
-            again = await service.create_batch(OWNER, wanted(file, "10s"), "key")
-            assert again.id == first.id
-
-    play(scenario())
+async def test_a_repeated_call_is_answered_whatever_could_be_kept_now(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
+    async with (scene := await opened(tmp_path, backend)).service as service:
+        file = await scene.upload(lines(10, max_tokens=100))
+        first = await service.create_batch(OWNER, wanted(file, "10s"), "key")
+        backend.tokens_per_s = 1.0
+        again = await service.create_batch(OWNER, wanted(file, "10s"), "key")
+        assert again.id == first.id
 
 
-def test_without_a_rate_nothing_is_said_or_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path, ScriptedBackend(holds=True))).service:
-            batch = await scene.create(lines(10, max_tokens=100), "1s")
-            assert (batch.coserve.eta, batch.coserve.eta_p95) == (None, None)
-
-    play(scenario())
+async def test_without_a_rate_nothing_is_said_or_refused(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path, ScriptedBackend(holds=True))).service:
+        batch = await scene.create(lines(10, max_tokens=100), "1s")
+        assert (batch.coserve.eta, batch.coserve.eta_p95) == (None, None)
 
 
-def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
-        async with (scene := await opened(tmp_path, backend)).service as service:
-            batch = await scene.create(lines(2))
-            await scene.in_flight(2)
-            await service.pause_batch(OWNER, batch.id)
-            await scene.in_flight(0)
-            await service.resume_batch(OWNER, batch.id)
-            await scene.in_flight(2)
-            for entry in list(backend.in_flight):
-                entry.finish()
-            await scene.ends(batch.id)
-            assert len(service._runner._forecaster._errors) == 0
-
-    play(scenario())
+async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
+    async with (scene := await opened(tmp_path, backend)).service as service:
+        batch = await scene.create(lines(2))
+        await scene.in_flight(2)
+        await service.pause_batch(OWNER, batch.id)
+        await scene.in_flight(0)
+        await service.resume_batch(OWNER, batch.id)
+        await scene.in_flight(2)
+        backend.finish_all()
+        await scene.ends(batch.id)
+        assert len(service._runner._forecaster._errors) == 0

@@ -153,8 +153,7 @@ class AnyOrder(RuleBasedStateMachine):
     async def everything_ends(self) -> None:
         backend = self.scene.backend
         backend.holds = False
-        for entry in list(backend.in_flight):
-            entry.finish()
+        backend.finish_all()
         for batch_id, size in self.sizes.items():
             now = await self.scene.service.retrieve_batch(OWNER, batch_id)
             if now.coserve.paused and now.status in ("validating", "in_progress"):

@@ -8,125 +8,109 @@ from pathlib import Path
 import pytest
 
 from batch.manual_clock import ManualClock
-from batch.scenarios import OWNER, lines, opened, play
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, failure, name_of
 
 
-def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> None:
-    async def before() -> list[str]:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
-        async with scene.service as service:
-            running = await scene.create(lines(5, "run", max_tokens=30))
-            await scene.in_flight(4)
-            paused = await scene.create(lines(2, "pause"))
-            await service.pause_batch(OWNER, paused.id)
-            await scene.reaches(paused.id, "in_progress")
-            scene.backend.held("run-1").finish()
-            scene.backend.held("run-2").generate(11)
-            await scene.clock.until(lambda: len(scene.backend.started) == 5)
-            checking = await scene.create(lines(3, "check"))
-        assert scene.backend.in_flight == []
-        return [running.id, paused.id, checking.id]
-
-    async def after(ids: list[str]) -> None:
-        scene = await opened(tmp_path, clock=ManualClock(1_000_100.0))
-        async with scene.service as service:
-            running, checking = [await scene.ends(ids[i]) for i in (0, 2)]
-            assert running.request_counts.completed == 5
-            assert checking.request_counts.completed == 3
-            generated = {name_of(r): len(r.generated) for r in scene.backend.started}
-            assert "run-1" not in generated, "a finished line was served again"
-            assert generated["run-2"] == 11
-            assert generated["run-3"] == 0
-            assert len(await scene.records(running)) == 5
-            assert (await service.retrieve_batch(OWNER, ids[1])).coserve.paused
-            await service.resume_batch(OWNER, ids[1])
-            assert (await scene.ends(ids[1])).status == "completed"
-        assert list((tmp_path / "journal").iterdir()) == []
-
-    play(after(play(before())))
+async def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
+    async with scene.service as service:
+        running = await scene.create(lines(5, "run", max_tokens=30))
+        await scene.in_flight(4)
+        paused = await scene.create(lines(2, "pause"))
+        await service.pause_batch(OWNER, paused.id)
+        await scene.reaches(paused.id, "in_progress")
+        scene.backend.held("run-1").finish()
+        scene.backend.held("run-2").generate(11)
+        await scene.clock.until(lambda: len(scene.backend.started) == 5)
+        checking = await scene.create(lines(3, "check"))
+    assert scene.backend.in_flight == []
+    ids = [running.id, paused.id, checking.id]
+    scene = await opened(tmp_path, clock=ManualClock(1_000_100.0))
+    async with scene.service as service:
+        running, checking = [await scene.ends(ids[i]) for i in (0, 2)]
+        assert running.request_counts.completed == 5
+        assert checking.request_counts.completed == 3
+        generated = {name_of(r): len(r.generated) for r in scene.backend.started}
+        assert "run-1" not in generated, "a finished line was served again"
+        assert generated["run-2"] == 11
+        assert generated["run-3"] == 0
+        assert len(await scene.records(running)) == 5
+        assert (await service.retrieve_batch(OWNER, ids[1])).coserve.paused
+        await service.resume_batch(OWNER, ids[1])
+        assert (await scene.ends(ids[1])).status == "completed"
+    assert list((tmp_path / "journal").iterdir()) == []
 
 
-def test_another_model_starts_unfinished_lines_over(tmp_path: Path) -> None:
-    async def before() -> str:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service:
-            batch = await scene.create(lines(1, max_tokens=30))
-            await scene.in_flight(1)
-            scene.backend.held("id-1").generate(11)
-        return batch.id
-
-    async def after(batch_id: str) -> None:
-        scene = await opened(tmp_path, ScriptedBackend(model="another"))
-        async with scene.service:
-            assert (await scene.ends(batch_id)).status == "completed"
-            assert [request.generated for request in scene.backend.started] == [()]
-
-    play(after(play(before())))
+async def test_another_model_starts_unfinished_lines_over(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        batch = await scene.create(lines(1, max_tokens=30))
+        await scene.in_flight(1)
+        scene.backend.held("id-1").generate(11)
+    batch_id = batch.id
+    scene = await opened(tmp_path, ScriptedBackend(model="another"))
+    async with scene.service:
+        assert (await scene.ends(batch_id)).status == "completed"
+        assert [request.generated for request in scene.backend.started] == [()]
 
 
-def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:
+async def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:
     """Weights that change under a line start it over, whether it then fails or not."""
-
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service as service:
-            batch = await scene.create(lines(1, max_tokens=30))
-            again = failure(503, is_retryable=True)
-            for started, continued, next_model, result in (
-                (1, 0, "scripted", again),
-                (2, 5, "new weights", None),
-                (3, 0, "newer weights", again),
-                (4, 0, "scripted", None),
-                (5, 10, "scripted", None),
-            ):
-                await scene.clock.until(lambda n=started: len(scene.backend.started) == n)  # type: ignore[misc]
-                assert len(scene.backend.started[-1].generated) == continued
-                entry = scene.backend.held("id-1")
-                entry.generate(5)
-                scene.backend.model = next_model
-                entry.generate(5 if next_model != "scripted" else 0)
-                entry.finish(result)
-            done = await scene.ends(batch.id)
-            assert done.request_counts.completed == 1
-            assert done.coserve.warning is None
-            # A change of the model is no failure of the engine.
-            assert (await service.status()).line_retries == 1
-
-    play(scenario())
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        batch = await scene.create(lines(1, max_tokens=30))
+        again = failure(503, is_retryable=True)
+        for started, continued, next_model, result in (
+            (1, 0, "scripted", again),
+            (2, 5, "new weights", None),
+            (3, 0, "newer weights", again),
+            (4, 0, "scripted", None),
+            (5, 10, "scripted", None),
+        ):
+            await scene.clock.until(lambda n=started: len(scene.backend.started) == n)  # type: ignore[misc]
+            assert len(scene.backend.started[-1].generated) == continued
+            entry = scene.backend.held("id-1")
+            entry.generate(5)
+            scene.backend.model = next_model
+            entry.generate(5 if next_model != "scripted" else 0)
+            entry.finish(result)
+        done = await scene.ends(batch.id)
+        assert done.request_counts.completed == 1
+        assert done.coserve.warning is None
+        # A change of the model is no failure of the engine.
+        assert (await service.status()).line_retries == 1
 
 
 @pytest.mark.parametrize("how", ["taken out", "aborted"])
-def test_lines_give_way_to_other_weights_as_often_as_they_come(tmp_path: Path, how: str) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_attempts=2)
-        async with scene.service as service:
-            batch = await scene.create(lines(3))
-            for number in range(7):
-                await scene.in_flight(3)
-                held = list(scene.backend.in_flight)
-                scene.backend.is_changing = True
-                if how == "taken out":
-                    scene.backend.take_out()
-                else:
-                    for entry in held:
-                        entry.finish(failure(503, is_retryable=True))
-                await scene.in_flight(0)
-                await asyncio.sleep(0.01)
-                assert scene.backend.in_flight == []
-                scene.backend.model = f"weights {number}"
-                scene.backend.is_changing = False
+async def test_lines_give_way_to_other_weights_as_often_as_they_come(
+    tmp_path: Path, how: str
+) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_attempts=2)
+    async with scene.service as service:
+        batch = await scene.create(lines(3))
+        for number in range(7):
             await scene.in_flight(3)
-            for entry in list(scene.backend.in_flight):
-                entry.finish()
-            done = await scene.ends(batch.id)
-            assert done.request_counts.completed == 3
-            assert (await service.status()).line_retries == 0
+            held = list(scene.backend.in_flight)
+            scene.backend.is_changing = True
+            if how == "taken out":
+                scene.backend.take_out()
+            else:
+                for entry in held:
+                    entry.finish(failure(503, is_retryable=True))
+            await scene.in_flight(0)
+            await asyncio.sleep(0.01)
+            assert scene.backend.in_flight == []
+            scene.backend.model = f"weights {number}"
+            scene.backend.is_changing = False
+        await scene.in_flight(3)
+        scene.backend.finish_all()
+        done = await scene.ends(batch.id)
+        assert done.request_counts.completed == 3
+        assert (await service.status()).line_retries == 0
 
-    play(scenario())
 
-
-def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
+async def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
     async def answered_by(model: str, batch_id: str | None, count: int) -> str:
         backend = ScriptedBackend(holds=True, model=model)
         scene = await opened(tmp_path, backend, max_in_flight=2)
@@ -161,68 +145,55 @@ def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
         continued = {len(request.generated) for request in scene.backend.started}
         return done.coserve.warning, continued
 
-    batch_id = play(answered_by("A", None, 3))
-    assert play(warning("A", batch_id)) is None
-    assert "3 of the lines" in (play(warning("B", batch_id)) or "")
+    batch_id = await answered_by("A", None, 3)
+    assert await warning("A", batch_id) is None
+    assert "3 of the lines" in (await warning("B", batch_id) or "")
     # Nothing was answered by B yet.
-    assert play(warning("A", batch_id)) is None
-    play(answered_by("B", batch_id, 2))
-    assert "3 of the lines" in (play(warning("B", batch_id)) or "")
-    said, continued = play(to_its_end("B", batch_id))
+    assert await warning("A", batch_id) is None
+    await answered_by("B", batch_id, 2)
+    assert "3 of the lines" in (await warning("B", batch_id) or "")
+    said, continued = await to_its_end("B", batch_id)
     assert continued == {0, 7}
     assert "3 of the lines" in (said or "")
     for model in ("A", "B"):
-        assert "3 of the lines" in (play(warning(model, batch_id)) or "")
+        assert "3 of the lines" in (await warning(model, batch_id) or "")
 
 
-def test_a_window_that_closes_while_the_server_is_down_is_closed(tmp_path: Path) -> None:
-    async def before() -> str:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service:
-            batch = await scene.create(lines(2), "1h")
-            await scene.in_flight(2)
-            scene.backend.held("id-1").finish()
-            await scene.in_flight(1)
-        return batch.id
-
-    async def after(batch_id: str) -> None:
-        async with (scene := await opened(tmp_path, clock=ManualClock(1_010_000.0))).service:
-            done = await scene.ends(batch_id)
-            assert (done.status, done.request_counts.completed) == ("expired", 1)
-            assert scene.backend.started == []
-
-    play(after(play(before())))
+async def test_a_window_that_closes_while_the_server_is_down_is_closed(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        batch = await scene.create(lines(2), "1h")
+        await scene.in_flight(2)
+        scene.backend.held("id-1").finish()
+        await scene.in_flight(1)
+    batch_id = batch.id
+    async with (scene := await opened(tmp_path, clock=ManualClock(1_010_000.0))).service:
+        done = await scene.ends(batch_id)
+        assert (done.status, done.request_counts.completed) == ("expired", 1)
+        assert scene.backend.started == []
 
 
-def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
-    async def before() -> str:
-        scene = await opened(tmp_path, record_events=True)
-        async with scene.service as service:
-            told = asyncio.create_task(service.event_added())
-            batch = await scene.create(lines(1))
-            await scene.ends(batch.id)
-            await asyncio.wait_for(told, 10)
-            (event,) = await service.pending_events()
-            assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, OWNER)
-            await service.retry_event(event.id, scene.clock.now_s() + 30)
-            assert await service.pending_events() == []
-            return event.id
-
-    async def after(event_id: str) -> None:
-        scene = await opened(tmp_path, record_events=True, clock=ManualClock(1_000_900.0))
-        async with scene.service as service:
-            (event,) = await service.pending_events()
-            assert (event.id, event.attempts) == (event_id, 1)
-            await service.settle_event(event.id)
-            assert await service.pending_events() == []
-
-    play(after(play(before())))
+async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with scene.service as service:
+        told = asyncio.create_task(service.event_added())
+        batch = await scene.create(lines(1))
+        await scene.ends(batch.id)
+        await asyncio.wait_for(told, 10)
+        (event,) = await service.pending_events()
+        assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, OWNER)
+        await service.retry_event(event.id, scene.clock.now_s() + 30)
+        assert await service.pending_events() == []
+        event_id = event.id
+    scene = await opened(tmp_path, record_events=True, clock=ManualClock(1_000_900.0))
+    async with scene.service as service:
+        (event,) = await service.pending_events()
+        assert (event.id, event.attempts) == (event_id, 1)
+        await service.settle_event(event.id)
+        assert await service.pending_events() == []
 
 
-def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with (scene := await opened(tmp_path)).service as service:
-            await scene.ends((await scene.create(lines(1))).id)
-            assert await service.pending_events() == []
-
-    play(scenario())
+async def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        await scene.ends((await scene.create(lines(1))).id)
+        assert await service.pending_events() == []

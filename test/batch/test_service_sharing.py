@@ -10,114 +10,102 @@ from typing import Any
 import pytest
 
 from batch.manual_clock import STEP_S
-from batch.scenarios import OWNER, lines, opened, play
+from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.batch import file_processes
 
 
-def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(
-            tmp_path, ScriptedBackend(holds=True), max_in_flight=8, max_in_flight_bytes=2000
-        )
-        async with scene.service:
-            small = await scene.create(lines(40))
-            await scene.in_flight(8)
-            large = await scene.create(lines(5, "x" * 900))
-            while len(scene.backend.started) < 45 or scene.backend.in_flight:
-                await scene.clock.until(lambda: bool(scene.backend.in_flight))
-                status = await scene.service.status()
-                assert status.lines_in_flight <= 8
-                assert status.bytes_in_flight <= 2000 or status.lines_in_flight == 1
-                scene.backend.in_flight[0].finish()
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            for batch in (small, large):
-                assert (await scene.ends(batch.id)).status == "completed"
-
-    play(scenario())
-
-
-def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, max_in_flight=3)
-        scene = await opened(tmp_path, backend, max_in_flight=8)
-        async with scene.service:
-            batch = await scene.create(lines(40))
-            for useful, in_flight in ((3, 3), (6, 6), (100, 8)):
-                backend.max_in_flight = useful
-                await scene.in_flight(in_flight)
-            backend.holds = False
-            for entry in backend.in_flight:
-                entry.finish()
+async def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
+    scene = await opened(
+        tmp_path, ScriptedBackend(holds=True), max_in_flight=8, max_in_flight_bytes=2000
+    )
+    async with scene.service:
+        small = await scene.create(lines(40))
+        await scene.in_flight(8)
+        large = await scene.create(lines(5, "x" * 900))
+        while len(scene.backend.started) < 45 or scene.backend.in_flight:
+            await scene.clock.until(lambda: bool(scene.backend.in_flight))
+            status = await scene.service.status()
+            assert status.lines_in_flight <= 8
+            assert status.bytes_in_flight <= 2000 or status.lines_in_flight == 1
+            scene.backend.in_flight[0].finish()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        for batch in (small, large):
             assert (await scene.ends(batch.id)).status == "completed"
 
-    play(scenario())
+
+async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, max_in_flight=3)
+    scene = await opened(tmp_path, backend, max_in_flight=8)
+    async with scene.service:
+        batch = await scene.create(lines(40))
+        for useful, in_flight in ((3, 3), (6, 6), (100, 8)):
+            backend.max_in_flight = useful
+            await scene.in_flight(in_flight)
+        backend.holds = False
+        backend.finish_all()
+        assert (await scene.ends(batch.id)).status == "completed"
 
 
-def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
-        async with scene.service:
-            await scene.create(lines(30, "first"))
-            await scene.in_flight(1)
-            for prefix, options in (
-                ("heavy", {"weight": 3.0}),
-                ("light", {"weight": 1.0}),
-                ("high", {"priority": 1}),
-            ):
-                batch = await scene.create(lines(30, prefix), **options)
-                await scene.reaches(batch.id, "in_progress")
-            slots = scene.service._context.slots
-            await scene.clock.until(lambda: len(slots._waiting) == 4, "every batch waits")
-            for count in range(2, 82):
-                scene.backend.in_flight[0].finish()
-                await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-            order = [name_of(request).split("-")[0] for request in scene.backend.started]
-            assert order[1:31] == ["high"] * 30
-            shares = Counter(order[31:71])
-            assert shares["heavy"] == pytest.approx(3 * shares["light"], abs=3)
-            assert shares["first"] == pytest.approx(shares["light"], abs=2)
-
-    play(scenario())
+async def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
+    async with scene.service:
+        await scene.create(lines(30, "first"))
+        await scene.in_flight(1)
+        for prefix, options in (
+            ("heavy", {"weight": 3.0}),
+            ("light", {"weight": 1.0}),
+            ("high", {"priority": 1}),
+        ):
+            batch = await scene.create(lines(30, prefix), **options)
+            await scene.reaches(batch.id, "in_progress")
+        slots = scene.service._context.slots
+        await scene.clock.until(lambda: len(slots._waiting) == 4, "every batch waits")
+        for count in range(2, 82):
+            scene.backend.in_flight[0].finish()
+            await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
+        order = [name_of(request).split("-")[0] for request in scene.backend.started]
+        assert order[1:31] == ["high"] * 30
+        shares = Counter(order[31:71])
+        assert shares["heavy"] == pytest.approx(3 * shares["light"], abs=3)
+        assert shares["first"] == pytest.approx(shares["light"], abs=2)
 
 
-def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
+async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
     """Five batches of the highest priority and weight, one of them urgent, against one."""
-
-    async def scenario() -> None:
-        # About 110 tokens a line: 40 of them take 880 s of half the rate, and 2640 s with others.
-        backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
-        scene = await opened(tmp_path, backend, max_in_flight=1)
-        async with scene.service:
-            ids = []
-            for n in range(5):
-                window = "2000s" if n == 4 else "24h"
-                batch = await scene.create(
-                    lines(40, "greedy", max_tokens=100), window, "greedy", priority=100, weight=100
-                )
-                await scene.reaches(batch.id, "in_progress", owner="greedy")
-                ids.append(batch.id)
-            modest = await scene.create(
-                lines(40, "modest", max_tokens=100), owner="modest", priority=-100, weight=0.01
+    # About 110 tokens a line: 40 of them take 880 s of half the rate, and 2640 s with others.
+    backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
+    scene = await opened(tmp_path, backend, max_in_flight=1)
+    async with scene.service:
+        ids = []
+        for n in range(5):
+            window = "2000s" if n == 4 else "24h"
+            batch = await scene.create(
+                lines(40, "greedy", max_tokens=100), window, "greedy", priority=100, weight=100
             )
-            await scene.reaches(modest.id, "in_progress", owner="modest")
-            slots = scene.service._context.slots
-            await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
-            await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
-            seen = len(backend.started)
-            for count in range(seen + 1, seen + 21):
-                backend.in_flight[0].finish()
-                await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
-            order = [name_of(request).split("-")[0] for request in backend.started[seen:]]
-            assert Counter(order) == {"greedy": 10, "modest": 10}
-            urgent = {request.batch_id for request in backend.started[seen:]} - {modest.id}
-            assert urgent == {ids[4]}
+            await scene.reaches(batch.id, "in_progress", owner="greedy")
+            ids.append(batch.id)
+        modest = await scene.create(
+            lines(40, "modest", max_tokens=100), owner="modest", priority=-100, weight=0.01
+        )
+        await scene.reaches(modest.id, "in_progress", owner="modest")
+        slots = scene.service._context.slots
+        await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
+        await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
+        seen = len(backend.started)
+        for count in range(seen + 1, seen + 21):
+            backend.in_flight[0].finish()
+            await scene.clock.until(lambda n=count: len(backend.started) == n)  # type: ignore[misc]
+        order = [name_of(request).split("-")[0] for request in backend.started[seen:]]
+        assert Counter(order) == {"greedy": 10, "modest": 10}
+        urgent = {request.batch_id for request in backend.started[seen:]} - {modest.id}
+        assert urgent == {ids[4]}
 
-    play(scenario())
 
-
-def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_owners_take_turns_at_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
     is_open = asyncio.Event()
@@ -129,63 +117,53 @@ def test_owners_take_turns_at_validation(tmp_path: Path, monkeypatch: pytest.Mon
         return await run(what, module, *arguments)
 
     monkeypatch.setattr(file_processes, "run_module", noted)
-
-    async def scenario() -> None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True))
-        async with scene.service:
-            for _ in range(5):
-                await scene.create(lines(2000), owner="greedy")
-            await scene.clock.until(lambda: len(begun) == 2)
-            small = await scene.create(lines(1), owner="modest")
-            is_open.set()
-            await scene.reaches(small.id, "in_progress", owner="modest")
-            assert begun.index(small.input_file_id) == 2
-
-    play(scenario())
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        for _ in range(5):
+            await scene.create(lines(2000), owner="greedy")
+        await scene.clock.until(lambda: len(begun) == 2)
+        small = await scene.create(lines(1), owner="modest")
+        is_open.set()
+        await scene.reaches(small.id, "in_progress", owner="modest")
+        assert begun.index(small.input_file_id) == 2
 
 
-def test_the_object_says_when_it_will_be_complete(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
-        async with (scene := await opened(tmp_path, backend)).service as service:
-            batch = await scene.create(lines(10, max_tokens=100), "60s")
-            assert batch.status == "validating"
-            assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
-            assert batch.created_at <= batch.coserve.eta <= batch.coserve.eta_p95
-            await scene.in_flight(10)
-            scene.backend.tokens_per_s = 10.0
-            now = await service.retrieve_batch(OWNER, batch.id)
-            assert now.coserve.eta is not None
-            assert now.coserve.eta > now.expires_at
-            assert now.coserve.rate_tokens_per_s == 10.0
-            assert "after the window of 60s closes" in (now.coserve.warning or "")
-            scene.backend.tokens_per_s = 1000.0
-            now = await service.retrieve_batch(OWNER, batch.id)
-            assert now.coserve.warning is None
-            await service.cancel_batch(OWNER, batch.id)
-            assert (await scene.ends(batch.id)).coserve.eta is None
-
-    play(scenario())
+async def test_the_object_says_when_it_will_be_complete(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
+    async with (scene := await opened(tmp_path, backend)).service as service:
+        batch = await scene.create(lines(10, max_tokens=100), "60s")
+        assert batch.status == "validating"
+        assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
+        assert batch.created_at <= batch.coserve.eta <= batch.coserve.eta_p95
+        await scene.in_flight(10)
+        scene.backend.tokens_per_s = 10.0
+        now = await service.retrieve_batch(OWNER, batch.id)
+        assert now.coserve.eta is not None
+        assert now.coserve.eta > now.expires_at
+        assert now.coserve.rate_tokens_per_s == 10.0
+        assert "after the window of 60s closes" in (now.coserve.warning or "")
+        scene.backend.tokens_per_s = 1000.0
+        now = await service.retrieve_batch(OWNER, batch.id)
+        assert now.coserve.warning is None
+        await service.cancel_batch(OWNER, batch.id)
+        assert (await scene.ends(batch.id)).coserve.eta is None
 
 
-def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
-        async with (scene := await opened(tmp_path, backend, max_in_flight=1)).service:
-            # About 130 tokens a line: 130 s for the first, 260 s for both.
-            scene.clock.step_s = 0.001
-            await scene.create(lines(10, "first", max_tokens=100))
-            await scene.in_flight(1)
-            tight = await scene.create(lines(10, "tight", max_tokens=100), "250s", priority=-1)
-            await scene.reaches(tight.id, "in_progress")
-            slots = scene.service._context.slots
-            await scene.clock.until(lambda: len(slots._waiting) == 2, "both wait")
-            scene.clock.step_s = STEP_S
-            await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
-            for count in range(2, 6):
-                scene.backend.in_flight[0].finish()
-                await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-            order = [name_of(request) for request in scene.backend.started]
-            assert order == ["first-1", "tight-1", "tight-2", "tight-3", "tight-4"]
-
-    play(scenario())
+async def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
+    async with (scene := await opened(tmp_path, backend, max_in_flight=1)).service:
+        # About 130 tokens a line: 130 s for the first, 260 s for both.
+        scene.clock.step_s = 0.001
+        await scene.create(lines(10, "first", max_tokens=100))
+        await scene.in_flight(1)
+        tight = await scene.create(lines(10, "tight", max_tokens=100), "250s", priority=-1)
+        await scene.reaches(tight.id, "in_progress")
+        slots = scene.service._context.slots
+        await scene.clock.until(lambda: len(slots._waiting) == 2, "both wait")
+        scene.clock.step_s = STEP_S
+        await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
+        for count in range(2, 6):
+            scene.backend.in_flight[0].finish()
+            await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
+        order = [name_of(request) for request in scene.backend.started]
+        assert order == ["first-1", "tight-1", "tight-2", "tight-3", "tight-4"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,38 +41,32 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+async def test_a_transaction_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     def insert_and_fail(connection: sqlite3.Connection) -> None:
         file_rows.insert(connection, a_file())
         raise ValueError("no")
 
-    async def scenario() -> None:
-        store = await Store.open(tmp_path / "db")
-        with pytest.raises(ValueError, match="no"):
-            await store.run(insert_and_fail)
-        assert not await store.run(file_rows.exists, "file-1")
+    store = await Store.open(tmp_path / "db")
+    with pytest.raises(ValueError, match="no"):
+        await store.run(insert_and_fail)
+    assert not await store.run(file_rows.exists, "file-1")
+    await store.run(file_rows.insert, a_file())
+    with pytest.raises(StorageError, match="UNIQUE constraint"):
         await store.run(file_rows.insert, a_file())
-        with pytest.raises(StorageError, match="UNIQUE constraint"):
-            await store.run(file_rows.insert, a_file())
-        assert await store.run(file_rows.exists, "file-1")
-        await store.close()
-
-    asyncio.run(scenario())
+    assert await store.run(file_rows.exists, "file-1")
+    await store.close()
 
 
-def test_a_full_disk_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = await Store.open(tmp_path / "db")
-        pages = await store.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
-        await store._thread.run(lambda: store._connection.execute(f"PRAGMA max_page_count={pages}"))
-        with pytest.raises(StorageError, match="full"):
-            for number in range(1000):
-                await store.run(file_rows.insert, a_file(f"file-{number}", filename="x" * 200))
-        count = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0])
-        assert count == number
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_full_disk_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "db")
+    pages = await store.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    await store._thread.run(lambda: store._connection.execute(f"PRAGMA max_page_count={pages}"))
+    with pytest.raises(StorageError, match="full"):
+        for number in range(1000):
+            await store.run(file_rows.insert, a_file(f"file-{number}", filename="x" * 200))
+    count = await store.run(lambda db: db.execute("SELECT count(*) FROM files").fetchone()[0])
+    assert count == number
+    await store.close()
 
 
 def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:

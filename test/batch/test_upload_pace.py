@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from batch.scenarios import Scene, opened, play
+from batch.scenarios import Scene, opened
 
 KIB = 1 << 10
 SIZE_BYTES = 2048 * KIB
@@ -22,31 +22,25 @@ async def held_s(scene: Scene, *contents: bytes) -> float:
     return scene.clock.now_s() - began_s
 
 
-def test_uploads_share_a_rate_beside_online_requests(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, busy_upload_bytes_per_s=512 * KIB)
-        content = bytes(SIZE_BYTES)
-        async with scene.service:
-            assert await held_s(scene, content) == 0  # No online requests: no time needs to pass.
-            scene.backend.is_online_busy = True
-            alone_s = await held_s(scene, content)
-            assert alone_s >= SIZE_BYTES / (512 * KIB)
-            assert await held_s(scene, content, content) >= 2 * SIZE_BYTES / (512 * KIB)
-
-    play(scenario())
-
-
-def test_an_upload_goes_on_at_once_when_the_online_requests_are_done(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, busy_upload_bytes_per_s=1)
+async def test_uploads_share_a_rate_beside_online_requests(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, busy_upload_bytes_per_s=512 * KIB)
+    content = bytes(SIZE_BYTES)
+    async with scene.service:
+        assert await held_s(scene, content) == 0  # No online requests: no time needs to pass.
         scene.backend.is_online_busy = True
-        async with scene.service:
-            upload = asyncio.create_task(scene.upload(bytes(SIZE_BYTES)))
-            path = tmp_path / "files"
-            while not any(file.stat().st_size for file in path.iterdir()):
-                await asyncio.sleep(0.001)
-            scene.backend.is_online_busy = False
-            scene.clock.advance(SIZE_BYTES)  # What is held is held; the rest is not.
-            assert (await upload).bytes == SIZE_BYTES
+        alone_s = await held_s(scene, content)
+        assert alone_s >= SIZE_BYTES / (512 * KIB)
+        assert await held_s(scene, content, content) >= 2 * SIZE_BYTES / (512 * KIB)
 
-    play(scenario())
+
+async def test_an_upload_goes_on_at_once_when_the_online_requests_are_done(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, busy_upload_bytes_per_s=1)
+    scene.backend.is_online_busy = True
+    async with scene.service:
+        upload = asyncio.create_task(scene.upload(bytes(SIZE_BYTES)))
+        path = tmp_path / "files"
+        while not any(file.stat().st_size for file in path.iterdir()):
+            await asyncio.sleep(0.001)
+        scene.backend.is_online_busy = False
+        scene.clock.advance(SIZE_BYTES)  # What is held is held; the rest is not.
+        assert (await upload).bytes == SIZE_BYTES

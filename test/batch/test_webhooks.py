@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from batch.scenarios import Scene, lines, opened, play
+from batch.scenarios import Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import ConfigError
@@ -76,103 +76,90 @@ async def nothing_pending(scene: Scene) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_completed_batch_is_told_and_the_official_client_believes_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
-            # OpenAI's client refuses what is not of today.
-            scene.clock.advance(time.time() - scene.clock.now_s())
-            batch = await scene.create(lines(2))
-            await scene.ends(batch.id)
+async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
+    tmp_path: Path,
+) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+        # OpenAI's client refuses what is not of today.
+        scene.clock.advance(time.time() - scene.clock.now_s())
+        batch = await scene.create(lines(2))
+        await scene.ends(batch.id)
+        await scene.clock.until(lambda: bool(receiver.got))
+        ((headers, body),) = receiver.got
+        client = openai.OpenAI(api_key="x", webhook_secret=SECRET)
+        event = client.webhooks.unwrap(body, headers)
+        assert (event.type, event.object, event.data.id) == (
+            "batch.completed",
+            "event",
+            batch.id,
+        )
+        assert headers["webhook-id"] == event.id
+        with pytest.raises(openai.InvalidWebhookSignatureError):
+            client.webhooks.unwrap(body.replace(b"completed", b"cancelled"), headers)
+        await nothing_pending(scene)
+
+
+async def test_every_end_is_told(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, record_events=True)
+    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+        failed = await scene.create(b"no json\n")
+        await scene.ends(failed.id)
+        expired = await scene.create(lines(1), window="1s")
+        await scene.ends(expired.id)
+        cancelled = await scene.create(lines(1))
+        await scene.service.cancel_batch("owner", cancelled.id)
+        await scene.ends(cancelled.id)
+        await scene.clock.until(lambda: len(receiver.got) == 3)
+        assert receiver.types() == ["batch.failed", "batch.expired", "batch.cancelled"]
+
+
+async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with (
+        scene.service,
+        receiving(500, 302, 429) as receiver,
+        webhooks(scene, receiver.url),
+    ):
+        await scene.ends((await scene.create(lines(1))).id)
+        times = []
+        for count in range(1, 5):
+            await scene.clock.until(lambda count=count: len(receiver.got) == count)
+            times.append(scene.clock.now_s())
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert gaps[0] < gaps[1] < gaps[2]
+        await nothing_pending(scene)
+        scene.clock.advance(86_400)
+        await asyncio.sleep(0.05)
+        assert len(receiver.got) == 4
+        assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+
+
+async def test_a_restart_goes_on_telling(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with (
+        scene.service,
+        receiving(*[503] * 1000) as receiver,
+        webhooks(scene, receiver.url),
+    ):
+        await scene.ends((await scene.create(lines(1))).id)
+        await scene.clock.until(lambda: len(receiver.got) >= 2)
+    scene = await opened(tmp_path, clock=scene.clock, record_events=True)
+    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+        await scene.clock.until(lambda: bool(receiver.got))
+        assert receiver.types() == ["batch.completed"]
+
+
+async def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with scene.service:
+        await scene.ends((await scene.create(lines(1))).id)
+        assert len(await scene.service.pending_events()) == 1
+        scene.clock.advance(4 * 86_400)
+        async with receiving(500) as receiver, webhooks(scene, receiver.url):
             await scene.clock.until(lambda: bool(receiver.got))
-            ((headers, body),) = receiver.got
-            client = openai.OpenAI(api_key="x", webhook_secret=SECRET)
-            event = client.webhooks.unwrap(body, headers)
-            assert (event.type, event.object, event.data.id) == (
-                "batch.completed",
-                "event",
-                batch.id,
-            )
-            assert headers["webhook-id"] == event.id
-            with pytest.raises(openai.InvalidWebhookSignatureError):
-                client.webhooks.unwrap(body.replace(b"completed", b"cancelled"), headers)
             await nothing_pending(scene)
-
-    play(scenario())
-
-
-def test_every_end_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True)
-        scene = await opened(tmp_path, backend, record_events=True)
-        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
-            failed = await scene.create(b"no json\n")
-            await scene.ends(failed.id)
-            expired = await scene.create(lines(1), window="1s")
-            await scene.ends(expired.id)
-            cancelled = await scene.create(lines(1))
-            await scene.service.cancel_batch("owner", cancelled.id)
-            await scene.ends(cancelled.id)
-            await scene.clock.until(lambda: len(receiver.got) == 3)
-            assert receiver.types() == ["batch.failed", "batch.expired", "batch.cancelled"]
-
-    play(scenario())
-
-
-def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with (
-            scene.service,
-            receiving(500, 302, 429) as receiver,
-            webhooks(scene, receiver.url),
-        ):
-            await scene.ends((await scene.create(lines(1))).id)
-            times = []
-            for count in range(1, 5):
-                await scene.clock.until(lambda count=count: len(receiver.got) == count)
-                times.append(scene.clock.now_s())
-            gaps = [later - earlier for earlier, later in pairwise(times)]
-            assert gaps[0] < gaps[1] < gaps[2]
-            await nothing_pending(scene)
-            scene.clock.advance(86_400)
-            await asyncio.sleep(0.05)
-            assert len(receiver.got) == 4
-            assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
-
-    play(scenario())
-
-
-def test_a_restart_goes_on_telling(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with (
-            scene.service,
-            receiving(*[503] * 1000) as receiver,
-            webhooks(scene, receiver.url),
-        ):
-            await scene.ends((await scene.create(lines(1))).id)
-            await scene.clock.until(lambda: len(receiver.got) >= 2)
-        scene = await opened(tmp_path, clock=scene.clock, record_events=True)
-        async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
-            await scene.clock.until(lambda: bool(receiver.got))
-            assert receiver.types() == ["batch.completed"]
-
-    play(scenario())
-
-
-def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with scene.service:
-            await scene.ends((await scene.create(lines(1))).id)
-            assert len(await scene.service.pending_events()) == 1
-            scene.clock.advance(4 * 86_400)
-            async with receiving(500) as receiver, webhooks(scene, receiver.url):
-                await scene.clock.until(lambda: bool(receiver.got))
-                await nothing_pending(scene)
-
-    play(scenario())
 
 
 async def tried(scene: Scene) -> None:
@@ -185,33 +172,29 @@ async def tried(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("address", ["::1%no zone", "not an address", ""])
-def test_an_address_that_is_none_does_not_end_the_deliveries(
+async def test_an_address_that_is_none_does_not_end_the_deliveries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """Whatever the resolver answers, or httpx says to it."""
+    scene = await opened(tmp_path, record_events=True)
+    async with scene.service, receiving() as receiver:
+        loop = asyncio.get_running_loop()
+        look_up = loop.getaddrinfo
 
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with scene.service, receiving() as receiver:
-            loop = asyncio.get_running_loop()
-            look_up = loop.getaddrinfo
+        async def bad_look_up(*args: object, **kwargs: object) -> list[object]:
+            return [(0, 0, 0, "", (address, 0))]
 
-            async def bad_look_up(*args: object, **kwargs: object) -> list[object]:
-                return [(0, 0, 0, "", (address, 0))]
-
-            monkeypatch.setattr(loop, "getaddrinfo", bad_look_up)
-            async with webhooks(scene, receiver.url):
-                await scene.ends((await scene.create(lines(1))).id)
-                await tried(scene)
-                monkeypatch.setattr(loop, "getaddrinfo", look_up)
-                await scene.clock.until(lambda: bool(receiver.got))
-                await nothing_pending(scene)
-
-    play(scenario())
+        monkeypatch.setattr(loop, "getaddrinfo", bad_look_up)
+        async with webhooks(scene, receiver.url):
+            await scene.ends((await scene.create(lines(1))).id)
+            await tried(scene)
+            monkeypatch.setattr(loop, "getaddrinfo", look_up)
+            await scene.clock.until(lambda: bool(receiver.got))
+            await nothing_pending(scene)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_an_answer_without_end_is_not_waited_for(
+async def test_an_answer_without_end_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     """Not for a body without end, and not long for a head that comes byte by byte."""
@@ -233,41 +216,35 @@ def test_an_answer_without_end_is_not_waited_for(
         except ConnectionError:
             writer.close()
 
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with (
-            scene.service,
-            await asyncio.start_server(serve, "127.0.0.1", 0) as server,
-        ):
-            port = server.sockets[0].getsockname()[1]
-            async with webhooks(scene, f"http://127.0.0.1:{port}/"):
-                await scene.ends((await scene.create(lines(1))).id)
-                if is_slow:
-                    await tried(scene)
-                else:
-                    await asyncio.wait_for(nothing_pending(scene), 30)
-            assert sent_bytes < 64 << 20
-
-    play(scenario())
+    scene = await opened(tmp_path, record_events=True)
+    async with (
+        scene.service,
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+    ):
+        port = server.sockets[0].getsockname()[1]
+        async with webhooks(scene, f"http://127.0.0.1:{port}/"):
+            await scene.ends((await scene.create(lines(1))).id)
+            if is_slow:
+                await tried(scene)
+            else:
+                await asyncio.wait_for(nothing_pending(scene), 30)
+        assert sent_bytes < 64 << 20
 
 
-def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        scene = await opened(tmp_path, record_events=True)
-        async with scene.service, receiving() as receiver:
-            url = receiver.url.replace("127.0.0.1", "localhost")
-            async with webhooks(scene, url, allow_private=False):
-                await scene.ends((await scene.create(lines(1))).id)
-                while not (events := await scene.service.pending_events()):
-                    scene.clock.advance(1)
-                    await asyncio.sleep(0.001)
-                while not events or not events[0].attempts:
-                    scene.clock.advance(1)
-                    events = await scene.service.pending_events()
-                    await asyncio.sleep(0.001)
-            assert receiver.got == []
-
-    play(scenario())
+async def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, record_events=True)
+    async with scene.service, receiving() as receiver:
+        url = receiver.url.replace("127.0.0.1", "localhost")
+        async with webhooks(scene, url, allow_private=False):
+            await scene.ends((await scene.create(lines(1))).id)
+            while not (events := await scene.service.pending_events()):
+                scene.clock.advance(1)
+                await asyncio.sleep(0.001)
+            while not events or not events[0].attempts:
+                scene.clock.advance(1)
+                events = await scene.service.pending_events()
+                await asyncio.sleep(0.001)
+        assert receiver.got == []
 
 
 @pytest.mark.parametrize(

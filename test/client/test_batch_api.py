@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from sglang_coserve.client import (
     read_results,
 )
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
+from waiting import eventually
 
 GIVE_UP_S = 60
 
@@ -53,8 +52,8 @@ def held(app: LiveApp) -> Iterator[LiveApp]:
     app.backend.holds = True
     yield app
     app.backend.holds = False
-    app.in_loop(lambda: [entry.finish() for entry in app.backend.in_flight])
-    until(lambda: not app.backend.in_flight)
+    app.in_loop(app.backend.finish_all)
+    eventually(lambda: not app.backend.in_flight)
 
 
 @pytest.fixture
@@ -62,13 +61,6 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_bytes(lines(20))
     return path
-
-
-def until(is_true: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not is_true():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.02)
 
 
 def custom_ids(path: Path) -> list[str]:
@@ -195,7 +187,7 @@ def test_a_server_that_must_have_it(source: Path, output: Path) -> None:
 def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output: Path) -> None:
     with CoserveClient(held.base_url) as client:
         job = client.submit_jsonl(source, output)
-        until(lambda: len(held.backend.in_flight) == 20)
+        eventually(lambda: len(held.backend.in_flight) == 20)
         assert job.status.state is JobState.RUNNING
         with pytest.raises(InputFileError, match="another client"):
             client.submit_jsonl(source, output)
@@ -203,15 +195,15 @@ def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output:
 
 def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: Path) -> None:
     process = start_submit(source, output, held.base_url)
-    until(lambda: len(held.backend.in_flight) == 20)
-    until(lambda: 'batch_id": "' in (output.with_name("out.batch.json")).read_text())
+    eventually(lambda: len(held.backend.in_flight) == 20)
+    eventually(lambda: 'batch_id": "' in (output.with_name("out.batch.json")).read_text())
     process.send_signal(signal.SIGINT)
     code, stdout, stderr = end(process)
     assert (code, stderr) == (130, "")
     assert "coserve cancel batch_" in stdout
     assert len(held.backend.in_flight) == 20
     held.backend.holds = False
-    held.in_loop(lambda: [entry.finish() for entry in held.backend.in_flight])
+    held.in_loop(held.backend.finish_all)
     code, summary = submit_json(source, output, held.base_url)
     assert (code, summary["ok"]) == (0, 20)
     assert len(custom_ids(output)) == 20
@@ -229,7 +221,7 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
         code, stdout, _ = coserve("status", batch_id, *server, "--json")
         return code == 0 and json.loads(stdout)["status"] == "completed"
 
-    until(is_complete)
+    eventually(is_complete)
     code, stdout, _ = coserve("status", batch_id, *server)
     assert code == 0
     assert "completed  20 ok, 0 failed of 20" in stdout
@@ -256,11 +248,11 @@ def test_waiting_without_an_output(app: LiveApp, source: Path) -> None:
 def test_cancelling(held: LiveApp, source: Path) -> None:
     server = ["--base-url", held.base_url]
     batch_id = coserve("submit", str(source), *server)[1].strip()
-    until(lambda: len(held.backend.in_flight) == 20)
+    eventually(lambda: len(held.backend.in_flight) == 20)
     code, stdout, _ = coserve("cancel", batch_id, *server)
     assert code == 0
     assert "cancel" in stdout
-    until(lambda: not held.backend.in_flight)
+    eventually(lambda: not held.backend.in_flight)
 
 
 def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output: Path) -> None:
@@ -336,21 +328,17 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_a_download_goes_on_for_as_long_as_something_comes(
+async def test_a_download_goes_on_for_as_long_as_something_comes(
     output: Path, knows_ranges: bool
 ) -> None:
     """Eight interruptions with pauses of 0.1 s take longer than the 0.5 s without a byte."""
     content = bytes(range(250)) * 34
     sender = Interrupted(content, knows_ranges=knows_ranges)
     policy = RetryPolicy(retry_for_s=0.5, first_delay_s=0.1)
-
-    async def fetch(base_url: str) -> None:
-        async with BatchApi(base_url, None, policy) as api:
-            await api.fetch("file", output)
-
     with LiveApp(None) as app:
         app.app.router.routes.insert(0, Mount("/v1/files/file", sender))
-        asyncio.run(fetch(app.base_url))
+        async with BatchApi(app.base_url, None, policy) as api:
+            await api.fetch("file", output)
     assert output.read_bytes() == content
     assert sender.calls == 9
 
@@ -359,7 +347,7 @@ def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: 
     backend = ScriptedBackend(holds=True)
     with LiveApp(tmp_path / "data", backend) as app:
         process = start_submit(source, output, app.base_url)
-        until(lambda: len(backend.in_flight) == 20)
+        eventually(lambda: len(backend.in_flight) == 20)
         port = app.port
     threading.Event().wait(0.2)
     with LiveApp(tmp_path / "data", port=port):
@@ -379,7 +367,7 @@ def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(
         job = client.submit_jsonl(
             source, output, batch_options=BatchOptions("1m", best_effort=True)
         )
-        until(lambda: job.status.batch_state == "in_progress")
+        eventually(lambda: job.status.batch_state == "in_progress")
         batch_id = job.status.batch_id
         assert batch_id is not None
         _, shown, _ = coserve("status", batch_id, "--base-url", held.base_url)

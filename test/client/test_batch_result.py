@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from sglang_coserve.client.results import BatchResult, LineError, Response, decode_record
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.result_record import encode_record, record_identity
+from sglang_coserve.lines.result_record import (
+    encode_record,
+    record_identity,
+    usage_in_record,
+    usage_of,
+)
 
 json_values = st.recursive(
     st.none()
@@ -34,6 +39,8 @@ def test_a_record_is_one_line_and_decodes_to_its_result(
     assert record.count(b"\n") == 1
     assert record.endswith(b"\n")
     assert record_identity(record) == (digest, line)
+    assert list(json.loads(record)) == ["id", "custom_id", "response", "error"]
+    assert usage_in_record(record) == usage_of(answer.body)
     response = Response(answer.status_code, answer.request_id, answer.body)
     assert decode_record(record) == BatchResult(line, custom_id, response)
 

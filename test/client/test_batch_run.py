@@ -21,6 +21,7 @@ from sglang_coserve.client import (
     RetryPolicy,
 )
 from sglang_coserve.errors import ServerError, ServerGoneError
+from waiting import until
 
 TEST_TIMEOUT_S = 10.0
 QUICK = RetryPolicy(retry_for_s=30.0, max_attempts=3, first_delay_s=0.01, max_delay_s=0.05)
@@ -246,14 +247,10 @@ def test_a_refused_key_stops_the_run_without_records(
     assert submit(server.base_url, source).ok == 20
 
 
-def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Path) -> None:
+async def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Path) -> None:
     write_lines(source, [line("a")])
-
-    async def run() -> None:
-        async with AsyncCoserveClient(server.base_url + "/v1/", api_key="key") as client:
-            await (await client.submit_jsonl(source, output)).wait()
-
-    asyncio.run(run())
+    async with AsyncCoserveClient(server.base_url + "/v1/", api_key="key") as client:
+        await (await client.submit_jsonl(source, output)).wait()
     assert server.authorization == ["Bearer key"]
     assert server.paths == ["/v1/completions"]
 
@@ -355,14 +352,13 @@ def test_closing_the_client_stops_its_jobs_and_frees_the_output(
 ) -> None:
     write_lines(source, [line("a", faults=["hang"])])
 
-    async def submit_and_leave() -> AsyncJob:
+    async def run() -> AsyncJob:
         async with AsyncCoserveClient(server.base_url) as client:
             job = await client.submit_jsonl(source, output)
-            while not server.bodies:
-                await asyncio.sleep(0.001)
-            return job
+            await until(lambda: server.bodies)
+        return job
 
-    job = asyncio.run(submit_and_leave())
+    job = asyncio.run(run())
     assert job.status.state is JobState.CANCELLED
     # The first attempt of the line hung; this is its second.
     assert submit(server.base_url, source).ok == 1
@@ -374,21 +370,15 @@ def test_an_empty_file_is_a_finished_batch(server: FaultServer, source: Path) ->
     assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 0, 0)
 
 
-def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:
+async def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:
     sources = [
         write_lines(tmp_path / f"{name}.jsonl", [line(f"{name}-{n}") for n in range(50)])
         for name in "ab"
     ]
-
-    async def run() -> list[JobStatus]:
-        async with (
-            asyncio.timeout(TEST_TIMEOUT_S),
-            AsyncCoserveClient(server.base_url, options=options()) as client,
-        ):
-            jobs = [
-                await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources
-            ]
-            return [await job.wait() for job in jobs]
-
-    assert [status.ok for status in asyncio.run(run())] == [50, 50]
+    async with (
+        asyncio.timeout(TEST_TIMEOUT_S),
+        AsyncCoserveClient(server.base_url, options=options()) as client,
+    ):
+        jobs = [await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources]
+        assert [(await job.wait()).ok for job in jobs] == [50, 50]
     assert server.most_active <= 8

@@ -127,19 +127,17 @@ def finds_an_order(process: psutil.Process) -> bool:
         return False
 
 
-def test_the_process_ends_with_the_job(server: FaultServer, source: Path, tmp_path: Path) -> None:
+async def test_the_process_ends_with_the_job(
+    server: FaultServer, source: Path, tmp_path: Path
+) -> None:
     write_lines(source, shuffled())
-
-    async def run() -> None:
-        async with AsyncCoserveClient(server.base_url, options=IN_ORDER) as client:
-            job = await client.submit_jsonl(source, tmp_path / "out.jsonl")
-            while job.status.ordered_share is None and job.is_running:
-                await asyncio.sleep(0)
-            assert 0 <= (job.status.ordered_share or 0) <= 1
-            job.cancel()
-            await job.ended()
-
-    asyncio.run(run())
+    async with AsyncCoserveClient(server.base_url, options=IN_ORDER) as client:
+        job = await client.submit_jsonl(source, tmp_path / "out.jsonl")
+        while job.status.ordered_share is None and job.is_running:
+            await asyncio.sleep(0)
+        assert 0 <= (job.status.ordered_share or 0) <= 1
+        job.cancel()
+        await job.ended()
     assert not [
         child for child in psutil.Process().children(recursive=True) if finds_an_order(child)
     ]

@@ -285,7 +285,7 @@ def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body:
     play(handle, ask)
 
 
-def test_what_is_waited_for_is_shown_without_an_output(
+async def test_what_is_waited_for_is_shown_without_an_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PLAIN_INTERVAL_S", 0.0)
@@ -316,8 +316,5 @@ def test_what_is_waited_for_is_shown_without_an_output(
             assert await leaving == 0
         await api.close()
 
-    async def bounded() -> None:
-        async with asyncio.timeout(GIVE_UP_S):
-            await scenario()
-
-    asyncio.run(bounded())
+    async with asyncio.timeout(GIVE_UP_S):
+        await scenario()

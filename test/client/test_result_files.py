@@ -99,23 +99,6 @@ def test_what_was_written_is_finished_in_the_next_run(output: Path, source: Path
     files.close()
 
 
-@pytest.mark.parametrize("which", ["output", "errors"])
-def test_a_file_cut_off_at_any_byte_keeps_its_whole_records(
-    output: Path, source: Path, which: str
-) -> None:
-    write_all(output, source)
-    path = output if which == "output" else errors_path(output)
-    whole = path.read_bytes()
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
-        open_files(output, source).close()
-        kept = path.read_bytes()
-        assert kept == whole[: whole.rfind(b"\n", 0, size) + 1]
-        path.write_bytes(whole[:size] + b"\0" * 100)
-        open_files(output, source).close()
-        assert path.read_bytes() == kept, "zeros after a power failure are a torn tail too"
-
-
 def test_retrying_failed_lines_drops_their_records_only(output: Path, source: Path) -> None:
     write_all(output, source)
     before = output.read_bytes()
@@ -203,13 +186,6 @@ def test_outputs_that_cannot_be_files(tmp_path: Path, source: Path) -> None:
     for special in (tmp_path, Path("/dev/null")):
         with pytest.raises(InputFileError, match="not a regular file"):
             open_files(special, source)
-
-
-def test_a_line_with_two_records_is_refused(output: Path, source: Path) -> None:
-    write_all(output, source)
-    output.write_bytes(output.read_bytes() * 2)
-    with pytest.raises(InputFileError, match="a second result for line 1"):
-        open_files(output, source)
 
 
 def test_a_full_disk_leaves_no_torn_record(output: Path, source: Path) -> None:

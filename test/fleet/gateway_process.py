@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,9 +14,9 @@ import openai
 from batch.scripted_backend import ScriptedBackend
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
 from sglang_coserve.local_server import LocalServer
+from waiting import GIVE_UP_S
 
 TEST = Path(__file__).parents[1]
-GIVE_UP_S = 60
 
 
 class EngineThread:
@@ -51,8 +49,7 @@ class EngineThread:
         """Answer what the engine has."""
 
         def finish() -> None:
-            for entry in list(self.backend.in_flight):
-                entry.finish()
+            self.backend.finish_all()
 
         self._loop.call_soon_threadsafe(finish)
 
@@ -87,10 +84,3 @@ def get(server: LocalServer, path: str, key: str | None = None) -> httpx.Respons
 def fleet_of(server: LocalServer, key: str | None = None) -> dict[str, Any]:
     fleet: dict[str, Any] = get(server, "/coserve/status", key).raise_for_status().json()["fleet"]
     return fleet
-
-
-def eventually(is_true: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not is_true():
-        assert time.monotonic() < give_up_s, "still waiting"
-        time.sleep(0.05)

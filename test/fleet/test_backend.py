@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from batch.scenarios import OWNER, line, lines, play, stream, wanted
+from batch.scenarios import OWNER, line, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch import BatchService
@@ -22,19 +22,12 @@ from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_
 from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
-
-GIVE_UP_S = 60
+from waiting import GIVE_UP_S, until
 
 
 def request(name: str = "a", generated: Sequence[int] = ()) -> LineRequest:
     fields = {"prompt": name, "max_tokens": 6}
     return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated), math.inf)
-
-
-async def until(is_true: Callable[[], object]) -> None:
-    async with asyncio.timeout(GIVE_UP_S):
-        while not is_true():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -85,379 +78,333 @@ def finish_all(*engines: LiveEngine, but: str | None = None) -> None:
                 entry.finish()
 
 
-def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> None:
-    async def scenario() -> None:
-        a, b = LiveEngine(), LiveEngine()
-        async with fleet_of(a, b) as fleet:
-            served = Lines(fleet, [f"line {n}" for n in range(12)])
-            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-            assert a.backend.in_flight and b.backend.in_flight
-            for engine in (a, b):
-                for entry in engine.backend.in_flight:
-                    entry.generate(2)
-            await until(lambda: all(len(tokens) == 2 for tokens in served.heard.values()))
-            num_lost = len(a.backend.in_flight)
-            await a.kill()
-            await b.holds(12)
-            moved = [e.request for e in b.backend.in_flight if e.request.generated]
-            assert len(moved) == num_lost == fleet.lines_lost
-            assert all(r.generated == tuple(tokens_of(r.body["prompt"], 2)) for r in moved)
-            assert {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DOWN
-            finish_all(b)
-            results = await served.results()
-            for name, result in results.items():
-                assert result == answer(request(name))
-
-    play(scenario())
+async def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> None:
+    a, b = LiveEngine(), LiveEngine()
+    async with fleet_of(a, b) as fleet:
+        served = Lines(fleet, [f"line {n}" for n in range(12)])
+        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        assert a.backend.in_flight and b.backend.in_flight
+        for engine in (a, b):
+            for entry in engine.backend.in_flight:
+                entry.generate(2)
+        await until(lambda: all(len(tokens) == 2 for tokens in served.heard.values()))
+        num_lost = len(a.backend.in_flight)
+        await a.kill()
+        await b.holds(12)
+        moved = [e.request for e in b.backend.in_flight if e.request.generated]
+        assert len(moved) == num_lost == fleet.lines_lost
+        assert all(r.generated == tuple(tokens_of(r.body["prompt"], 2)) for r in moved)
+        assert {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DOWN
+        finish_all(b)
+        results = await served.results()
+        for name, result in results.items():
+            assert result == answer(request(name))
 
 
-def test_what_an_engine_has_left_of_a_line_goes_to_whichever_goes_on() -> None:
-    async def scenario() -> None:
-        a, b, c = LiveEngine(), LiveEngine(), LiveEngine()
-        async with fleet_of(a, b, c) as fleet:
-            served = Lines(fleet, ["a"])
-            await until(lambda: where("a", a, b, c))
-            first = where("a", a, b, c)
-            assert first is not None
-            first.backend.held("a").generate(2)
-            first.backend.leaves = kv = MovedKv("0" * 32, 48)
-            first.lines.close("it drains")
-            others = [engine for engine in (a, b, c) if engine is not first]
-            await until(lambda: where("a", *others))
-            second = where("a", *others)
-            assert second is not None
-            # Three, as it had generated one more when it gave the line back.
-            assert second.backend.held("a").request.generated == tuple(tokens_of("a", 3))
-            assert second.backend.held("a").request.kv == kv
-            await second.kill()
-            (third,) = (engine for engine in others if engine is not second)
-            await third.holds(1)
-            assert third.backend.held("a").request.kv == kv
-            finish_all(third)
-            assert (await served.results())["a"] == answer(request("a"))
-            assert fleet.lines_moved == 1
-
-    play(scenario())
+async def test_what_an_engine_has_left_of_a_line_goes_to_whichever_goes_on() -> None:
+    a, b, c = LiveEngine(), LiveEngine(), LiveEngine()
+    async with fleet_of(a, b, c) as fleet:
+        served = Lines(fleet, ["a"])
+        await until(lambda: where("a", a, b, c))
+        first = where("a", a, b, c)
+        assert first is not None
+        first.backend.held("a").generate(2)
+        first.backend.leaves = kv = MovedKv("0" * 32, 48)
+        first.lines.close("it drains")
+        others = [engine for engine in (a, b, c) if engine is not first]
+        await until(lambda: where("a", *others))
+        second = where("a", *others)
+        assert second is not None
+        # Three, as it had generated one more when it gave the line back.
+        assert second.backend.held("a").request.generated == tuple(tokens_of("a", 3))
+        assert second.backend.held("a").request.kv == kv
+        await second.kill()
+        (third,) = (engine for engine in others if engine is not second)
+        await third.holds(1)
+        assert third.backend.held("a").request.kv == kv
+        finish_all(third)
+        assert (await served.results())["a"] == answer(request("a"))
+        assert fleet.lines_moved == 1
 
 
-def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhere() -> None:
-    async def scenario() -> None:
-        a, b = LiveEngine(), LiveEngine()
-        async with fleet_of(a, b) as fleet:
-            served = Lines(fleet, [f"line {n}" for n in range(12)])
-            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-            num_moved = len(a.backend.in_flight)
-            a.lines.close("it drains")
-            await b.holds(12)
-            assert (fleet.lines_moved, fleet.lines_lost) == (num_moved, 0)
-            await until(
-                lambda: {e.state for e in fleet.engines} == {EngineState.UP, EngineState.DRAINING}
-            )
-            more = Lines(fleet, ["one more", "and another"])
-            await b.holds(14)
-            assert a.backend.in_flight == []
-            finish_all(b)
-            await served.results()
-            assert all(result.is_ok for result in (await more.results()).values())
-
-    play(scenario())
+async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhere() -> None:
+    a, b = LiveEngine(), LiveEngine()
+    async with fleet_of(a, b) as fleet:
+        served = Lines(fleet, [f"line {n}" for n in range(12)])
+        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        num_moved = len(a.backend.in_flight)
+        a.lines.close("it drains")
+        await b.holds(12)
+        assert (fleet.lines_moved, fleet.lines_lost) == (num_moved, 0)
+        await until(
+            lambda: {e.state for e in fleet.engines} == {EngineState.UP, EngineState.DRAINING}
+        )
+        more = Lines(fleet, ["one more", "and another"])
+        await b.holds(14)
+        assert a.backend.in_flight == []
+        finish_all(b)
+        await served.results()
+        assert all(result.is_ok for result in (await more.results()).values())
 
 
-def test_an_engine_that_comes_back_gets_lines_again() -> None:
-    async def scenario() -> None:
-        a = LiveEngine()
-        async with fleet_of(a) as fleet:
-            served = Lines(fleet, ["line"])
-            await a.holds(1)
-            a.backend.held("line").generate(3)
-            await until(lambda: len(served.heard["line"]) == 3)
-            await a.kill()
-            await until(lambda: fleet.lines_waiting == 1)
-            async with LiveEngine(port=a.port) as again:
-                await again.holds(1)
-                assert again.backend.in_flight[0].request.generated == tuple(tokens_of("line", 3))
-                again.backend.held("line").finish()
-                assert (await served.results())["line"].is_ok
-
-    play(scenario())
+async def test_an_engine_that_comes_back_gets_lines_again() -> None:
+    a = LiveEngine()
+    async with fleet_of(a) as fleet:
+        served = Lines(fleet, ["line"])
+        await a.holds(1)
+        a.backend.held("line").generate(3)
+        await until(lambda: len(served.heard["line"]) == 3)
+        await a.kill()
+        await until(lambda: fleet.lines_waiting == 1)
+        async with LiveEngine(port=a.port) as again:
+            await again.holds(1)
+            assert again.backend.in_flight[0].request.generated == tuple(tokens_of("line", 3))
+            again.backend.held("line").finish()
+            assert (await served.results())["line"].is_ok
 
 
-def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
-    async def scenario() -> None:
-        engines = [LiveEngine() for _ in range(DEATHS_BEFORE_ALONE + 2)]
-        async with fleet_of(*engines) as fleet:
-            served = Lines(fleet, ["poison", *(f"line {n}" for n in range(8))])
-            for _ in range(DEATHS_BEFORE_ALONE):
-                await until(lambda: where("poison", *engines))
-                deadly = where("poison", *engines)
-                assert deadly is not None
-                await deadly.kill()
-
-            def is_placed_again() -> bool:
-                finish_all(*engines, but="poison")
-                return where("poison", *engines) is not None
-
-            await until(is_placed_again)
+async def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
+    engines = [LiveEngine() for _ in range(DEATHS_BEFORE_ALONE + 2)]
+    async with fleet_of(*engines) as fleet:
+        served = Lines(fleet, ["poison", *(f"line {n}" for n in range(8))])
+        for _ in range(DEATHS_BEFORE_ALONE):
+            await until(lambda: where("poison", *engines))
             deadly = where("poison", *engines)
             assert deadly is not None
-            assert len(deadly.backend.in_flight) == 1, "it is alone"
             await deadly.kill()
 
-            def are_all_done() -> bool:
-                finish_all(*engines)  # Other suspects are served alone, too, one after the other.
-                return all(task.done() for task in served.tasks.values())
+        def is_placed_again() -> bool:
+            finish_all(*engines, but="poison")
+            return where("poison", *engines) is not None
 
-            await until(served.tasks["poison"].done)
-            await until(are_all_done)
-            results = await served.results()
-            poison = results.pop("poison")
-            assert (poison.status_code, poison.is_retryable) == (0, False)
-            assert poison.body["error"]["code"] == "engine_failed"
-            assert f"{DEATHS_BEFORE_ALONE + 1} engines ended" in poison.body["error"]["message"]
-            assert all(result.is_ok for result in results.values())
-            assert fleet.lines_given_up == 1
+        await until(is_placed_again)
+        deadly = where("poison", *engines)
+        assert deadly is not None
+        assert len(deadly.backend.in_flight) == 1, "it is alone"
+        await deadly.kill()
 
-    play(scenario())
+        def are_all_done() -> bool:
+            finish_all(*engines)  # Other suspects are served alone, too, one after the other.
+            return all(task.done() for task in served.tasks.values())
+
+        await until(served.tasks["poison"].done)
+        await until(are_all_done)
+        results = await served.results()
+        poison = results.pop("poison")
+        assert (poison.status_code, poison.is_retryable) == (0, False)
+        assert poison.body["error"]["code"] == "engine_failed"
+        assert f"{DEATHS_BEFORE_ALONE + 1} engines ended" in poison.body["error"]["message"]
+        assert all(result.is_ok for result in results.values())
+        assert fleet.lines_given_up == 1
 
 
-def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:
+async def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:
     def fail(_request: LineRequest) -> LineResult:
         return LineResult(500, "", {"error": {"message": "broken"}}, is_retryable=True)
 
-    async def scenario() -> None:
-        broken, well = LiveEngine(ScriptedBackend(answers=fail)), LiveEngine(ScriptedBackend())
-        now_s = 0.0
-        async with fleet_of(broken, well, monotonic_s=lambda: now_s) as fleet:
-            names = [f"line {n}" for n in range(100)]
-            failed = 0
-            for name in names:
-                result = await fleet.run(request(name), lambda _: None)
-                failed += result.is_retryable
-            assert failed == FAILURES_IN_A_ROW
-            states = {engine.url: engine for engine in fleet.engines}
-            assert states[broken.url].state is EngineState.FAILING
-            assert "broken" in str(states[broken.url].reason)
-            assert states[well.url].lines_served == len(names) - failed
-            broken.backend.answers = answer
-            now_s = 1000.0
-            await until(lambda: states[broken.url].state is EngineState.UP)
-            for name in names:
-                assert (await fleet.run(request(name), lambda _: None)).is_ok
-            assert states[broken.url].lines_served > 0
-
-    play(scenario())
+    broken, well = LiveEngine(ScriptedBackend(answers=fail)), LiveEngine(ScriptedBackend())
+    now_s = 0.0
+    async with fleet_of(broken, well, monotonic_s=lambda: now_s) as fleet:
+        names = [f"line {n}" for n in range(100)]
+        failed = 0
+        for name in names:
+            result = await fleet.run(request(name), lambda _: None)
+            failed += result.is_retryable
+        assert failed == FAILURES_IN_A_ROW
+        states = {engine.url: engine for engine in fleet.engines}
+        assert states[broken.url].state is EngineState.FAILING
+        assert "broken" in str(states[broken.url].reason)
+        assert states[well.url].lines_served == len(names) - failed
+        broken.backend.answers = answer
+        now_s = 1000.0
+        await until(lambda: states[broken.url].state is EngineState.UP)
+        for name in names:
+            assert (await fleet.run(request(name), lambda _: None)).is_ok
+        assert states[broken.url].lines_served > 0
 
 
-def test_a_cancelled_line_is_aborted_and_makes_room() -> None:
-    async def scenario() -> None:
-        a = LiveEngine()
-        async with fleet_of(a) as fleet:
-            names = [f"{n}" for n in range(10 * LINES_AHEAD)]
-            served = Lines(fleet, names)
-            await until(lambda: len(a.backend.in_flight) >= LINES_AHEAD)
-            served.tasks[names[0]].cancel()
-            await until(lambda: len(a.backend.aborted) == 1)
-            # Some wait, some are on their way, some are there.
-            for task in served.tasks.values():
-                task.cancel()
-            await asyncio.wait(served.tasks.values())
-            await a.holds(0)
-            assert fleet.lines_waiting == 0
-            assert fleet.lines_in(next(iter(fleet.engines))) == 0
-
-    play(scenario())
+async def test_a_cancelled_line_is_aborted_and_makes_room() -> None:
+    a = LiveEngine()
+    async with fleet_of(a) as fleet:
+        names = [f"{n}" for n in range(10 * LINES_AHEAD)]
+        served = Lines(fleet, names)
+        await until(lambda: len(a.backend.in_flight) >= LINES_AHEAD)
+        served.tasks[names[0]].cancel()
+        await until(lambda: len(a.backend.aborted) == 1)
+        # Some wait, some are on their way, some are there.
+        for task in served.tasks.values():
+            task.cancel()
+        await asyncio.wait(served.tasks.values())
+        await a.holds(0)
+        assert fleet.lines_waiting == 0
+        assert fleet.lines_in(next(iter(fleet.engines))) == 0
 
 
-def test_windows_follow_what_runs() -> None:
-    async def scenario() -> None:
-        a = LiveEngine()
-        async with fleet_of(a) as fleet:
-            (engine,) = fleet.engines
-            assert fleet.load().max_in_flight == 2 * LINES_AHEAD
-            served = Lines(fleet, [f"{n}" for n in range(4 * LINES_AHEAD)])
-            # Nothing of it waits in the engine, so it can have more.
-            await a.holds(4 * LINES_AHEAD)
-            await until(lambda: engine.window == 5 * LINES_AHEAD)
-            for entry in a.backend.in_flight:
-                entry.generate(2)
-            finish_all(a)
-            await served.results()
-            assert engine.lines_served == 4 * LINES_AHEAD
-            load = fleet.load()
-            assert load.total_tokens > 0
-            assert load.offline_tokens_per_s is not None
-
-    play(scenario())
+async def test_windows_follow_what_runs() -> None:
+    a = LiveEngine()
+    async with fleet_of(a) as fleet:
+        (engine,) = fleet.engines
+        assert fleet.load().max_in_flight == 2 * LINES_AHEAD
+        served = Lines(fleet, [f"{n}" for n in range(4 * LINES_AHEAD)])
+        # Nothing of it waits in the engine, so it can have more.
+        await a.holds(4 * LINES_AHEAD)
+        await until(lambda: engine.window == 5 * LINES_AHEAD)
+        for entry in a.backend.in_flight:
+            entry.generate(2)
+        finish_all(a)
+        await served.results()
+        assert engine.lines_served == 4 * LINES_AHEAD
+        load = fleet.load()
+        assert load.total_tokens > 0
+        assert load.offline_tokens_per_s is not None
 
 
-def test_the_model_of_most_engines_is_served_and_answers_are_never_mixed() -> None:
-    async def scenario() -> None:
-        engines = [LiveEngine() for _ in range(3)]
-        async with fleet_of(*engines) as fleet:
-            taken_out = []
-            fleet.when_changing(lambda: taken_out.append(fleet.model))
-            engines[0].backend.model = "new"
-            await until(lambda: [e.model for e in fleet.engines].count("new") == 1)
-            assert fleet.model == "scripted"
-            served = Lines(fleet, [f"{n}" for n in range(8)])
-            await until(lambda: sum(len(e.backend.in_flight) for e in engines) == 8)
-            assert engines[0].backend.in_flight == []
-            finish_all(*engines)
-            await served.results()
-            engines[1].backend.model = "new"
-            await until(lambda: fleet.model == "new")
-            assert taken_out == ["new"]
-            one = Lines(fleet, ["a", "b", "c", "d"])
-            await until(lambda: sum(len(e.backend.in_flight) for e in engines) == 4)
-            assert engines[2].backend.in_flight == []
-            finish_all(*engines)
-            await one.results()
-
-    play(scenario())
+async def test_the_model_of_most_engines_is_served_and_answers_are_never_mixed() -> None:
+    engines = [LiveEngine() for _ in range(3)]
+    async with fleet_of(*engines) as fleet:
+        taken_out = []
+        fleet.when_changing(lambda: taken_out.append(fleet.model))
+        engines[0].backend.model = "new"
+        await until(lambda: [e.model for e in fleet.engines].count("new") == 1)
+        assert fleet.model == "scripted"
+        served = Lines(fleet, [f"{n}" for n in range(8)])
+        await until(lambda: sum(len(e.backend.in_flight) for e in engines) == 8)
+        assert engines[0].backend.in_flight == []
+        finish_all(*engines)
+        await served.results()
+        engines[1].backend.model = "new"
+        await until(lambda: fleet.model == "new")
+        assert taken_out == ["new"]
+        one = Lines(fleet, ["a", "b", "c", "d"])
+        await until(lambda: sum(len(e.backend.in_flight) for e in engines) == 4)
+        assert engines[2].backend.in_flight == []
+        finish_all(*engines)
+        await one.results()
 
 
-def test_what_every_engine_takes_is_what_the_fleet_takes() -> None:
-    async def scenario() -> None:
-        small = LiveEngine(ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1000)))
-        fewer = LiveEngine(ScriptedBackend(holds=True, endpoints=frozenset({ENDPOINT})))
-        async with fleet_of(small, fewer) as fleet:
-            assert fleet.limits == BodyLimits(max_bytes=1000)
-            assert fleet.endpoints == {ENDPOINT}
-
-    play(scenario())
+async def test_what_every_engine_takes_is_what_the_fleet_takes() -> None:
+    small = LiveEngine(ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1000)))
+    fewer = LiveEngine(ScriptedBackend(holds=True, endpoints=frozenset({ENDPOINT})))
+    async with fleet_of(small, fewer) as fleet:
+        assert fleet.limits == BodyLimits(max_bytes=1000)
+        assert fleet.endpoints == {ENDPOINT}
 
 
-def test_an_engine_with_another_key_gets_nothing_and_says_why() -> None:
-    async def scenario() -> None:
-        async with fleet_of(LiveEngine(), admin_key="guess") as fleet:
-            (engine,) = fleet.engines
-            assert engine.state is EngineState.REFUSING
-            assert "--engine-admin-key" in str(engine.reason)
-
-    play(scenario())
+async def test_an_engine_with_another_key_gets_nothing_and_says_why() -> None:
+    async with fleet_of(LiveEngine(), admin_key="guess") as fleet:
+        (engine,) = fleet.engines
+        assert engine.state is EngineState.REFUSING
+        assert "--engine-admin-key" in str(engine.reason)
 
 
-def test_an_engine_that_is_taken_from_the_list_ends_what_it_has() -> None:
-    async def scenario() -> None:
-        a, b = LiveEngine(), LiveEngine()
-        async with fleet_of(a, b) as fleet:
-            served = Lines(fleet, [f"line {n}" for n in range(12)])
-            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-            count = len(a.backend.in_flight)
-            fleet.set_engines([b.url])
-            await until(
-                lambda: {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DRAINING
-            )
-            assert len(a.backend.in_flight) == count
-            finish_all(a, b)
-            await served.results()
-            await until(lambda: [e.url for e in fleet.engines] == [b.url])
-
-    play(scenario())
+async def test_an_engine_that_is_taken_from_the_list_ends_what_it_has() -> None:
+    a, b = LiveEngine(), LiveEngine()
+    async with fleet_of(a, b) as fleet:
+        served = Lines(fleet, [f"line {n}" for n in range(12)])
+        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        count = len(a.backend.in_flight)
+        fleet.set_engines([b.url])
+        await until(lambda: {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DRAINING)
+        assert len(a.backend.in_flight) == count
+        finish_all(a, b)
+        await served.results()
+        await until(lambda: [e.url for e in fleet.engines] == [b.url])
 
 
-def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(tmp_path: Path) -> None:
+async def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(
+    tmp_path: Path,
+) -> None:
     """The service as it is, unchanged, on a fleet."""
-
-    async def scenario() -> None:
-        engines = [LiveEngine(ScriptedBackend(holds=True)) for _ in range(3)]
-        async with fleet_of(*engines) as fleet:
-            async with await BatchService.open(tmp_path / "data", fleet) as service:
-                content = lines(150, max_tokens=8) + line("last", max_tokens=8).encode() + b"\n"
-                file = await service.create_file(OWNER, "in.jsonl", "batch", stream(content))
-                batch = await service.create_batch(OWNER, wanted(file))
-                for step in range(100_000):
-                    for engine in engines:
-                        for number, entry in enumerate(list(engine.backend.in_flight)):
-                            if (step + number) % 3 == 0 and entry.generated < 8:
-                                entry.generate(min(3, 8 - entry.generated))
-                            elif step % 3 == 1:
-                                entry.finish()
-                    if step in (12, 40):
-                        number = step // 40
-                        await engines[number].kill()
-                        engines[number] = LiveEngine(port=engines[number].port)
-                        await engines[number].__aenter__()
-                    await asyncio.sleep(0.005)
-                    batch = await service.retrieve_batch(OWNER, batch.id)
-                    if batch.status == "completed":
-                        break
-                assert batch.request_counts.completed == 151
-                found = await service.file_content(OWNER, str(batch.output_file_id))
-                text = b"".join([chunk async for chunk in found.chunks]).decode()
-                records = text.splitlines()
-                assert len(records) == 151
-                for name in (*(f"id-{n}" for n in range(1, 151)), "last"):
-                    tokens = " ".join(map(str, tokens_of(name, 8)))
-                    (record,) = [r for r in records if f'"{name}"' in r]
-                    assert tokens in record
-            for engine in engines:
-                await engine.kill()
-
-    play(scenario())
+    engines = [LiveEngine(ScriptedBackend(holds=True)) for _ in range(3)]
+    async with fleet_of(*engines) as fleet:
+        async with await BatchService.open(tmp_path / "data", fleet) as service:
+            content = lines(150, max_tokens=8) + line("last", max_tokens=8).encode() + b"\n"
+            file = await service.create_file(OWNER, "in.jsonl", "batch", stream(content))
+            batch = await service.create_batch(OWNER, wanted(file))
+            for step in range(100_000):
+                for engine in engines:
+                    for number, entry in enumerate(list(engine.backend.in_flight)):
+                        if (step + number) % 3 == 0 and entry.generated < 8:
+                            entry.generate(min(3, 8 - entry.generated))
+                        elif step % 3 == 1:
+                            entry.finish()
+                if step in (12, 40):
+                    number = step // 40
+                    await engines[number].kill()
+                    engines[number] = LiveEngine(port=engines[number].port)
+                    await engines[number].__aenter__()
+                await asyncio.sleep(0.005)
+                batch = await service.retrieve_batch(OWNER, batch.id)
+                if batch.status == "completed":
+                    break
+            assert batch.request_counts.completed == 151
+            found = await service.file_content(OWNER, str(batch.output_file_id))
+            text = b"".join([chunk async for chunk in found.chunks]).decode()
+            records = text.splitlines()
+            assert len(records) == 151
+            for name in (*(f"id-{n}" for n in range(1, 151)), "last"):
+                tokens = " ".join(map(str, tokens_of(name, 8)))
+                (record,) = [r for r in records if f'"{name}"' in r]
+                assert tokens in record
+        for engine in engines:
+            await engine.kill()
 
 
-def test_a_strict_engine_takes_running_lines_over_and_gives_them_back() -> None:
-    async def scenario() -> None:
-        relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
-        async with fleet_of(relaxed, strict) as fleet:
-            names = ["a" * length for length in (10, 20, 30)]
-            served = Lines(fleet, names)
-            await relaxed.holds(3)
-            for entry in relaxed.backend.in_flight:
-                entry.generate(2)
-            relaxed.backend.leaves = left = MovedKv("0" * 32, 16)
-            strict.wants = WantedLines(tokens=20, max_tokens=34, lines=8)
-            await strict.holds(2)
-            # The closest of 12, 22 and 32 tokens, and what fits beside it.
-            assert where(names[1], strict) and where(names[0], strict)
-            for name in names[:2]:
-                entry = strict.backend.held(name)
-                assert entry.request.kv == left
-                assert entry.request.generated == tuple(tokens_of(name, 3))
-                entry.generate(1)
-            strict.wants = None
-            await until(lambda: fleet.lines_pulled == 2 and fleet.lines_moved == 0)
-            assert {engine.state for engine in fleet.engines} == {EngineState.UP}
-            strict.backend.leaves, strict.waiting = MovedKv("1" * 32, 16), 1
-            await relaxed.holds(2)
-            strict.waiting = 0
-            await until(lambda: fleet.lines_returned == 1)
-            (back,) = (e for e in relaxed.backend.in_flight if e.request.kv is not None)
-            assert back.request.kv == strict.backend.leaves
-            finish_all(relaxed, strict)
-            results = await served.results()
-            assert all(results[name] == answer(request(name)) for name in names)
-
-    play(scenario())
+async def test_a_strict_engine_takes_running_lines_over_and_gives_them_back() -> None:
+    relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
+    async with fleet_of(relaxed, strict) as fleet:
+        names = ["a" * length for length in (10, 20, 30)]
+        served = Lines(fleet, names)
+        await relaxed.holds(3)
+        for entry in relaxed.backend.in_flight:
+            entry.generate(2)
+        relaxed.backend.leaves = left = MovedKv("0" * 32, 16)
+        strict.wants = WantedLines(tokens=20, max_tokens=34, lines=8)
+        await strict.holds(2)
+        # The closest of 12, 22 and 32 tokens, and what fits beside it.
+        assert where(names[1], strict) and where(names[0], strict)
+        for name in names[:2]:
+            entry = strict.backend.held(name)
+            assert entry.request.kv == left
+            assert entry.request.generated == tuple(tokens_of(name, 3))
+            entry.generate(1)
+        strict.wants = None
+        await until(lambda: fleet.lines_pulled == 2 and fleet.lines_moved == 0)
+        assert {engine.state for engine in fleet.engines} == {EngineState.UP}
+        strict.backend.leaves, strict.waiting = MovedKv("1" * 32, 16), 1
+        await relaxed.holds(2)
+        strict.waiting = 0
+        await until(lambda: fleet.lines_returned == 1)
+        (back,) = (e for e in relaxed.backend.in_flight if e.request.kv is not None)
+        assert back.request.kv == strict.backend.leaves
+        finish_all(relaxed, strict)
+        results = await served.results()
+        assert all(results[name] == answer(request(name)) for name in names)
 
 
-def test_a_strict_engine_that_dies_loses_nothing_and_begins_lines_when_it_is_alone() -> None:
-    async def scenario() -> None:
-        relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
-        async with fleet_of(relaxed, strict) as fleet:
-            served = Lines(fleet, ["one", "two"])
-            await relaxed.holds(2)
-            for entry in relaxed.backend.in_flight:
-                entry.generate(2)
-            relaxed.backend.leaves = MovedKv("0" * 32, 16)
-            strict.wants = WantedLines(tokens=1, max_tokens=1000, lines=8)
-            await strict.holds(2)
-            await strict.kill()
-            await relaxed.holds(2)
-            assert fleet.lines_lost == 2
-            assert all(len(e.request.generated) == 3 for e in relaxed.backend.in_flight)
-            async with LiveEngine(port=strict.port, pool="strict") as again:
-                relaxed.backend.leaves = None
-                relaxed.lines.close("it drains")
-                await again.holds(2)
-                finish_all(again)
-                assert all(result.is_ok for result in (await served.results()).values())
-
-    play(scenario())
+async def test_a_strict_engine_that_dies_loses_nothing_and_begins_lines_when_it_is_alone() -> None:
+    relaxed, strict = LiveEngine(pool="relaxed"), LiveEngine(pool="strict")
+    async with fleet_of(relaxed, strict) as fleet:
+        served = Lines(fleet, ["one", "two"])
+        await relaxed.holds(2)
+        for entry in relaxed.backend.in_flight:
+            entry.generate(2)
+        relaxed.backend.leaves = MovedKv("0" * 32, 16)
+        strict.wants = WantedLines(tokens=1, max_tokens=1000, lines=8)
+        await strict.holds(2)
+        await strict.kill()
+        await relaxed.holds(2)
+        assert fleet.lines_lost == 2
+        assert all(len(e.request.generated) == 3 for e in relaxed.backend.in_flight)
+        async with LiveEngine(port=strict.port, pool="strict") as again:
+            relaxed.backend.leaves = None
+            relaxed.lines.close("it drains")
+            await again.holds(2)
+            finish_all(again)
+            assert all(result.is_ok for result in (await served.results()).values())
 
 
-def test_an_address_that_cannot_be_used_is_left_out_and_told_once(
+async def test_an_address_that_cannot_be_used_is_left_out_and_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[aiohttp.ClientSession] = []
@@ -469,18 +416,14 @@ def test_an_address_that_cannot_be_used_is_left_out_and_told_once(
     make = aiohttp.ClientSession
     monkeypatch.setattr(aiohttp, "ClientSession", session)
     bad = ["grpc://b:1", "http://c:1/prefix", "host:1", "http://d:99999", ""]
-
-    async def scenario() -> None:
-        async with LiveEngine() as a, FleetBackend(ADMIN_KEY, look_interval_s=0.02) as fleet:
-            for _ in range(3):
-                fleet.set_engines([bad[0], a.url, *bad[1:]])
-            await until(lambda: fleet.model)
-            assert [engine.url for engine in fleet.engines] == [a.url]
-            assert list(fleet.left_out) == bad
-            assert len(made) == 1
-            fleet.set_engines([a.url])
-            assert fleet.left_out == {}
-        assert all(session.closed for session in made)
-
-    play(scenario())
+    async with LiveEngine() as a, FleetBackend(ADMIN_KEY, look_interval_s=0.02) as fleet:
+        for _ in range(3):
+            fleet.set_engines([bad[0], a.url, *bad[1:]])
+        await until(lambda: fleet.model)
+        assert [engine.url for engine in fleet.engines] == [a.url]
+        assert list(fleet.left_out) == bad
+        assert len(made) == 1
+        fleet.set_engines([a.url])
+        assert fleet.left_out == {}
+    assert all(session.closed for session in made)
     assert caplog.text.count("left out") == len(bad)

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from batch.scenarios import play
 from fleet.test_backend import fleet_of, until
 from http_lines.live_engine import LiveEngine
 from sglang_coserve.fleet.engine import FleetDelays
@@ -37,19 +36,16 @@ def test_an_engine_that_was_started_again_counts_from_nothing() -> None:
     assert delays.sums_s() == {"y": 0.0}
 
 
-def test_engines_are_asked_and_one_that_is_gone_is_left_out() -> None:
-    async def scenario() -> None:
-        a, b = LiveEngine(), LiveEngine()
-        async with fleet_of(a, b) as fleet:
-            assert await fleet.online_delays_s() is None
-            a.backend.delays_s, b.backend.delays_s = {}, {}
-            assert await fleet.online_delays_s() == {}
-            a.backend.delays_s, b.backend.delays_s = {"x": 1.0}, {"x": 0.5, "y": 2.0}
-            assert await fleet.online_delays_s() == {"x": 1.5, "y": 2.0}
-            await b.kill()
-            a.backend.delays_s = {"x": 1.25}
-            async with asyncio.timeout(60):
-                assert await fleet.online_delays_s() == pytest.approx({"x": 1.75, "y": 2.0})
-            await until(lambda: any(engine.reason for engine in fleet.engines))
-
-    play(scenario())
+async def test_engines_are_asked_and_one_that_is_gone_is_left_out() -> None:
+    a, b = LiveEngine(), LiveEngine()
+    async with fleet_of(a, b) as fleet:
+        assert await fleet.online_delays_s() is None
+        a.backend.delays_s, b.backend.delays_s = {}, {}
+        assert await fleet.online_delays_s() == {}
+        a.backend.delays_s, b.backend.delays_s = {"x": 1.0}, {"x": 0.5, "y": 2.0}
+        assert await fleet.online_delays_s() == {"x": 1.5, "y": 2.0}
+        await b.kill()
+        a.backend.delays_s = {"x": 1.25}
+        async with asyncio.timeout(60):
+            assert await fleet.online_delays_s() == pytest.approx({"x": 1.75, "y": 2.0})
+        await until(lambda: any(engine.reason for engine in fleet.engines))

@@ -21,7 +21,6 @@ from fleet.gateway_process import (
     GIVE_UP_S,
     EngineThread,
     client_of,
-    eventually,
     fleet_of,
     gateway,
     get,
@@ -30,6 +29,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.command import main
 from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.local_server import LocalServer, free_port
+from waiting import eventually
 
 API_KEY, OPERATOR = "client's key", "operator's key"
 

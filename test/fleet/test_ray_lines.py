@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from batch.scenarios import play
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
-from fleet.test_backend import GIVE_UP_S, finish_all, request, until
+from fleet.test_backend import (
+    GIVE_UP_S,
+    finish_all,
+    request,
+)
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.discovery import EngineList
+from waiting import until
 
 pytest.importorskip("ray")
 from sglang_coserve.ray import complete
@@ -42,89 +46,76 @@ async def answered(lines: FleetLines, *contents: bytes | None) -> Sequence[Answe
         return await lines.answers(contents)
 
 
-def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
-    async def scenario() -> None:
-        async with LiveEngine(ScriptedBackend()) as engine, lines_on(engine) as lines:
-            bad = (
-                None,
-                b"{",
-                b"\xff",
-                b"[]",
-                text("b", url="/v1/images"),
-                text("c", body=[]),
-                text("d", method="GET"),
-                json.dumps({"custom_id": "e"}).encode(),
-                text("f", body={"prompt": "x" * engine.backend.limits.max_bytes}),
-            )
-            answers = await answered(lines, text("a"), *bad, text("z"))
-            assert answers[0] == ("a", answer(request("a")))
-            assert answers[-1] == ("z", answer(request("z")))
-            codes = [each.result.body["error"]["code"] for each in answers[1:-1]]
-            assert codes == [
-                *("invalid_line", "invalid_json", "invalid_utf8", "invalid_line"),
-                *("invalid_url", "invalid_body", "invalid_method", "missing_field"),
-                "line_too_large",
-            ]
-            assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]
-            assert len(engine.backend.started) == 2
-
-    play(scenario())
+async def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
+    async with LiveEngine(ScriptedBackend()) as engine, lines_on(engine) as lines:
+        bad = (
+            None,
+            b"{",
+            b"\xff",
+            b"[]",
+            text("b", url="/v1/images"),
+            text("c", body=[]),
+            text("d", method="GET"),
+            json.dumps({"custom_id": "e"}).encode(),
+            text("f", body={"prompt": "x" * engine.backend.limits.max_bytes}),
+        )
+        answers = await answered(lines, text("a"), *bad, text("z"))
+        assert answers[0] == ("a", answer(request("a")))
+        assert answers[-1] == ("z", answer(request("z")))
+        codes = [each.result.body["error"]["code"] for each in answers[1:-1]]
+        assert codes == [
+            *("invalid_line", "invalid_json", "invalid_utf8", "invalid_line"),
+            *("invalid_url", "invalid_body", "invalid_method", "missing_field"),
+            "line_too_large",
+        ]
+        assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]
+        assert len(engine.backend.started) == 2
 
 
-def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
-    async def scenario() -> None:
-        a, b = LiveEngine(), LiveEngine()
-        async with a, b, lines_on(a, b) as lines:
-            names = [f"line {n}" for n in range(12)]
-            serving = asyncio.ensure_future(answered(lines, *map(text, names)))
-            await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-            await a.kill()
-            await b.holds(12)
-            finish_all(b)
-            assert [each.result for each in await serving] == [answer(request(n)) for n in names]
-
-    play(scenario())
+async def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
+    a, b = LiveEngine(), LiveEngine()
+    async with a, b, lines_on(a, b) as lines:
+        names = [f"line {n}" for n in range(12)]
+        serving = asyncio.ensure_future(answered(lines, *map(text, names)))
+        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        await a.kill()
+        await b.holds(12)
+        finish_all(b)
+        assert [each.result for each in await serving] == [answer(request(n)) for n in names]
 
 
-def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, lines_on(engine, no_engine_timeout_s=1.0) as lines:
+async def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
+    async with LiveEngine() as engine, lines_on(engine, no_engine_timeout_s=1.0) as lines:
+        serving = asyncio.ensure_future(answered(lines, text("a")))
+        await engine.holds(1)
+        await engine.kill()
+        with pytest.raises(ServerGoneError, match="no engine has taken lines for 1 s: http"):
+            await serving
+
+
+async def test_the_job_fails_at_once_when_no_engine_takes_the_key() -> None:
+    async with LiveEngine() as engine, lines_on(engine, admin_key="another") as lines:
+        with pytest.raises(ServerGoneError, match="--admin-api-key"):
+            await answered(lines, text("a"))
+
+
+async def test_leaving_it_gives_the_lines_back_and_leaves_nothing_behind() -> None:
+    async with LiveEngine() as engine:
+        before = asyncio.all_tasks()
+        async with lines_on(engine) as lines:
             serving = asyncio.ensure_future(answered(lines, text("a")))
             await engine.holds(1)
-            await engine.kill()
-            with pytest.raises(ServerGoneError, match="no engine has taken lines for 1 s: http"):
-                await serving
-
-    play(scenario())
-
-
-def test_the_job_fails_at_once_when_no_engine_takes_the_key() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, lines_on(engine, admin_key="another") as lines:
-            with pytest.raises(ServerGoneError, match="--admin-api-key"):
-                await answered(lines, text("a"))
-
-    play(scenario())
+            serving.cancel()
+        await engine.holds(0)
+        await until(lambda: not engine.num_connections)
+        await asyncio.wait({serving})
+        # One task of the engine's is for each of its connections.
+        await until(lambda: asyncio.all_tasks() <= before)
 
 
-def test_leaving_it_gives_the_lines_back_and_leaves_nothing_behind() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine:
-            before = asyncio.all_tasks()
-            async with lines_on(engine) as lines:
-                serving = asyncio.ensure_future(answered(lines, text("a")))
-                await engine.holds(1)
-                serving.cancel()
-            await engine.holds(0)
-            await until(lambda: not engine.num_connections)
-            await asyncio.wait({serving})
-            # One task of the engine's is for each of its connections.
-            await until(lambda: asyncio.all_tasks() <= before)
-
-    play(scenario())
-
-
-def test_an_actor_leaves_its_engines_when_ray_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_actor_leaves_its_engines_when_ray_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     from sglang_coserve.ray.completion import _CompleteLines
@@ -134,21 +125,17 @@ def test_an_actor_leaves_its_engines_when_ray_ends_it(monkeypatch: pytest.Monkey
             return "01"
 
     monkeypatch.setattr(ray, "get_runtime_context", Context)
-
-    async def scenario() -> None:
-        async with LiveEngine() as engine:
-            actor = _CompleteLines(EngineList([engine.url]), ADMIN_KEY, GIVE_UP_S)
-            await until(lambda: engine.num_connections > 0)
-            ended = weakref.finalize(actor, lambda: None)
-            holding = [actor]
-            del actor
-            # Its end waits for connections, which are this loop's.
-            await asyncio.to_thread(holding.clear)
-            assert not ended.alive
-            await until(lambda: not engine.num_connections)
-            assert "engines" not in {thread.name for thread in threading.enumerate()}
-
-    play(scenario())
+    async with LiveEngine() as engine:
+        actor = _CompleteLines(EngineList([engine.url]), ADMIN_KEY, GIVE_UP_S)
+        await until(lambda: engine.num_connections > 0)
+        ended = weakref.finalize(actor, lambda: None)
+        holding = [actor]
+        del actor
+        # Its end waits for connections, which are this loop's.
+        await asyncio.to_thread(holding.clear)
+        assert not ended.alive
+        await until(lambda: not engine.num_connections)
+        assert "engines" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_dataset_without_requests_is_refused_before_any_engine_is_asked() -> None:

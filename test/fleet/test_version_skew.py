@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from batch.scenarios import play
 from batch.scripted_backend import ScriptedBackend, answer
 from fleet.test_backend import Lines, finish_all, fleet_of, request, until
 from http_lines.live_engine import LiveEngine
@@ -188,7 +187,7 @@ def test_a_batch_of_a_server_of_another_version_is_shown() -> None:
                 check_outcome(batch, "the file")
 
 
-def test_a_gateway_serves_with_engines_of_other_versions() -> None:
+async def test_a_gateway_serves_with_engines_of_other_versions() -> None:
     """One that says more, or less, than it knows freezes none of them."""
 
     @dataclass(frozen=True)
@@ -200,23 +199,20 @@ def test_a_gateway_serves_with_engines_of_other_versions() -> None:
             """The least that says what it serves."""
             return {"model": self.backend.model}
 
-    async def scenario() -> None:
-        newer = LiveEngine(ScriptedBackend(holds=True, limits=NewerLimits(max_bytes=1000)))
-        older = OlderEngine()
-        async with fleet_of(newer, older) as fleet:
-            async with asyncio.timeout(60):
-                await fleet.ready()
-            assert {engine.state for engine in fleet.engines} == {EngineState.UP}
-            assert fleet.limits == BodyLimits(max_bytes=1000)
-            served = Lines(fleet, [f"line {n}" for n in range(12)])
-            await until(lambda: len(newer.backend.in_flight) + len(older.backend.in_flight) == 12)
-            assert newer.backend.in_flight and older.backend.in_flight
-            await newer.kill()
-            await older.holds(12)
-            finish_all(older)
-            await served.results()
-            # It is still looked at.
-            async with LiveEngine(port=newer.port):
-                await until(lambda: {e.state for e in fleet.engines} == {EngineState.UP})
-
-    play(scenario())
+    newer = LiveEngine(ScriptedBackend(holds=True, limits=NewerLimits(max_bytes=1000)))
+    older = OlderEngine()
+    async with fleet_of(newer, older) as fleet:
+        async with asyncio.timeout(60):
+            await fleet.ready()
+        assert {engine.state for engine in fleet.engines} == {EngineState.UP}
+        assert fleet.limits == BodyLimits(max_bytes=1000)
+        served = Lines(fleet, [f"line {n}" for n in range(12)])
+        await until(lambda: len(newer.backend.in_flight) + len(older.backend.in_flight) == 12)
+        assert newer.backend.in_flight and older.backend.in_flight
+        await newer.kill()
+        await older.holds(12)
+        finish_all(older)
+        await served.results()
+        # It is still looked at.
+        async with LiveEngine(port=newer.port):
+            await until(lambda: {e.state for e in fleet.engines} == {EngineState.UP})

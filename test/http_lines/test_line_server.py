@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.responses import RedirectResponse
 
-from batch.scenarios import play
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
 from sglang_coserve.http_lines import (
@@ -41,398 +41,326 @@ def ignore(_tokens: Sequence[int]) -> None:
     pass
 
 
-def test_tokens_come_before_the_answer_and_continue_what_there_is() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            heard: list[int] = []
-            line = request("a", tokens_of("a", 2), max_tokens=6)
-            attempt = asyncio.ensure_future(connection.run(line, "scripted", heard.extend))
-            await engine.holds(1)
-            held = engine.backend.held("a")
-            held.generate(3)
-            async with asyncio.timeout(READY_S):
-                while len(heard) < 3:
-                    await asyncio.sleep(0.002)
-            assert heard == tokens_of("a", 5)[2:]
-            assert not attempt.done()
-            held.finish()
-            assert await attempt == answer(line)
-
-    play(scenario())
+@asynccontextmanager
+async def connected(
+    backend: ScriptedBackend | None = None, *, heartbeat_s: float = 5.0
+) -> AsyncGenerator[tuple[LiveEngine, EngineConnection]]:
+    """An engine, and a connection to it."""
+    async with (
+        LiveEngine(backend, heartbeat_s=heartbeat_s) as engine,
+        EngineConnection(engine.url, ADMIN_KEY) as connection,
+    ):
+        yield engine, connection
 
 
-def test_an_answer_of_any_length_comes_over() -> None:
+async def test_tokens_come_before_the_answer_and_continue_what_there_is() -> None:
+    async with connected() as (engine, connection):
+        heard: list[int] = []
+        line = request("a", tokens_of("a", 2), max_tokens=6)
+        attempt = asyncio.ensure_future(connection.run(line, "scripted", heard.extend))
+        await engine.holds(1)
+        held = engine.backend.held("a")
+        held.generate(3)
+        async with asyncio.timeout(READY_S):
+            while len(heard) < 3:
+                await asyncio.sleep(0.002)
+        assert heard == tokens_of("a", 5)[2:]
+        assert not attempt.done()
+        held.finish()
+        assert await attempt == answer(line)
+
+
+async def test_an_answer_of_any_length_comes_over() -> None:
     long = {"text": "x" * 3_000_000, "usage": {}}
 
-    async def scenario() -> LineResult:
-        backend = ScriptedBackend(answers=lambda _: LineResult(200, "id", long))
-        async with (
-            LiveEngine(backend) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            return await connection.run(request(), "scripted", ignore)
-
-    assert play(scenario()).body == long
+    backend = ScriptedBackend(answers=lambda _: LineResult(200, "id", long))
+    async with connected(backend) as (_, connection):
+        assert (await connection.run(request(), "scripted", ignore)).body == long
 
 
-def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
-    async def scenario() -> None:
-        async with (
-            LiveEngine(heartbeat_s=0.01) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            await asyncio.sleep(0.2)  # Some heartbeats.
-            engine.backend.held("a").finish()
-            assert (await attempt).is_ok
-
-    play(scenario())
+async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
+    async with connected(heartbeat_s=0.01) as (engine, connection):
+        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        await asyncio.sleep(0.2)  # Some heartbeats.
+        engine.backend.held("a").finish()
+        assert (await attempt).is_ok
 
 
-def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_coserve.http_lines.engine_stream._SILENT_S", 0.2)
-
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            with pytest.raises(EngineLostError) as lost:
-                await connection.run(request(), "scripted", ignore)
-            assert lost.value.had_the_line
-            await engine.holds(0)  # It notices that nobody listens.
-
-    play(scenario())
+    async with connected() as (engine, connection):
+        with pytest.raises(EngineLostError) as lost:
+            await connection.run(request(), "scripted", ignore)
+        assert lost.value.had_the_line
+        await engine.holds(0)  # It notices that nobody listens.
 
 
-def test_a_closed_connection_aborts_the_line() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            attempt.cancel()
-            await engine.holds(0)
-            assert len(engine.backend.aborted) == 1
-            assert engine.lines.num_in_flight == 0
-
-    play(scenario())
+async def test_a_closed_connection_aborts_the_line() -> None:
+    async with connected() as (engine, connection):
+        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        attempt.cancel()
+        await engine.holds(0)
+        assert len(engine.backend.aborted) == 1
+        assert engine.lines.num_in_flight == 0
 
 
-def test_lines_share_one_connection_and_end_one_by_one() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            names = [f"{n}" for n in range(50)]
-            attempts = {
-                name: asyncio.ensure_future(connection.run(request(name), "scripted", ignore))
-                for name in names
-            }
-            await engine.holds(len(names))
-            assert len(engine._server.server_state.connections) == 1
-            attempts.pop("7").cancel()
-            await engine.holds(len(names) - 1)
-            for name in attempts:
-                engine.backend.held(name).generate(2)
-                engine.backend.held(name).finish()
-            async with asyncio.timeout(READY_S):
-                for name, attempt in attempts.items():
-                    assert await attempt == answer(request(name))
-
-    play(scenario())
+async def test_lines_share_one_connection_and_end_one_by_one() -> None:
+    async with connected() as (engine, connection):
+        names = [f"{n}" for n in range(50)]
+        attempts = {
+            name: asyncio.ensure_future(connection.run(request(name), "scripted", ignore))
+            for name in names
+        }
+        await engine.holds(len(names))
+        assert len(engine._server.server_state.connections) == 1
+        attempts.pop("7").cancel()
+        await engine.holds(len(names) - 1)
+        for name in attempts:
+            engine.backend.held(name).generate(2)
+            engine.backend.held(name).finish()
+        async with asyncio.timeout(READY_S):
+            for name, attempt in attempts.items():
+                assert await attempt == answer(request(name))
 
 
-def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
+async def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
     def refuse(_tokens: Sequence[int]) -> None:
         raise OverflowError("no room")
 
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            bad = asyncio.ensure_future(connection.run(request("bad"), "scripted", refuse))
-            good = asyncio.ensure_future(connection.run(request("good"), "scripted", ignore))
-            await engine.holds(2)
-            engine.backend.held("bad").generate(1)
-            with pytest.raises(OverflowError):
-                await bad
-            await engine.holds(1)
-            engine.backend.held("good").finish()
-            assert (await good).is_ok
-
-    play(scenario())
+    async with connected() as (engine, connection):
+        bad = asyncio.ensure_future(connection.run(request("bad"), "scripted", refuse))
+        good = asyncio.ensure_future(connection.run(request("good"), "scripted", ignore))
+        await engine.holds(2)
+        engine.backend.held("bad").generate(1)
+        with pytest.raises(OverflowError):
+            await bad
+        await engine.holds(1)
+        engine.backend.held("good").finish()
+        assert (await good).is_ok
 
 
-def test_what_json_cannot_say_fails_its_line_alone() -> None:
+async def test_what_json_cannot_say_fails_its_line_alone() -> None:
     def answers(line: LineRequest) -> LineResult:
         return LineResult(200, "id", {"text": object()}) if "bad" in line.body else answer(line)
 
-    async def scenario() -> None:
-        async with (
-            LiveEngine(ScriptedBackend(answers=answers)) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            bad, good = await asyncio.gather(
-                connection.run(request(bad=True), "scripted", ignore),
-                connection.run(request(), "scripted", ignore),
-            )
-            assert (bad.status_code, bad.is_retryable, good.is_ok) == (500, True, True)
-            with pytest.raises(TypeError):
-                await connection.run(request(bad=object()), "scripted", ignore)
-            assert (await connection.run(request(), "scripted", ignore)).is_ok
-
-    play(scenario())
+    async with connected(ScriptedBackend(answers=answers)) as (_, connection):
+        bad, good = await asyncio.gather(
+            connection.run(request(bad=True), "scripted", ignore),
+            connection.run(request(), "scripted", ignore),
+        )
+        assert (bad.status_code, bad.is_retryable, good.is_ok) == (500, True, True)
+        with pytest.raises(TypeError):
+            await connection.run(request(bad=object()), "scripted", ignore)
+        assert (await connection.run(request(), "scripted", ignore)).is_ok
 
 
-def test_a_line_that_is_too_large_ends_no_other() -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))
-        async with (
-            LiveEngine(backend) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            small = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
-            assert (large.status_code, large.is_retryable) == (413, False)
-            engine.backend.held("a").finish()
-            assert (await small).is_ok
-
-    play(scenario())
+async def test_a_line_that_is_too_large_ends_no_other() -> None:
+    backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))
+    async with connected(backend) as (engine, connection):
+        small = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
+        assert (large.status_code, large.is_retryable) == (413, False)
+        engine.backend.held("a").finish()
+        assert (await small).is_ok
 
 
-def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
+async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
     attempt = attempt_of(request(), "scripted", 0.0)
-
-    async def scenario() -> None:
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        async with (
-            LiveEngine() as engine,
-            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-        ):
-            content = 2 * encode_message(LineCall(3, attempt))
-            answered = await client.post("/coserve/lines", content=content)
-            assert "3 is in use" in answered.json()["fault"]
-            await engine.holds(0)
-
-    play(scenario())
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        LiveEngine() as engine,
+        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+    ):
+        content = 2 * encode_message(LineCall(3, attempt))
+        answered = await client.post("/coserve/lines", content=content)
+        assert "3 is in use" in answered.json()["fault"]
+        await engine.holds(0)
 
 
-def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
+async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
     attempt = attempt_of(request(), "scripted", 0.0)
-
-    async def scenario() -> None:
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        async with (
-            LiveEngine(ScriptedBackend()) as engine,
-            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-        ):
-            content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
-            answered = await client.post("/coserve/lines", content=content)
-            events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
-            assert {event.id: event.result for event in events} == {
-                1: answer(request()),
-                2: answer(request()),
-            }
-
-    play(scenario())
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        LiveEngine(ScriptedBackend()) as engine,
+        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+    ):
+        content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
+        answered = await client.post("/coserve/lines", content=content)
+        events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
+        assert {event.id: event.result for event in events} == {
+            1: answer(request()),
+            2: answer(request()),
+        }
 
 
-def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            await engine.kill()
-            with pytest.raises(EngineLostError) as lost:
-                await attempt
-            assert lost.value.had_the_line
-            with pytest.raises(EngineLostError) as lost:
-                await connection.run(request(), "scripted", ignore)
-            assert not lost.value.had_the_line
-
-    play(scenario())
+async def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not() -> None:
+    async with connected() as (engine, connection):
+        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        await engine.kill()
+        with pytest.raises(EngineLostError) as lost:
+            await attempt
+        assert lost.value.had_the_line
+        with pytest.raises(EngineLostError) as lost:
+            await connection.run(request(), "scripted", ignore)
+        assert not lost.value.had_the_line
 
 
-def test_an_engine_that_drains_gives_its_lines_back_and_takes_none() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            assert (await connection.describe()).refuses is None
-            engine.lines.close("it drains")
-            with pytest.raises(LineMovedError, match="it drains"):
-                await attempt
-            with pytest.raises(LineMovedError, match="it drains"):
-                await connection.run(request(), "scripted", ignore)
-            assert (await connection.describe()).refuses == "it drains"
-
-    play(scenario())
+async def test_an_engine_that_drains_gives_its_lines_back_and_takes_none() -> None:
+    async with connected() as (engine, connection):
+        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        assert (await connection.describe()).refuses is None
+        engine.lines.close("it drains")
+        with pytest.raises(LineMovedError, match="it drains"):
+            await attempt
+        with pytest.raises(LineMovedError, match="it drains"):
+            await connection.run(request(), "scripted", ignore)
+        assert (await connection.describe()).refuses == "it drains"
 
 
-def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_model_always() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-            await engine.holds(1)
-            engine.backend.is_changing = True
-            engine.backend.take_out()
-            with pytest.raises(LineMovedError, match="exchanged"):
-                await attempt
-            with pytest.raises(LineMovedError, match="exchanged"):
-                await connection.run(request(), "scripted", ignore)
-            engine.backend.is_changing, engine.backend.model = False, "another"
-            with pytest.raises(LineMovedError, match=r"another.*scripted"):
-                await connection.run(request(), "scripted", ignore)
+async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_model_always() -> (
+    None
+):
+    async with connected() as (engine, connection):
+        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+        await engine.holds(1)
+        engine.backend.is_changing = True
+        engine.backend.take_out()
+        with pytest.raises(LineMovedError, match="exchanged"):
+            await attempt
+        with pytest.raises(LineMovedError, match="exchanged"):
+            await connection.run(request(), "scripted", ignore)
+        engine.backend.is_changing, engine.backend.model = False, "another"
+        with pytest.raises(LineMovedError, match=r"another.*scripted"):
+            await connection.run(request(), "scripted", ignore)
 
-    play(scenario())
 
-
-def test_a_backend_that_fails_is_told_as_a_failure_of_the_engine() -> None:
+async def test_a_backend_that_fails_is_told_as_a_failure_of_the_engine() -> None:
     def fail(_request: LineRequest) -> LineResult:
         raise RuntimeError("out of luck")
 
-    async def scenario() -> LineResult:
-        async with (
-            LiveEngine(ScriptedBackend(answers=fail)) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            return await connection.run(request(), "scripted", ignore)
-
-    result = play(scenario())
+    async with connected(ScriptedBackend(answers=fail)) as (_, connection):
+        result = await connection.run(request(), "scripted", ignore)
     assert (result.status_code, result.is_retryable) == (500, True)
     assert "out of luck" in result.body["error"]["message"]
 
 
-def test_only_the_admin_key_opens_the_routes() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine:
-            async with EngineConnection(engine.url, "guess") as connection:
-                with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
-                    await connection.describe()
-                with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
-                    await connection.run(request(), "scripted", ignore)
-            assert engine.backend.started == []
-
-    play(scenario())
+async def test_only_the_admin_key_opens_the_routes() -> None:
+    async with LiveEngine() as engine:
+        async with EngineConnection(engine.url, "guess") as connection:
+            with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
+                await connection.describe()
+            with pytest.raises(EngineRefusesError, match="--engine-admin-key"):
+                await connection.run(request(), "scripted", ignore)
+        assert engine.backend.started == []
 
 
-def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None:
+async def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None:
     limits = BodyLimits(max_bytes=1 << 10)
-
-    async def scenario() -> None:
-        backend = ScriptedBackend(limits=limits)
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        async with (
-            LiveEngine(backend) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-            httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-        ):
-            bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
-            assert "LineCall" in bad.json()["fault"]
-            content = b'{"id":7,"attempt":{"line": "one"}}'
-            bad = await client.post("/coserve/lines", content=content)
-            event = bad.json()
-            assert (event["id"], event["result"]["status_code"]) == (7, 400)
-            assert "attempt" in event["result"]["body"]["error"]["message"]
-            large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
-            assert (large.status_code, large.is_retryable) == (413, False)
-            described = await connection.describe()
-            assert described.limits == limits
-            assert (described.model, described.endpoints) == (
-                "scripted",
-                ("/v1/chat/completions", ENDPOINT),
-            )
-
-    play(scenario())
+    backend = ScriptedBackend(limits=limits)
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        LiveEngine(backend) as engine,
+        EngineConnection(engine.url, ADMIN_KEY) as connection,
+        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+    ):
+        bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
+        assert "LineCall" in bad.json()["fault"]
+        content = b'{"id":7,"attempt":{"line": "one"}}'
+        bad = await client.post("/coserve/lines", content=content)
+        event = bad.json()
+        assert (event["id"], event["result"]["status_code"]) == (7, 400)
+        assert "attempt" in event["result"]["body"]["error"]["message"]
+        large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
+        assert (large.status_code, large.is_retryable) == (413, False)
+        described = await connection.describe()
+        assert described.limits == limits
+        assert (described.model, described.endpoints) == (
+            "scripted",
+            ("/v1/chat/completions", ENDPOINT),
+        )
 
 
-def test_the_key_is_sent_nowhere_else() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, LiveEngine() as other:
+async def test_the_key_is_sent_nowhere_else() -> None:
+    async with LiveEngine() as engine, LiveEngine() as other:
 
-            async def elsewhere() -> RedirectResponse:
-                return RedirectResponse(f"{other.url}/coserve/load")
+        async def elsewhere() -> RedirectResponse:
+            return RedirectResponse(f"{other.url}/coserve/load")
 
-            engine.app.add_api_route("/moved", elsewhere)
-            async with EngineConnection(engine.url, ADMIN_KEY) as connection:
-                with pytest.raises(EngineRefusesError, match="307"):
-                    await connection.ask("/moved")
-
-    play(scenario())
+        engine.app.add_api_route("/moved", elsewhere)
+        async with EngineConnection(engine.url, ADMIN_KEY) as connection:
+            with pytest.raises(EngineRefusesError, match="307"):
+                await connection.ask("/moved")
 
 
-def test_another_program_is_told_apart() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            with pytest.raises(EngineRefusesError, match="404"):
-                await connection.ask("/nothing")
-
-    play(scenario())
+async def test_another_program_is_told_apart() -> None:
+    async with connected() as (_, connection):
+        with pytest.raises(EngineRefusesError, match="404"):
+            await connection.ask("/nothing")
 
 
-def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it() -> None:
-    async def scenario() -> None:
-        async with LiveEngine() as engine, EngineConnection(engine.url, ADMIN_KEY) as connection:
-            requests = [request("moves"), request("stays")]
-            heard: list[int] = []
-            prompts: list[int] = []
-            connection.ask_back(requests[0])  # Nobody has it yet.
-            tasks = [
-                asyncio.ensure_future(
-                    connection.run(each, "scripted", heard.extend, prompts.append)
-                )
-                for each in requests
-            ]
-            await engine.holds(2)
-            engine.backend.leaves = MovedKv("0" * 32, 48)
-            for _ in range(2):
-                engine.backend.held("moves").generate(2)
-                await asyncio.sleep(0.05)
-            for _ in range(2):
-                connection.ask_back(requests[0])
-            with pytest.raises(LineMovedError, match="asked for") as error:
-                await tasks[0]
-            assert error.value.kv == engine.backend.leaves
-            assert heard == tokens_of("moves", 5)
-            assert prompts == [len("moves")]
-            connection.ask_back(requests[0])  # It has ended meanwhile.
-            engine.backend.leaves = None
-            connection.ask_back(
-                requests[1]
-            )  # It cannot leave: it is aborted, and goes on elsewhere.
-            with pytest.raises(LineMovedError) as error:
-                await tasks[1]
-            assert error.value.kv is None
-            assert (await run_one(connection, engine)).is_ok
-
+async def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it() -> None:
     async def run_one(connection: EngineConnection, engine: LiveEngine) -> LineResult:
         task = asyncio.ensure_future(connection.run(request("more"), "scripted", lambda _: None))
         await engine.holds(1)
         engine.backend.held("more").finish()
         return await task
 
-    play(scenario())
+    async with connected() as (engine, connection):
+        requests = [request("moves"), request("stays")]
+        heard: list[int] = []
+        prompts: list[int] = []
+        connection.ask_back(requests[0])  # Nobody has it yet.
+        tasks = [
+            asyncio.ensure_future(connection.run(each, "scripted", heard.extend, prompts.append))
+            for each in requests
+        ]
+        await engine.holds(2)
+        engine.backend.leaves = MovedKv("0" * 32, 48)
+        for _ in range(2):
+            engine.backend.held("moves").generate(2)
+            await asyncio.sleep(0.05)
+        for _ in range(2):
+            connection.ask_back(requests[0])
+        with pytest.raises(LineMovedError, match="asked for") as error:
+            await tasks[0]
+        assert error.value.kv == engine.backend.leaves
+        assert heard == tokens_of("moves", 5)
+        assert prompts == [len("moves")]
+        connection.ask_back(requests[0])  # It has ended meanwhile.
+        engine.backend.leaves = None
+        connection.ask_back(requests[1])  # It cannot leave: it is aborted, and goes on elsewhere.
+        with pytest.raises(LineMovedError) as error:
+            await tasks[1]
+        assert error.value.kv is None
+        assert (await run_one(connection, engine)).is_ok
 
 
-def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_sent() -> None:
-    async def scenario() -> None:
-        backend = ScriptedBackend(holds=True)
-        stream = LineStream(backend, lambda _: None, backend.limits, lambda: 0.0)
-        nothing = unsent(stream)
-        for number in range(1, 9):
-            call = encode_message(LineCall(number, attempt_of(request(f"{number}"), "scripted", 0)))
-            stream._take({"type": "http.request", "body": call, "more_body": True})
-            while not backend.in_flight:
-                await asyncio.sleep(0)
-            backend.held(f"{number}").generate(2)
-            call = encode_message(LineCall(number, None))
-            stream._take({"type": "http.request", "body": call, "more_body": True})
-            while stream.num_in_flight:
-                await asyncio.sleep(0)
-            assert unsent(stream) == nothing
-
+async def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_sent() -> None:
     def unsent(stream: LineStream) -> dict[str, int]:
         return {name: len(value) for name, value in vars(stream).items() if type(value) is dict}
 
-    play(scenario())
+    backend = ScriptedBackend(holds=True)
+    stream = LineStream(backend, lambda _: None, backend.limits, lambda: 0.0)
+    nothing = unsent(stream)
+    for number in range(1, 9):
+        call = encode_message(LineCall(number, attempt_of(request(f"{number}"), "scripted", 0)))
+        stream._take({"type": "http.request", "body": call, "more_body": True})
+        while not backend.in_flight:
+            await asyncio.sleep(0)
+        backend.held(f"{number}").generate(2)
+        call = encode_message(LineCall(number, None))
+        stream._take({"type": "http.request", "body": call, "more_body": True})
+        while stream.num_in_flight:
+            await asyncio.sleep(0)
+        assert unsent(stream) == nothing
 
 
-def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connection(
+async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Deaf, it would seem to work for as long as it sends its heartbeat."""
@@ -440,17 +368,11 @@ def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connection(
     def fail(*_: object) -> None:
         raise ArithmeticError("out of luck")
 
-    async def scenario() -> None:
-        async with (
-            LiveEngine(heartbeat_s=0.05) as engine,
-            EngineConnection(engine.url, ADMIN_KEY) as connection,
-        ):
-            first = asyncio.ensure_future(connection.run(request("a"), "scripted", ignore))
-            await engine.holds(1)
-            monkeypatch.setattr(LineStream, "_begin", fail)
-            second = asyncio.ensure_future(connection.run(request("b"), "scripted", ignore))
-            for attempt in (first, second):
-                with pytest.raises(EngineLostError):
-                    await asyncio.wait_for(attempt, 30)
-
-    play(scenario())
+    async with connected(heartbeat_s=0.05) as (engine, connection):
+        first = asyncio.ensure_future(connection.run(request("a"), "scripted", ignore))
+        await engine.holds(1)
+        monkeypatch.setattr(LineStream, "_begin", fail)
+        second = asyncio.ensure_future(connection.run(request("b"), "scripted", ignore))
+        for attempt in (first, second):
+            with pytest.raises(EngineLostError):
+                await asyncio.wait_for(attempt, 30)

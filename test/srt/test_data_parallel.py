@@ -18,9 +18,9 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     lines,
 )
+from waiting import eventually
 
 FLAGS = (
     *("--dp-size", "2", "--enable-metrics", "--startup-profile-seconds", "0"),

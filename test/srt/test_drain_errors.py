@@ -33,50 +33,41 @@ def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineS
     return Drain(manager, lines, open_service), lines, manager
 
 
-def test_a_directory_that_another_server_has_keeps_it_draining() -> None:
-    async def scenario() -> None:
-        opened: list[str] = []
-        drain, lines, _ = drain_of(opened, is_taken=True)
+async def test_a_directory_that_another_server_has_keeps_it_draining() -> None:
+    opened: list[str] = []
+    drain, lines, _ = drain_of(opened, is_taken=True)
+    await drain.end()
+    await drain.start()
+    await drain.start()
+    with pytest.raises(StartupError, match="another server"):
         await drain.end()
-        await drain.start()
-        await drain.start()
-        with pytest.raises(StartupError, match="another server"):
-            await drain.end()
-        assert opened == ["opened", "closed", "closed"]
-        assert drain.is_draining
-        assert lines.refuses == "draining"
-
-    asyncio.run(scenario())
+    assert opened == ["opened", "closed", "closed"]
+    assert drain.is_draining
+    assert lines.refuses == "draining"
 
 
-def test_an_engine_that_is_told_to_end_is_not_let_in_again() -> None:
-    async def scenario() -> None:
-        drain, lines, manager = drain_of([])
+async def test_an_engine_that_is_told_to_end_is_not_let_in_again() -> None:
+    drain, lines, manager = drain_of([])
+    await drain.end()
+    assert lines.refuses is None
+    await drain.start()
+    manager.gracefully_exit = True
+    with pytest.raises(ConflictError, match="start it again"):
         await drain.end()
-        assert lines.refuses is None
-        await drain.start()
-        manager.gracefully_exit = True
-        with pytest.raises(ConflictError, match="start it again"):
-            await drain.end()
-        assert drain.is_draining
-
-    asyncio.run(scenario())
+    assert drain.is_draining
 
 
-def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
-    async def scenario() -> None:
-        drain, _, manager = drain_of([])
-        manager.rid_to_state["one"] = object()
-        await drain.start()
-        began_s = time.monotonic()
-        await drain.wait_until_empty(0.3)
-        assert time.monotonic() - began_s >= 0.3
-        assert drain.state().requests == 1
-        asyncio.get_running_loop().call_later(0.2, manager.rid_to_state.clear)
-        await asyncio.wait_for(drain.wait_until_empty(3600), 60)
-        assert drain.state().requests == 0
-
-    asyncio.run(scenario())
+async def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
+    drain, _, manager = drain_of([])
+    manager.rid_to_state["one"] = object()
+    await drain.start()
+    began_s = time.monotonic()
+    await drain.wait_until_empty(0.3)
+    assert time.monotonic() - began_s >= 0.3
+    assert drain.state().requests == 1
+    asyncio.get_running_loop().call_later(0.2, manager.rid_to_state.clear)
+    await asyncio.wait_for(drain.wait_until_empty(3600), 60)
+    assert drain.state().requests == 0
 
 
 def test_an_engine_that_has_ended_refuses_every_request() -> None:

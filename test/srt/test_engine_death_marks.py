@@ -60,34 +60,31 @@ def test_a_stop_is_known_from_both_signals(monkeypatch: pytest.MonkeyPatch) -> N
     assert is_stop_asked(manager)
 
 
-def test_weights_have_another_name_after_every_exchange_and_in_every_process() -> None:
-    async def scenario() -> None:
-        weights, others = WeightUpdates(), WeightUpdates()
-        assert weights.name == others.name == ""
-        told: list[bool] = []
-        weights.listeners.add(lambda: told.append(weights.is_changing))
-        names = []
-        for _ in range(3):
-            with weights.updating(empties_cache=True):
-                assert weights.is_changing
-            names.append(weights.name)
-        with pytest.raises(RuntimeError), weights.updating(empties_cache=True):
-            raise RuntimeError("it failed")
-        with others.updating(empties_cache=False):
-            pass
-        assert len({*names, weights.name, others.name}) == 5
-        assert told == [True] * 4
-        assert weights.cache_key == ""
-        assert others.cache_key == others.name
-        # Paused lines stay where they are, and none begins before generation goes on.
-        weights.pause()
+async def test_weights_have_another_name_after_every_exchange_and_in_every_process() -> None:
+    weights, others = WeightUpdates(), WeightUpdates()
+    assert weights.name == others.name == ""
+    told: list[bool] = []
+    weights.listeners.add(lambda: told.append(weights.is_changing))
+    names = []
+    for _ in range(3):
         with weights.updating(empties_cache=True):
-            pass
-        assert told == [True] * 4
-        waiting = asyncio.create_task(weights.settled())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        weights.resume()
-        await asyncio.wait_for(waiting, 5)
-
-    asyncio.run(scenario())
+            assert weights.is_changing
+        names.append(weights.name)
+    with pytest.raises(RuntimeError), weights.updating(empties_cache=True):
+        raise RuntimeError("it failed")
+    with others.updating(empties_cache=False):
+        pass
+    assert len({*names, weights.name, others.name}) == 5
+    assert told == [True] * 4
+    assert weights.cache_key == ""
+    assert others.cache_key == others.name
+    # Paused lines stay where they are, and none begins before generation goes on.
+    weights.pause()
+    with weights.updating(empties_cache=True):
+        pass
+    assert told == [True] * 4
+    waiting = asyncio.create_task(weights.settled())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    weights.resume()
+    await asyncio.wait_for(waiting, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -124,21 +123,21 @@ async def lived(app: Any) -> None:
         pass
 
 
-def test_nothing_is_started_before_the_check() -> None:
+async def test_nothing_is_started_before_the_check() -> None:
     started: list[str] = []
     server = http_server({"memory_usage": {}}, started)
     check = StartCheck(server)
     with pytest.raises(StartupError, match="scheduler 0"):
-        asyncio.run(lived(server.app))
+        await lived(server.app)
     assert started == []
     assert isinstance(check.failure, StartupError)
 
 
-def test_a_server_in_order_starts_and_tells_of_its_scheduler() -> None:
+async def test_a_server_in_order_starts_and_tells_of_its_scheduler() -> None:
     started: list[str] = []
     server = http_server(replica(7.0), started)
     check = StartCheck(server)
-    asyncio.run(lived(server.app))
+    await lived(server.app)
     assert started == ["stock", "ended"]
     assert check.failure is None
     assert server._global_state.scheduler_info["coserve"]["offline_policy"] == "hygen"

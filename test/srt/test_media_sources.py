@@ -199,30 +199,26 @@ class TestPublicAddresses:
                 brought(asking(image_data=[f"{web.url}/to/{target}"]))
         assert all(path.startswith("/to/") for path in web.asked)
 
-    def test_a_name_that_changes_its_address_is_looked_up_once(
+    async def test_a_name_that_changes_its_address_is_looked_up_once(
         self, web: Web, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """DNS rebinding: what was checked is what is connected to."""
         answers = ["127.0.0.1", "127.0.0.2"]
+        loop = asyncio.get_running_loop()
+        look_up = loop.getaddrinfo
 
-        async def scenario() -> None:
-            loop = asyncio.get_running_loop()
-            look_up = loop.getaddrinfo
+        async def changing(host: str, *args: Any, **kwargs: Any) -> Any:
+            if host == "rebinding.example":
+                return [(2, 1, 6, "", (answers.pop(0), 0))]
+            return await look_up(host, *args, **kwargs)
 
-            async def changing(host: str, *args: Any, **kwargs: Any) -> Any:
-                if host == "rebinding.example":
-                    return [(2, 1, 6, "", (answers.pop(0), 0))]
-                return await look_up(host, *args, **kwargs)
-
-            monkeypatch.setattr(loop, "getaddrinfo", changing)
-            url = web.url.replace("127.0.0.1", "rebinding.example")
-            request = asking(image_data=[f"{url}/x"])
-            await MediaSources(allow_urls=True).bring(request)
-            assert request.image_data == [DATA_URL]
-            with pytest.raises(ValueError, match="private"):
-                await MediaSources(allow_urls=True).bring(asking(image_data=[f"{url}/x"]))
-
-        asyncio.run(scenario())
+        monkeypatch.setattr(loop, "getaddrinfo", changing)
+        url = web.url.replace("127.0.0.1", "rebinding.example")
+        request = asking(image_data=[f"{url}/x"])
+        await MediaSources(allow_urls=True).bring(request)
+        assert request.image_data == [DATA_URL]
+        with pytest.raises(ValueError, match="private"):
+            await MediaSources(allow_urls=True).bring(asking(image_data=[f"{url}/x"]))
 
     def test_what_is_too_long_or_too_slow_is_given_up(
         self, web: Web, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +242,7 @@ class TestPublicAddresses:
 
 @pytest.mark.parametrize("allowed", ["inline", "public", "any"])
 @pytest.mark.parametrize("has_processor", [True, False])
-def test_the_tokenizer_manager_gets_nothing_to_open(
+async def test_the_tokenizer_manager_gets_nothing_to_open(
     web: Web, monkeypatch: pytest.MonkeyPatch, allowed: str, has_processor: bool
 ) -> None:
     """Every door of the server and the lines of batches come by here, just before SGLang's
@@ -270,12 +266,12 @@ def test_the_tokenizer_manager_gets_nothing_to_open(
     manager.mm_processor = object() if has_processor else None
     manager.server_args = limits
     url = f"{web.url}/x"
-    asyncio.run(manager._tokenize_one_request(asking(image_data=DATA_URL)))
+    await manager._tokenize_one_request(asking(image_data=DATA_URL))
     if has_processor and allowed != "any":
         with pytest.raises(ValueError, match=r"^image: "):
-            asyncio.run(manager._tokenize_one_request(asking(image_data=[url])))
+            await manager._tokenize_one_request(asking(image_data=[url]))
         assert seen == [DATA_URL]
     else:
-        asyncio.run(manager._tokenize_one_request(asking(image_data=[url])))
+        await manager._tokenize_one_request(asking(image_data=[url]))
         assert seen == [DATA_URL, [url]]
     assert web.asked == []

@@ -477,7 +477,7 @@ def test_a_saturating_offline_load_can_be_checked_used_beside_and_dropped(
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: str) -> None:
+async def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: str) -> None:
     """Also one that does not stream. One that does, of the same length, says how time goes by."""
     long = {"max_new_tokens": 900, "ignore_eos": True}
     clock = {"text": TEXT, "sampling_params": long, "stream": True}
@@ -485,34 +485,30 @@ def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: str) -
         "/generate": {"text": TEXT, "sampling_params": long},
         "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 900, "ignore_eos": True},
     }
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
 
-    async def run() -> None:
-        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+        async def num_running() -> int:
+            (replica,) = (await http.get("/coserve/status")).json()["replicas"]
+            return int(replica["online"]["running"])
 
-            async def num_running() -> int:
-                (replica,) = (await http.get("/coserve/status")).json()["replicas"]
-                return int(replica["online"]["running"])
+        async def tick() -> None:
+            async with http.stream("POST", "/generate", json=clock) as streamed:
+                async for line in streamed.aiter_lines():
+                    if line.startswith("data: {"):
+                        done = json.loads(line.removeprefix("data: "))["meta_info"]
+                        tokens.append(done["completion_tokens"])
 
-            async def tick() -> None:
-                async with http.stream("POST", "/generate", json=clock) as streamed:
-                    async for line in streamed.aiter_lines():
-                        if line.startswith("data: {"):
-                            done = json.loads(line.removeprefix("data: "))["meta_info"]
-                            tokens.append(done["completion_tokens"])
-
-            tokens: list[int] = []
-            leaving = asyncio.create_task(http.post(path, json=left[path] | {"model": "m"}))
-            ticking = asyncio.create_task(tick())
-            try:
-                while await num_running() < 2:
-                    assert not leaving.done() and not ticking.done()
-                leaving.cancel()
-                left_at = len(tokens)
-                while await num_running() == 2:
-                    assert len(tokens) < left_at + 300, "it goes on without its client"
-            finally:
-                leaving.cancel()
-                ticking.cancel()
-                await asyncio.wait({leaving, ticking})
-
-    asyncio.run(run())
+        tokens: list[int] = []
+        leaving = asyncio.create_task(http.post(path, json=left[path] | {"model": "m"}))
+        ticking = asyncio.create_task(tick())
+        try:
+            while await num_running() < 2:
+                assert not leaving.done() and not ticking.done()
+            leaving.cancel()
+            left_at = len(tokens)
+            while await num_running() == 2:
+                assert len(tokens) < left_at + 300, "it goes on without its client"
+        finally:
+            leaving.cancel()
+            ticking.cancel()
+            await asyncio.wait({leaving, ticking})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,11 @@ import openai
 from openai.types import Batch
 
 from sglang_coserve.local_server import LocalServer, free_port
+from waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 FINAL = ("completed", "failed", "expired", "cancelled")
-GIVE_UP_S = 120
 START_S = 300
 """Of replicas, whose controller is one more process that imports SGLang before they do."""
 
@@ -139,13 +137,6 @@ def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool 
 
     eventually(is_there)
     return found[0]
-
-
-def eventually(is_true: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not is_true():
-        assert time.monotonic() < give_up_s, "still waiting"
-        time.sleep(0.05)
 
 
 def records(client: openai.OpenAI, *file_ids: str | None) -> dict[str, dict[str, Any]]:

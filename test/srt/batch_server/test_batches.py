@@ -17,7 +17,6 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     extra_of,
     line,
     lines,
@@ -26,6 +25,7 @@ from srt.batch_server.deployment import (
     until,
 )
 from srt.batch_server.webhook_receiver import WebhookReceiver
+from waiting import eventually
 
 
 def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> None:
@@ -70,13 +70,6 @@ def test_an_endpoint_of_another_kind_of_model_is_refused(client: openai.OpenAI) 
         create(client, b"x", endpoint=EMBEDDINGS)
     assert (caught.value.code, caught.value.param) == ("invalid_endpoint", "endpoint")
     assert COMPLETIONS in str(caught.value)
-
-
-def test_a_malformed_file_fails(client: openai.OpenAI) -> None:
-    batch = until(client, create(client, lines(1) + b"{bad\n").id, "failed")
-    assert batch.errors is not None
-    assert batch.errors.data is not None
-    assert [error.line for error in batch.errors.data] == [2]
 
 
 def test_cancelling_leaves_the_engine_idle(deployment: Deployment, client: openai.OpenAI) -> None:

@@ -22,11 +22,11 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     lines,
     text_of,
     until,
 )
+from waiting import eventually
 
 NUM_LINES, NUM_TOKENS = 5, 60
 """More lines than may run at once."""
@@ -61,10 +61,10 @@ def batches_exported(deployment: Deployment) -> dict[str, float]:
     }
 
 
-def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
+async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
     deployment: Deployment,
 ) -> None:
-    async def scenario() -> None:
+    async with asyncio.timeout(GIVE_UP_S):
         async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
             model = (await connection.describe()).model
             numbers = range(NUM_LINES)
@@ -95,8 +95,6 @@ def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
                 *(connection.run(request(n), model, lambda _: None) for n in numbers)
             )
             assert [r.body["choices"] for r in results] == [r.body["choices"] for r in whole]
-
-    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
 
 def test_its_background_tasks_are_shown(deployment: Deployment) -> None:

@@ -13,7 +13,12 @@ import pytest
 
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
-from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, GIVE_UP_S, Deployment
+from srt.batch_server.deployment import (
+    ADMIN_KEY,
+    COMPLETIONS,
+    GIVE_UP_S,
+    Deployment,
+)
 
 NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 120, 20, 16
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))
@@ -80,10 +85,10 @@ def computed(result: LineResult, generated: Sequence[int]) -> int:
     return int(usage["prompt_tokens"]) + len(generated) - int(cached)
 
 
-def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
+async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
     server: Deployment, directory: Path
 ) -> None:
-    async def scenario() -> None:
+    async with asyncio.timeout(GIVE_UP_S):
         numbers = range(NUM_LINES)
         async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
             heard, moved = await drained(server, connection, [request(n) for n in numbers])
@@ -105,13 +110,10 @@ def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
         assert min(len(tokens) for tokens in heard) >= TOKENS_BEFORE
         assert not list(directory.iterdir())
 
-    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
-
-def test_a_line_that_starts_over_leaves_nothing(server: Deployment, directory: Path) -> None:
+async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, directory: Path) -> None:
     """Its penalties are more than its tokens, so none are reported."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(GIVE_UP_S):
         async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
             penalised = request(7, frequency_penalty=0.5, max_tokens=400)
             model = (await connection.describe()).model
@@ -127,8 +129,6 @@ def test_a_line_that_starts_over_leaves_nothing(server: Deployment, directory: P
             assert result.is_ok
             (left,) = directory.iterdir()
             left.unlink()
-
-    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "open"])

@@ -20,12 +20,12 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     line,
     lines,
     text_of,
     until,
 )
+from waiting import eventually
 
 INNOCENTS = lines(10, 60)
 LONG = lines(4, 300)

@@ -25,13 +25,13 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     extra_of,
     lines,
     records,
     text_of,
     until,
 )
+from waiting import eventually
 
 MIB = 1 << 20
 NUM_LINES, NUM_TOKENS = 12, 400

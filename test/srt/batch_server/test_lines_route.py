@@ -39,13 +39,12 @@ def running(deployment: Deployment) -> int:
     return int(offline["running"]) + int(offline["waiting"])
 
 
-def test_a_line_is_answered_as_in_a_batch_and_goes_on_after_its_tokens(
+async def test_a_line_is_answered_as_in_a_batch_and_goes_on_after_its_tokens(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
     batch = create(client, line("id", 90).encode())
     (record,) = completed(client, batch.id).values()
-
-    async def scenario() -> None:
+    async with asyncio.timeout(GIVE_UP_S):
         async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
             model = (await connection.describe()).model
             heard: list[int] = []
@@ -64,11 +63,9 @@ def test_a_line_is_answered_as_in_a_batch_and_goes_on_after_its_tokens(
             with pytest.raises(LineMovedError, match="the line is of older weights"):
                 await connection.run(request(9), "older weights", heard.extend)
 
-    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
-
-def test_a_closed_connection_ends_the_request(deployment: Deployment) -> None:
-    async def scenario() -> None:
+async def test_a_closed_connection_ends_the_request(deployment: Deployment) -> None:
+    async with asyncio.timeout(GIVE_UP_S):
         async with EngineConnection(deployment.base_url, ADMIN_KEY) as connection:
             model = (await connection.describe()).model
             attempt = asyncio.ensure_future(connection.run(request(900), model, lambda _: None))
@@ -79,8 +76,6 @@ def test_a_closed_connection_ends_the_request(deployment: Deployment) -> None:
             while await asyncio.to_thread(running, deployment):
                 await asyncio.sleep(0.02)
             assert time.monotonic() - start_s < GIVE_UP_S
-
-    asyncio.run(asyncio.wait_for(scenario(), GIVE_UP_S))
 
 
 @pytest.mark.parametrize("key", [API_KEY, "another", None])

@@ -18,12 +18,12 @@ from srt.batch_server.deployment import (
     Deployment,
     completed,
     create,
-    eventually,
     extra_of,
     lines,
     text_of,
     until,
 )
+from waiting import eventually
 
 CONTENT = lines(10, 100)
 

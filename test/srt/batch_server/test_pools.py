@@ -18,7 +18,14 @@ import pytest
 from sglang_coserve.fleet import FleetBackend
 from sglang_coserve.http_lines import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, GIVE_UP_S, Deployment
+from srt.batch_server.deployment import (
+    ADMIN_KEY,
+    API_KEY,
+    COMPLETIONS,
+    GIVE_UP_S,
+    Deployment,
+)
+from waiting import until
 
 NUM_LINES, NUM_TOKENS, PAGE = 6, 400, 16
 KV_TOKENS = 4096
@@ -115,12 +122,6 @@ class Watched:
 
 def ignore(_tokens: Sequence[int]) -> None:
     pass
-
-
-async def until(is_true: Callable[[], object]) -> None:
-    async with asyncio.timeout(GIVE_UP_S):
-        while not is_true():
-            await asyncio.sleep(0.01)
 
 
 async def undisturbed(server: Deployment, numbers: Sequence[int]) -> dict[int, Any]:

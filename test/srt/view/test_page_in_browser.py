@@ -15,10 +15,10 @@ from srt.batch_server.deployment import (
     API_KEY,
     Deployment,
     create,
-    eventually,
     lines,
     until,
 )
+from waiting import eventually
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -16,10 +16,10 @@ from srt.batch_server.deployment import (
     API_KEY,
     Deployment,
     create,
-    eventually,
     lines,
     until,
 )
+from waiting import eventually
 
 ALL = Caller(None, "/coserve/batches", is_operator=True)
 NO_BATCHES = Caller(None, None)
