@@ -67,8 +67,8 @@ PLACES: Final[dict[str, str]] = {
     "lines/line_run.py::fresh_body": "the same line again, which LineParser has measured",
     "jsonl/file_estimate.py::_tokens": "64 KiB of a file, when its batch is permitted",
     "jsonl/check_file.py::_check_line": OWN_PROCESS,
+    "jsonl/check_file.py::main": OWN_PROCESS,
     "jsonl/prefix_order.py::_keyed": OWN_PROCESS,
-    "jsonl/line_id.py::main": OWN_PROCESS,
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
     # Grammars in requests that have passed the request gate.

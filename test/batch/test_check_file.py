@@ -17,10 +17,9 @@ from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT
 from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.file_processes import FileProcesses
-from sglang_coserve.batch.record import LineFault
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl import file_estimate
-from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, check_file
+from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, LineFault, check_file
 from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.jsonl.request_line import estimate_tokens
 

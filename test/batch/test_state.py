@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batch.records import a_batch
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.record import JobRecord, LineFault, Status
+from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import (
     CancelAsked,
     DeadlinePassed,
@@ -25,6 +25,7 @@ from sglang_coserve.batch.state import (
     Validated,
     transition,
 )
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress
 
 USER_EVENTS = (CancelAsked(), PauseAsked(), ResumeAsked())

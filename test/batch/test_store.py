@@ -19,7 +19,7 @@ from sglang_coserve.batch import (
     StorageError,
     TooManyError,
 )
-from sglang_coserve.batch.record import LineFault, Status
+from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
     CancelAsked,
@@ -31,6 +31,7 @@ from sglang_coserve.batch.state import (
 )
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress, Usage
 
 

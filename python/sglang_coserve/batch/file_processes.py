@@ -7,14 +7,17 @@ unfinished batch may need one.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import JobRecord, LineFault
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.helper_process import run_module
 from sglang_coserve.lines.line_source import PrefixOrder
@@ -24,8 +27,7 @@ __all__ = ["FileProcesses"]
 _MOST: Final = 2
 """So that a small file does not wait for a large one."""
 
-_CHECK: Final = "sglang_coserve.jsonl.check_file"
-_LINE_ID: Final = "sglang_coserve.jsonl.line_id"
+_MODULE: Final = "sglang_coserve.jsonl.check_file"
 
 
 class FileProcesses:
@@ -45,13 +47,10 @@ class FileProcesses:
         Raises:
             StorageError: the check itself failed; the file may be good.
         """
+        wanted = CheckLimits(limits.max_lines, limits.max_line_bytes, limits.max_reported_errors)
         async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
             report = await run_module(
-                f"checking {path}",
-                *(_CHECK, str(path), "--endpoint", batch.endpoint),
-                *("--max-lines", str(limits.max_lines)),
-                *("--max-line-bytes", str(limits.max_line_bytes)),
-                *("--max-faults", str(limits.max_reported_errors)),
+                f"checking {path}", _MODULE, str(path), batch.endpoint, json.dumps(asdict(wanted))
             )
         if report["faults"]:
             return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
@@ -70,7 +69,7 @@ class FileProcesses:
         """
         async with self._turn(batch, size_bytes):
             what = f"reading the line at byte {offset} of {path}"
-            return str(await run_module(what, _LINE_ID, str(path), str(offset), batch.endpoint))
+            return str(await run_module(what, _MODULE, str(path), batch.endpoint, str(offset)))
 
     @asynccontextmanager
     async def _turn(self, batch: JobRecord, size_bytes: int) -> AsyncGenerator[None]:

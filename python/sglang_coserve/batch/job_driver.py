@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.job_lines import JobLines
-from sglang_coserve.batch.record import JobRecord, LineFault, Status
+from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.render import mixed_models
 from sglang_coserve.batch.state import (
     DeadlinePassed,
@@ -24,6 +24,7 @@ from sglang_coserve.batch.state import (
 )
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.retry import backoff_s

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress
 
-__all__ = ["BatchEvent", "FileRecord", "JobRecord", "LineFault", "Status"]
+__all__ = ["BatchEvent", "FileRecord", "JobRecord", "Status"]
 
 
 class Status(StrEnum):
@@ -32,19 +33,6 @@ class Status(StrEnum):
             Status.EXPIRED,
             Status.CANCELLED,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LineFault:
-    """Why a batch failed."""
-
-    code: str
-    message: str
-
-    line: int | None = None
-    """1-based line number in the input; None when it is the file as a whole."""
-
-    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from sglang_coserve.batch.job_forecast import JobForecast
@@ -55,10 +56,7 @@ def batch_object(
 ) -> BatchObject:
     """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
     progress, usage = batch.progress, batch.progress.usage
-    faults = [
-        BatchError(code=fault.code, message=fault.message, line=fault.line, param=fault.param)
-        for fault in batch.faults
-    ]
+    faults = [BatchError(**asdict(fault)) for fault in batch.faults]
     warnings = (stalled_by or _lateness(batch, forecast), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,

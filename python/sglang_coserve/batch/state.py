@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.record import JobRecord, LineFault, Status
+from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress
 
 __all__ = [

@@ -1,16 +1,16 @@
-"""The process that checks a whole batch file, so that the server's interpreter lock stays free.
+"""The process that reads a batch file, so that the server's interpreter lock stays free.
 
-``python -m sglang_coserve.jsonl.check_file FILE`` prints one JSON object:
-``requests``, ``estimated_tokens`` and ``faults`` of ``code``, ``message``, ``line``
-and ``param``. A file is good when it has no faults.
+``python -m sglang_coserve.jsonl.check_file FILE ENDPOINT LIMITS``, with ``CheckLimits`` in JSON,
+checks the whole of it and prints one JSON object: ``requests``, ``estimated_tokens`` and ``faults``
+of ``code``, ``message``, ``line`` and ``param``. A file is good when it has no faults. With an
+offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins there,
+which has been checked before, and is too large to be parsed in the server.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,9 +21,10 @@ from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, is_blank, read_line
 from sglang_coserve.jsonl.request_line import BadLineError, estimate_tokens, parse_request_line
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
-__all__ = ["CheckLimits", "FileReport", "InputFault", "check_file", "main"]
+__all__ = ["CheckLimits", "FileReport", "LineFault", "check_file", "main"]
 
 _READ_BYTES = 1 << 20
+_UTF8_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,15 @@ class CheckLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class InputFault:
-    """Why the file cannot be used."""
+class LineFault:
+    """Why a batch failed, or its file cannot be used."""
 
     code: str
     message: str
+
     line: int | None = None
+    """1-based line number in the input; None when it is the file as a whole."""
+
     param: str | None = None
 
 
@@ -54,14 +58,14 @@ class FileReport:
 
     requests: int = 0
     estimated_tokens: int = 0
-    faults: list[InputFault] = field(default_factory=list)
+    faults: list[LineFault] = field(default_factory=list)
 
 
 def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory."""
     report = FileReport()
     if file.read(2) in UTF16_BOMS:
-        report.faults.append(InputFault("invalid_utf8", "the file is UTF-16: save it as UTF-8"))
+        report.faults.append(LineFault("invalid_utf8", "the file is UTF-16: save it as UTF-8"))
         return report
     file.seek(0)
     seen = SeenIds()
@@ -71,18 +75,18 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
         report.requests += 1
         if report.requests > limits.max_lines:
             message = f"more than {limits.max_lines:,} requests: split the file"
-            report.faults.append(InputFault("too_many_requests", message))
+            report.faults.append(LineFault("too_many_requests", message))
             break
         try:
             report.estimated_tokens += _check_line(line, endpoint, limits, seen)
         except BadLineError as error:
-            report.faults.append(InputFault(error.code, str(error), line.number, error.param))
+            report.faults.append(LineFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:
                 message = f"only the first {limits.max_faults} faults are listed"
-                report.faults.append(InputFault("too_many_errors", message))
+                report.faults.append(LineFault("too_many_errors", message))
                 break
     if not report.requests:
-        report.faults.append(InputFault("empty_file", "the file has no requests"))
+        report.faults.append(LineFault("empty_file", "the file has no requests"))
     return report
 
 
@@ -98,21 +102,19 @@ def _check_line(line: FileLine, endpoint: str, limits: CheckLimits, seen: SeenId
     return estimate_tokens(line.size_bytes, request.body)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Check the file named on the command line and print the report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--max-lines", type=int, required=True)
-    parser.add_argument("--max-line-bytes", type=int, required=True)
-    parser.add_argument("--max-faults", type=int, required=True)
-    given = parser.parse_args(arguments)
+def main(path: str, endpoint: str, wanted: str) -> None:
+    """Print what is wanted: a report, or the id of a line."""
     os.nice(10)  # Whatever serves requests is more urgent; with 19 a busy host never gets here.
-    limits = CheckLimits(given.max_lines, given.max_line_bytes, given.max_faults)
-    with given.file.open("rb", buffering=_READ_BYTES) as file:
-        report = check_file(file, given.endpoint, limits)
-    sys.stdout.buffer.write(orjson.dumps(asdict(report)))
+    found: object
+    with Path(path).open("rb", buffering=_READ_BYTES) as file:
+        if wanted.isdecimal():
+            file.seek(int(wanted))
+            line = file.readline().removeprefix(_UTF8_BOM).rstrip(b"\r\n")
+            found = parse_request_line(line, endpoint).custom_id
+        else:
+            found = asdict(check_file(file, endpoint, CheckLimits(**orjson.loads(wanted))))
+    sys.stdout.buffer.write(orjson.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

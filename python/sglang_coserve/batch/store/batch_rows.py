@@ -17,9 +17,10 @@ from sglang_coserve.batch.errors import (
     TooManyError,
 )
 from sglang_coserve.batch.job_forecast import REMEMBERED, PastJob
-from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, LineFault, Status
+from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows
+from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress, Usage
 
 __all__ = [
