@@ -13,7 +13,9 @@ from typing import Final, Self
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.store import Store, suspect_rows
+from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.batch.state import Event
+from sglang_coserve.batch.store import Store, batch_rows, suspect_rows
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.context import LineContext
@@ -42,6 +44,9 @@ class JobContext(LineContext):
     file_processes: FileProcesses
     background: TaskSupervisor
 
+    record_events: bool
+    """Whether the ends of batches are put into the outbox."""
+
     opened: AsyncExitStack
     """What ``close`` closes."""
 
@@ -52,6 +57,7 @@ class JobContext(LineContext):
         backend: Backend,
         limits: BatchLimits,
         *,
+        record_events: bool,
         dies_with_engine: bool,
         background: TaskSupervisor | None,
         clock: Clock | None,
@@ -87,6 +93,7 @@ class JobContext(LineContext):
                 limits=limits,
                 file_processes=FileProcesses(),
                 background=background or TaskSupervisor(clock),
+                record_events=record_events,
                 clock=clock,
                 rng=rng or random.SystemRandom(),
                 retry_policy=RetryPolicy(
@@ -104,6 +111,25 @@ class JobContext(LineContext):
     async def close(self) -> None:
         """Release the directory, and end the threads."""
         await self.opened.aclose()
+
+    async def apply(
+        self,
+        batch_id: str,
+        event: Event,
+        *,
+        owner: str | None = None,
+        expected: Status | None = None,
+    ) -> JobRecord:
+        """Take a batch through an event; see ``batch_rows.apply``, also for what is raised."""
+        return await self.store.run(
+            batch_rows.apply,
+            batch_id,
+            event,
+            self.clock.now_s(),
+            owner=owner,
+            expected=expected,
+            outbox_id=new_id("evt_", self.rng) if self.record_events else None,
+        )
 
 
 def new_id(prefix: str, rng: random.Random) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.job_lines import JobLines
@@ -26,7 +26,6 @@ from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.fair_slots import JobShare
-from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.retry import backoff_s
 
 __all__ = ["BATCH_TASK", "JobDriver"]
@@ -45,8 +44,6 @@ _MAX_FAILURES = 5
 """How often a batch whose window has closed, or that is cancelled, is tried again before it
 fails."""
 
-Apply: TypeAlias = Callable[[str, Event, Status | None], Awaitable[JobRecord]]
-
 
 class JobDriver:
     """Does the work of a batch's state, and again whenever the state has changed.
@@ -55,18 +52,12 @@ class JobDriver:
     next.
     """
 
-    def __init__(
-        self,
-        record: JobRecord,
-        context: JobContext,
-        apply: Apply,
-    ) -> None:
+    def __init__(self, record: JobRecord, context: JobContext) -> None:
         self.record = record
         """The latest state that this driver has seen."""
 
         self.share = JobShare(record.owner, record.priority, record.weight, record.expires_at_s)
         self._context = context
-        self._apply_event = apply
         self._changed = asyncio.Event()
         self._failures = 0
         self._fault: LineFault | None = None
@@ -164,21 +155,19 @@ class JobDriver:
         await self._apply(Finalized(), batch)
 
     def _lines(self, batch: JobRecord) -> JobLines:
-        return JobLines(batch, self.share, self._context, self._commit, self._served_by)
+        return JobLines(batch, self.share, self._context, self._note)
 
-    async def _commit(self, progress: Progress) -> None:
-        if progress.lines > self.record.progress.lines:
+    async def _note(self, event: Progressed | ServedBy) -> None:
+        """Take the batch through what its lines have to say, whatever its state is by now."""
+        before, self.record = self.record, await self._context.apply(self.record.id, event)
+        if self.record.progress.lines > before.progress.lines:
             self._forget_failures()
-        self.record = await self._apply_event(self.record.id, Progressed(progress), None)
-
-    async def _served_by(self, event: ServedBy) -> None:
-        self.record = await self._apply_event(self.record.id, event, None)
-        if self.record.earlier_model_lines:
+        if isinstance(event, ServedBy) and self.record.earlier_model_lines:
             _log.warning("batch %s: %s", self.record.id, mixed_models(self.record, event.model))
 
     async def _apply(self, event: Event, batch: JobRecord) -> None:
         """Take the batch through ``event``, unless its state is no longer that of ``batch``."""
-        self.record = await self._apply_event(batch.id, event, batch.status)
+        self.record = await self._context.apply(batch.id, event, expected=batch.status)
 
     def _left_s(self, batch: JobRecord) -> float:
         return batch.expires_at_s - self._context.clock.now_s()

@@ -11,7 +11,7 @@ from typing import Final
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
-from sglang_coserve.batch.state import ServedBy
+from sglang_coserve.batch.state import Progressed, ServedBy
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_request_line
@@ -20,7 +20,7 @@ from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineBitmap, LineSource, PrefixOrder
-from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.progress import Usage
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import batch_tag, encode_record
 from sglang_coserve.lines.worker_threads import WorkerThreads
@@ -79,7 +79,7 @@ class LineParser:
 class JobLines:
     """A batch as a job of the line engine (``LineJob``).
 
-    ``commit`` is called with what is on the disk, ``served_by`` with the model of the results.
+    ``note`` is called with what is on the disk, and with the model of the results.
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class JobLines:
         batch: JobRecord,
         share: JobShare,
         context: JobContext,
-        commit: Callable[[Progress], Awaitable[None]],
-        served_by: Callable[[ServedBy], Awaitable[None]],
+        note: Callable[[Progressed | ServedBy], Awaitable[None]],
     ) -> None:
         self.id = batch.id
         self.share = share
@@ -96,8 +95,7 @@ class JobLines:
         self.model = batch.model
         self._batch = batch
         self._context = context
-        self._commit = commit
-        self._served_by = served_by
+        self._note = note
         self._tag = batch_tag(batch.id)
         directory = context.directory
         self._input = directory.file(batch.input_file_id)
@@ -182,7 +180,7 @@ class JobLines:
 
     async def model_changed(self, model: str, completed: int) -> None:
         """See ``LineJob``."""
-        await self._served_by(ServedBy(model, completed))
+        await self._note(ServedBy(model, completed))
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[tuple[LineBitmap, ResultWriter]]:
@@ -190,7 +188,7 @@ class JobLines:
         await self._context.threads.run(self._recover, finished)
         writer = ResultWriter(
             self._log,
-            self._commit,
+            lambda progress: self._note(Progressed(progress)),
             self._context.threads,
             self._context.clock,
             self._context.flush_interval_s,

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Final
 
 from sglang_coserve.batch.admission import raise_if_window_too_short
-from sglang_coserve.batch.context import JobContext, new_id
+from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.forecaster import Forecaster
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
 from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.owners import raise_if_over, raise_if_too_many
-from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.service_status import Headroom
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import Store, batch_rows
@@ -63,9 +63,8 @@ class OnlineDelays:
 class JobSupervisor:
     """Starts the drivers, notifies them of changes, and compares their prospects."""
 
-    def __init__(self, context: JobContext, *, record_events: bool) -> None:
+    def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._record_events = record_events
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
         self._delays = OnlineDelays(context.backend, context.store)
         self._drivers: dict[str, JobDriver] = {}
@@ -173,38 +172,24 @@ class JobSupervisor:
         return record
 
     async def _change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
-        record = await self._apply(batch_id, event, None, owner)
+        record = await self._context.apply(batch_id, event, owner=owner)
         if batch_id in self._drivers:
             self._drivers[batch_id].notice_change()
         return record
 
     def _lead(self, record: JobRecord) -> None:
-        driver = JobDriver(record, self._context, self._apply)
+        driver = JobDriver(record, self._context)
         task = self._context.background.start(BATCH_TASK, driver.run, record.id)
         self._drivers[record.id] = driver
         self._tasks[record.id] = task
         task.add_done_callback(lambda _: self._ended(record.id))
 
-    async def _apply(
-        self, batch_id: str, event: Event, expected: Status | None, owner: str | None = None
-    ) -> JobRecord:
-        context = self._context
-        record = await context.store.run(
-            batch_rows.apply,
-            batch_id,
-            event,
-            context.clock.now_s(),
-            owner=owner,
-            expected=expected,
-            outbox_id=new_id("evt_", context.rng) if self._record_events else None,
-        )
-        if record.status.is_final:
+    def _ended(self, batch_id: str) -> None:
+        record = self._drivers.pop(batch_id).record
+        del self._tasks[batch_id]
+        if record.status.is_final:  # Otherwise the service is being closed.
             self._forecaster.ended(record)
             self.event_added.set()
-        return record
-
-    def _ended(self, batch_id: str) -> None:
-        del self._tasks[batch_id], self._drivers[batch_id]
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""

@@ -124,6 +124,7 @@ class BatchService:
                     directory,
                     backend,
                     limits,
+                    record_events=record_events,
                     dies_with_engine=dies_with_engine,
                     background=background,
                     clock=clock,
@@ -132,7 +133,7 @@ class BatchService:
                 opened.push_async_callback(context.close)
                 pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
                 files = FileStore(context.directory, context.store, context.threads, limits, pace)
-                service = cls(context, files, JobSupervisor(context, record_events=record_events))
+                service = cls(context, files, JobSupervisor(context))
                 opened.push_async_exit(service)
                 await service._start()
             except StorageError as error:
