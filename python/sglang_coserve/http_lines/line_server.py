@@ -7,16 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from sglang_coserve.batch.routes import BatchApiOffError, check_admin_key
-from sglang_coserve.batch.routes.errors import (
-    ERROR_RESPONSES,
-    OPERATOR_ERROR_RESPONSES,
-    OpenAIRoute,
-)
+from sglang_coserve.batch.routes import BatchApiOffError, endpoints_of, operator_router
+from sglang_coserve.batch.routes.errors import OpenAIRoute
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
     LINES_PATH,
@@ -144,13 +139,7 @@ class _StreamResponse(Response):
 _STATE: Final = "coserve_line_server"
 _STARTING: Final = "the engine does not serve lines yet"
 
-router = APIRouter(
-    prefix=LINES_PATH,
-    tags=["gateway"],
-    route_class=OpenAIRoute,
-    responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
-    dependencies=[Depends(check_admin_key)],
-)
+router = operator_router(LINES_PATH, tag="gateway", route_class=OpenAIRoute)
 
 
 def add_line_routes(app: FastAPI) -> None:
@@ -165,7 +154,7 @@ def set_line_server(app: FastAPI, server: LineServer) -> None:
 
 def line_endpoints() -> list[Any]:
     """Return the functions behind the routes, which need the admin key."""
-    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
+    return endpoints_of(router)
 
 
 @router.get("")

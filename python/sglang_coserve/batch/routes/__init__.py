@@ -12,14 +12,8 @@ from sglang_coserve.batch.routes.caller import (
     set_not_ready,
     set_service,
 )
-from sglang_coserve.batch.routes.errors import (
-    ERROR_RESPONSES,
-    OPERATOR_ERROR_RESPONSES,
-    BatchApiNotReadyError,
-    BatchApiOffError,
-    JsonRoute,
-)
-from sglang_coserve.batch.routes.operator import check_admin_key, set_admin_key
+from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
+from sglang_coserve.batch.routes.operator import endpoints_of, operator_router, set_admin_key
 from sglang_coserve.batch.routes.routing import (
     add_batch_routes,
     missing_routes,
@@ -35,21 +29,19 @@ from sglang_coserve.batch.routes.view_access import (
 )
 
 __all__ = [
-    "ERROR_RESPONSES",
-    "OPERATOR_ERROR_RESPONSES",
     "PAGE_PATH",
     "VIEW_PATH",
     "BatchApiNotReadyError",
     "BatchApiOffError",
     "Caller",
-    "JsonRoute",
     "Keys",
     "add_batch_routes",
     "batch_api_status",
-    "check_admin_key",
+    "endpoints_of",
     "find_service",
     "missing_routes",
     "operator_endpoints",
+    "operator_router",
     "set_admin_key",
     "set_not_ready",
     "set_service",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from sglang_coserve.asgi import bearer_key, is_same_key
@@ -18,7 +19,7 @@ from sglang_coserve.batch.routes.errors import (
 )
 from sglang_coserve.batch.schemas import BatchList, BatchObject, BatchStatus
 
-__all__ = ["check_admin_key", "router", "set_admin_key"]
+__all__ = ["endpoints_of", "operator_router", "router", "set_admin_key"]
 
 _STATE: Final = "coserve_admin_key"
 
@@ -36,7 +37,7 @@ def check_admin_key(
         Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
     ],
 ) -> None:
-    """Let a request pass that brings the admin key; for a route's dependencies.
+    """Let a request pass that brings the admin key.
 
     Raises:
         NoAdminKeyError: the server has none.
@@ -52,13 +53,25 @@ def check_admin_key(
         raise AdminKeyError("send the server's --admin-api-key as a bearer token")
 
 
-router = APIRouter(
-    prefix="/coserve/batches",
-    tags=["operator"],
-    route_class=JsonRoute,
-    responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
-    dependencies=[Depends(check_admin_key)],
-)
+def operator_router(
+    prefix: str = "", *, tag: str = "operator", route_class: type[APIRoute] = JsonRoute
+) -> APIRouter:
+    """Return a router whose routes need the admin key."""
+    return APIRouter(
+        prefix=prefix,
+        tags=[tag],
+        route_class=route_class,
+        responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
+        dependencies=[Depends(check_admin_key)],
+    )
+
+
+def endpoints_of(router: APIRouter) -> list[Any]:
+    """Return the functions behind the routes."""
+    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
+
+
+router = operator_router("/coserve/batches")
 
 BatchId = Annotated[str, Path(max_length=64)]
 

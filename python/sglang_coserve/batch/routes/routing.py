@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.routing import Match
 
 from sglang_coserve.batch.routes import batches, files, operator
@@ -28,7 +27,7 @@ def add_batch_routes(app: FastAPI) -> None:
 
 def operator_endpoints() -> list[Any]:
     """Return the functions behind the routes that need the admin key."""
-    return [route.endpoint for route in operator.router.routes if isinstance(route, APIRoute)]
+    return operator.endpoints_of(operator.router)
 
 
 def missing_routes(app: Any) -> list[str]:

@@ -14,18 +14,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, FastAPI, Query
-from fastapi.routing import APIRoute
+from fastapi import FastAPI, Query
 from pydantic import BaseModel
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.routes import (
-    ERROR_RESPONSES,
-    OPERATOR_ERROR_RESPONSES,
-    JsonRoute,
-    check_admin_key,
-)
+from sglang_coserve.batch.routes import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import LineServer
 
@@ -162,13 +156,7 @@ class DrainHealthMiddleware:
 
 def install_drain_routes(app: FastAPI) -> list[Any]:
     """Add the routes; return their functions, which need the admin key."""
-    router = APIRouter(
-        prefix=DRAIN_PATH,
-        tags=["operator"],
-        route_class=JsonRoute,
-        responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
-        dependencies=[Depends(check_admin_key)],
-    )
+    router = operator_router(DRAIN_PATH)
 
     def drain_of_app() -> Drain:
         drain: Drain = getattr(app.state, _STATE)
@@ -200,4 +188,4 @@ def install_drain_routes(app: FastAPI) -> list[Any]:
         return drain.state()
 
     app.router.routes.extend(router.routes)
-    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
+    return endpoints_of(router)

@@ -12,15 +12,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Response
+from fastapi import FastAPI, HTTPException, Query, Response
 
 from sglang_coserve import __version__
-from sglang_coserve.batch.routes import (
-    ERROR_RESPONSES,
-    OPERATOR_ERROR_RESPONSES,
-    JsonRoute,
-    check_admin_key,
-)
+from sglang_coserve.batch.routes import operator_router
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines import LOAD_PATH
 from sglang_coserve.srt import compat
@@ -94,12 +89,7 @@ _MOST_S: Final = 600.0
 def install_trace_route(http_server: Any) -> Any:
     """Add the route to SGLang's app; return its function."""
     app: FastAPI = http_server.app
-    router = APIRouter(
-        tags=["operator"],
-        route_class=JsonRoute,
-        responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
-        dependencies=[Depends(check_admin_key)],
-    )
+    router = operator_router()
 
     @router.get(TRACE_PATH, response_class=Response)
     async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_S)] = 60.0) -> Response:
