@@ -345,7 +345,7 @@ async def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_s
         return {name: len(value) for name, value in vars(stream).items() if type(value) is dict}
 
     backend = ScriptedBackend(holds=True)
-    stream = LineStream(backend, lambda _: None, backend.limits, lambda: 0.0)
+    stream = LineStream(backend, lambda _: None, backend.limits)
     nothing = unsent(stream)
     for number in range(1, 9):
         call = encode_message(LineCall(number, attempt_of(request(f"{number}"), "scripted", 0)))

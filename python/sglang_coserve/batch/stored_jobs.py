@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,16 +24,13 @@ class StoredJobs:
     Every call blocks.
     """
 
-    def __init__(
-        self, connection: sqlite3.Connection, path: Path, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
         self._path = path
-        self._now_s = now_s
 
     @classmethod
     @contextmanager
-    def open(cls, directory: Path, now_s: Callable[[], float]) -> Generator[StoredJobs]:
+    def open(cls, directory: Path) -> Generator[StoredJobs]:
         """Lock ``directory`` against servers within this context.
 
         Raises:
@@ -48,7 +46,7 @@ class StoredJobs:
         data.open()
         try:
             with closing(open_database(data.database)) as connection:
-                yield cls(connection, data.database, now_s)
+                yield cls(connection, data.database)
         finally:
             data.close()
 
@@ -70,4 +68,4 @@ class StoredJobs:
             StorageError: the database cannot be written.
         """
         with transaction(self._connection, self._path):
-            return batch_rows.apply(self._connection, batch_id, event, self._now_s())
+            return batch_rows.apply(self._connection, batch_id, event, time.time())

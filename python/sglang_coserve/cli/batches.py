@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -263,7 +262,7 @@ def _opened(context: typer.Context) -> Generator[StoredJobs]:
 
     data_dir: Path = context.obj
     try:
-        with StoredJobs.open(data_dir, time.time) as stored:
+        with StoredJobs.open(data_dir) as stored:
             yield stored
     except InUseError:
         raise StartupError(

@@ -12,7 +12,7 @@ import msgspec
 
 from sglang_coserve.client.output_files import errors_path
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.lines.result_record import error_message, record_identity
+from sglang_coserve.lines.result_record import error_message, record_identity, usage_of
 
 __all__ = ["BatchResult", "LineError", "Response", "ResultStream", "decode_record", "read_results"]
 
@@ -72,19 +72,12 @@ class BatchResult:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens the server counted; 0 when it did not."""
-        return self._usage("prompt_tokens")
+        return usage_of(self.response and self.response.body).input_tokens
 
     @property
     def completion_tokens(self) -> int:
         """Generated tokens the server counted; 0 when it did not."""
-        return self._usage("completion_tokens")
-
-    def _usage(self, name: str) -> int:
-        match self.response and self.response.body:
-            case {"usage": dict(usage)}:
-                count = usage.get(name)
-                return count if isinstance(count, int) else 0
-        return 0
+        return usage_of(self.response and self.response.body).output_tokens
 
 
 def decode_record(record: bytes) -> BatchResult:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -60,14 +60,13 @@ class _EngineView(msgspec.Struct, frozen=True):
 class EngineViews:
     """Asks engines as their operator, which the gateway is: it has their admin key."""
 
-    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic_s = monotonic_s
+    def __init__(self) -> None:
         self._asking: asyncio.Task[Mapping[str, OnlineUsers]] | None = None
         self._asked_s = 0.0
 
     async def online_users(self, engines: Iterable[RemoteEngine]) -> Mapping[str, OnlineUsers]:
         """Return what is known, by the engines' addresses; at most one second old."""
-        now_s = self._monotonic_s()
+        now_s = time.monotonic()
         if self._asking is None or now_s - self._asked_s >= _FRESH_S:
             self._asked_s = now_s
             self._asking = asyncio.create_task(_ask_all(list(engines)))

@@ -45,11 +45,10 @@ class EngineConnection:
         ConfigError: the address or the key cannot be used.
     """
 
-    def __init__(self, url: str, admin_key: str, *, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str, admin_key: str) -> None:
         self.url = _checked(url)
         if not admin_key.isascii() or not admin_key.isprintable():
             raise ConfigError("the engines' admin key has characters that no header can carry")
-        self._now_s = now_s
         self._session = aiohttp.ClientSession(
             url,
             headers={"authorization": f"Bearer {admin_key}"},
@@ -129,7 +128,7 @@ class EngineConnection:
         """
         if self._stream is None or self._stream.has_ended:
             self._stream = EngineStream(self._session, self.url)
-        attempt = attempt_of(request, model, self._now_s())
+        attempt = attempt_of(request, model, time.time())
         return await self._stream.run(request, attempt, on_tokens, on_prompt)
 
     def ask_back(self, request: LineRequest) -> None:

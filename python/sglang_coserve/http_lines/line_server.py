@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -44,11 +42,9 @@ class LineServer:
         backend: Backend,
         *,
         heartbeat_s: float = HEARTBEAT_S,
-        now_s: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._heartbeat_s = heartbeat_s
-        self._now_s = now_s
         self._run = secrets.token_hex(8)
         self._closed: str | None = None
         self._streams: set[LineStream] = set()
@@ -103,7 +99,7 @@ class LineServer:
 
     async def serve(self, receive: Receive, send: Send) -> None:
         """Serve what one connection asks for, until that ends."""
-        stream = LineStream(self._backend, self._refusal, self.call_limits, self._now_s)
+        stream = LineStream(self._backend, self._refusal, self.call_limits)
         self._streams.add(stream)
         if self._closed is not None:
             stream.close(self._closed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,13 +134,11 @@ class LineStream:
         backend: Backend,
         refusal: Callable[[LineAttempt], str | None],
         limits: BodyLimits,
-        now_s: Callable[[], float],
     ) -> None:
         """``refusal`` says why an attempt is not made now, ``limits`` what one call may be."""
         self._backend = backend
         self._refusal = refusal
         self._reader = CallReader(limits)
-        self._now_s = now_s
         self._attempts: dict[int, _RunningAttempt] = {}
         self._tokens: dict[int, _UnsentTokens] = {}
         self._ends: list[bytes] = []
@@ -275,7 +274,7 @@ class LineStream:
         elif (why := self._refusal(attempt)) is not None:
             self._ends.append(encode_message(LineEvent(number, moved=why)))
         else:
-            request = request_of(attempt, self._now_s())
+            request = request_of(attempt, time.time())
             on_tokens = partial(self._add_tokens, number)
             task = asyncio.ensure_future(self._backend.run(request, on_tokens))
             self._attempts[number] = _RunningAttempt(request, task)
