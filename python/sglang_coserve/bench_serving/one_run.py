@@ -89,7 +89,7 @@ def measure(
         if target_s is not None
         for word in ("--slo", f"{name}:{target_s * 1e3:.3f}")
     ]
-    common = ["--concurrency-ratio", str(options.concurrency_ratio)]
+    common = ["--concurrency-ratio", str(options.steady_state_concurrency_ratio)]
     if options.model_path is not None:
         # It would look the served name up on Hugging Face, and retry where there is no network.
         common += ["--model", options.model_path]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, System, parse_system
@@ -33,9 +33,14 @@ After these flags, in any order:
 """
 
 
+def _flag(default: Any, text: str, **how: Any) -> Any:
+    """Return a field that is a flag of its name; ``how``: see ``add_argument``."""
+    return field(default=default, metadata={"help": text, **how})
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run. ``make_parser`` documents every field as a flag."""
+    """What to run."""
 
     systems: tuple[System, ...]
     online: tuple[str, ...]
@@ -44,19 +49,37 @@ class Options:
     urls: tuple[str, ...] = ()
     """Of servers that run already, one for each system; empty to start servers."""
 
-    model_path: str | None = None
-    out: Path = Path("bench-serving")
     targets: SloTargets = _NO_TARGETS
-    slo_scale: float | None = None
-    chunk_tokens: tuple[int, ...] = stock.CHUNK_TOKENS
-    request_rates: tuple[float, ...] = ()
-    """Of the online load, one after the other; empty: its own flags say."""
-
-    repeats: int = 1
-    warmup_s: float = 5.0
-    concurrency_ratio: float = 0.8
-    ready_timeout_s: float = 600.0
-    run_timeout_s: float = 3600.0
+    model_path: str | None = _flag(None, "start a server of this model for each system")
+    out: Path = _flag(  # noqa: RUF009 (a path cannot change)
+        Path("bench-serving"), "where everything goes", type=Path
+    )
+    slo_scale: float | None = _flag(
+        None, "targets are P99 TTFT and P99 ITL of alone, times this", type=float
+    )
+    chunk_tokens: tuple[int, ...] = _flag(
+        stock.CHUNK_TOKENS,
+        "chunk sizes that stock-tuned tries (default: 128 to 2048)",
+        nargs="+",
+        type=int,
+        metavar="N",
+    )
+    request_rates: tuple[float, ...] = _flag(
+        (),
+        "online requests a second: everything is run at each of these rates",
+        nargs="+",
+        type=float,
+        metavar="R",
+    )
+    repeats: int = _flag(1, "measure each so often: medians and ranges", type=int)
+    warmup_s: float = _flag(5.0, "offline load alone before the online one", type=float)
+    steady_state_concurrency_ratio: float = _flag(
+        0.8,
+        "SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
+        type=float,
+    )
+    ready_timeout_s: float = _flag(600.0, "longest start of a server", type=float)
+    run_timeout_s: float = _flag(3600.0, "longest run of a load", type=float)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -71,10 +94,9 @@ class Options:
                 raise ConfigError(f"{name} {value:g}: it must be a positive number")
         if not 0 <= self.warmup_s < math.inf:
             raise ConfigError(f"--warmup-s {self.warmup_s:g}: it must be at least 0")
-        if not 0 < self.concurrency_ratio <= 1:
+        if not 0 < (ratio := self.steady_state_concurrency_ratio) <= 1:
             raise ConfigError(
-                f"--steady-state-concurrency-ratio {self.concurrency_ratio:g}: it must be above 0 "
-                "and at most 1"
+                f"--steady-state-concurrency-ratio {ratio:g}: it must be above 0 and at most 1"
             )
         if not self.online:
             raise ConfigError("no online load: add --online and flags of sglang.bench_serving")
@@ -115,6 +137,9 @@ class Options:
         }
 
 
+_FLAGS: Final = {one.name: one for one in fields(Options) if one.metadata}
+
+
 def parse_options(argv: Sequence[str]) -> Options:
     """Read the command line.
 
@@ -131,23 +156,18 @@ def parse_options(argv: Sequence[str]) -> Options:
             sections[section].append(word)
     args = make_parser().parse_args(sections[""])
     systems, urls = _systems(args)
+    given = {name: getattr(args, name) for name in _FLAGS}
     return Options(
         systems=systems,
         urls=urls,
         server=tuple(sections["--server"]),
         online=tuple(sections["--online"]),
         offline=tuple(sections["--offline"]),
-        model_path=args.model_path,
-        out=args.out,
         targets=SloTargets.of_ms(args.slo_ttft_ms, args.slo_tpot_ms),
-        slo_scale=args.slo_scale,
-        chunk_tokens=tuple(dict.fromkeys(args.chunk_tokens)),
-        request_rates=tuple(dict.fromkeys(args.request_rates)),
-        repeats=args.repeats,
-        warmup_s=args.warmup_s,
-        concurrency_ratio=args.steady_state_concurrency_ratio,
-        ready_timeout_s=args.ready_timeout_s,
-        run_timeout_s=args.run_timeout_s,
+        **{
+            name: tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+            for name, value in given.items()
+        },
     )
 
 
@@ -162,7 +182,6 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model-path", help="start a server of this model for each system")
     add(
         "--systems",
         nargs="+",
@@ -177,36 +196,10 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="servers that run already, with the system that each is (default: coserve)",
     )
-    add("--out", type=Path, default=Path("bench-serving"), help="where everything goes")
     add("--slo-ttft-ms", type=float, help="target: for goodput, and for systems that take it")
     add("--slo-tpot-ms", type=float, help="likewise")
-    add("--slo-scale", type=float, help="targets are P99 TTFT and P99 ITL of alone, times this")
-    add(
-        "--chunk-tokens",
-        nargs="+",
-        type=int,
-        default=stock.CHUNK_TOKENS,
-        metavar="N",
-        help="chunk sizes that stock-tuned tries (default: 128 to 2048)",
-    )
-    add(
-        "--request-rates",
-        nargs="+",
-        type=float,
-        default=(),
-        metavar="R",
-        help="online requests a second: everything is run at each of these rates",
-    )
-    add("--repeats", type=int, default=1, help="measure each so often: medians and ranges")
-    add("--warmup-s", type=float, default=5.0, help="offline load alone before the online one")
-    add(
-        "--steady-state-concurrency-ratio",
-        type=float,
-        default=0.8,
-        help="SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
-    )
-    add("--ready-timeout-s", type=float, default=600.0, help="longest start of a server")
-    add("--run-timeout-s", type=float, default=3600.0, help="longest run of a load")
+    for name, one in _FLAGS.items():
+        add(f"--{name.replace('_', '-')}", default=one.default, **one.metadata)
     return parser
 
 
