@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, System, parse_system
+from sglang_coserve.config.flags import add_flags, setting
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
@@ -33,11 +34,6 @@ After these flags, in any order:
 """
 
 
-def _flag(default: Any, text: str, **how: Any) -> Any:
-    """Return a field that is a flag of its name; ``how``: see ``add_argument``."""
-    return field(default=default, metadata={"help": text, **how})
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """What to run."""
@@ -50,36 +46,36 @@ class Options:
     """Of servers that run already, one for each system; empty to start servers."""
 
     targets: SloTargets = _NO_TARGETS
-    model_path: str | None = _flag(None, "start a server of this model for each system")
-    out: Path = _flag(  # noqa: RUF009 (a path cannot change)
+    model_path: str | None = setting(None, "start a server of this model for each system")
+    out: Path = setting(  # noqa: RUF009 (a path cannot change)
         Path("bench-serving"), "where everything goes", type=Path
     )
-    slo_scale: float | None = _flag(
+    slo_scale: float | None = setting(
         None, "targets are P99 TTFT and P99 ITL of alone, times this", type=float
     )
-    chunk_tokens: tuple[int, ...] = _flag(
+    chunk_tokens: tuple[int, ...] = setting(
         stock.CHUNK_TOKENS,
         "chunk sizes that stock-tuned tries (default: 128 to 2048)",
         nargs="+",
         type=int,
         metavar="N",
     )
-    request_rates: tuple[float, ...] = _flag(
+    request_rates: tuple[float, ...] = setting(
         (),
         "online requests a second: everything is run at each of these rates",
         nargs="+",
         type=float,
         metavar="R",
     )
-    repeats: int = _flag(1, "measure each so often: medians and ranges", type=int)
-    warmup_s: float = _flag(5.0, "offline load alone before the online one", type=float)
-    steady_state_concurrency_ratio: float = _flag(
+    repeats: int = setting(1, "measure each so often: medians and ranges", type=int)
+    warmup_s: float = setting(5.0, "offline load alone before the online one", type=float)
+    steady_state_concurrency_ratio: float = setting(
         0.8,
         "SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
         type=float,
     )
-    ready_timeout_s: float = _flag(600.0, "longest start of a server", type=float)
-    run_timeout_s: float = _flag(3600.0, "longest run of a load", type=float)
+    ready_timeout_s: float = setting(600.0, "longest start of a server", type=float)
+    run_timeout_s: float = setting(3600.0, "longest run of a load", type=float)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -137,7 +133,7 @@ class Options:
         }
 
 
-_FLAGS: Final = {one.name: one for one in fields(Options) if one.metadata}
+_FLAGS: Final = [field for field in fields(Options) if field.metadata]
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -156,7 +152,9 @@ def parse_options(argv: Sequence[str]) -> Options:
             sections[section].append(word)
     args = make_parser().parse_args(sections[""])
     systems, urls = _systems(args)
-    given = {name: getattr(args, name) for name in _FLAGS}
+    given: dict[str, Any] = {field.name: getattr(args, field.name) for field in _FLAGS}
+    for name in ("chunk_tokens", "request_rates"):
+        given[name] = tuple(dict.fromkeys(given[name]))
     return Options(
         systems=systems,
         urls=urls,
@@ -164,10 +162,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         online=tuple(sections["--online"]),
         offline=tuple(sections["--offline"]),
         targets=SloTargets.of_ms(args.slo_ttft_ms, args.slo_tpot_ms),
-        **{
-            name: tuple(dict.fromkeys(value)) if isinstance(value, list) else value
-            for name, value in given.items()
-        },
+        **given,
     )
 
 
@@ -198,8 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--slo-ttft-ms", type=float, help="target: for goodput, and for systems that take it")
     add("--slo-tpot-ms", type=float, help="likewise")
-    for name, one in _FLAGS.items():
-        add(f"--{name.replace('_', '-')}", default=one.default, **one.metadata)
+    add_flags(parser, _FLAGS)
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Self, get_origin, get_type_hints
@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["NOT_NEGATIVE", "POSITIVE", "SHARE", "FlagSettings", "flag", "setting"]
+__all__ = ["NOT_NEGATIVE", "POSITIVE", "SHARE", "FlagSettings", "add_flags", "flag", "setting"]
 
 POSITIVE: Final = Field(gt=0)
 NOT_NEGATIVE: Final = Field(ge=0)
@@ -33,6 +33,18 @@ def setting(default: Any, doc: str, *, is_off_at_zero: bool = False, **cli: Any)
 def flag(field_name: str) -> str:
     """Return the flag of a field."""
     return "--" + field_name.replace("_", "-")
+
+
+def add_flags(group: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
+    """Add a flag for each of ``fields``, made by ``setting``, to a parser or a group of one."""
+    for field in fields:
+        group.add_argument(
+            flag(field.name),
+            # argparse extends a copy of the default, which it can make of a list only.
+            default=list(field.default) if field.default == () else field.default,
+            help=field.metadata["doc"].replace("%", "%%"),
+            **field.metadata["cli"],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +83,8 @@ class FlagSettings:
             if dataclasses.is_dataclass(base)
             for field in dataclasses.fields(base)
         }
-        # What a class adds comes first.
-        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
-            group.add_argument(
-                flag(field.name),
-                # argparse extends a copy of the default, which it can make of a list only.
-                default=list(field.default) if field.default == () else field.default,
-                help=field.metadata["doc"].replace("%", "%%"),
-                **field.metadata["cli"],
-            )
+        own_first = sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited)
+        add_flags(group, own_first)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
