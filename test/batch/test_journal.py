@@ -57,7 +57,7 @@ class JournalWithCrashes(RuleBasedStateMachine):
 
     @rule()
     def tokens_are_written(self) -> None:
-        if self.journal.has_unwritten:
+        if self.journal._unwritten:
             write(self.journal)
             self.written = {line: [*tokens] for line, tokens in self.expected.items()}
 

@@ -24,7 +24,7 @@ from sglang_coserve.jsonl.seen_ids import SeenIds
 from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.fair_slots import JobShare
-from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineSource, PrefixOrder
 from sglang_coserve.lines.progress import Progress
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientOptions", "LineChecker", "LocalBatch"]
 
-_COMPACT_BYTES: Final = 64 << 20
 _MIB: Final = 1 << 20
 
 
@@ -157,7 +156,8 @@ class LocalBatch:
         self._server = server
         self._context = context
         self._options = options
-        self._order = PrefixOrder(source, _beside(files.output, "coserve-order"), unique_ids=True)
+        order = f"{files.output.name.removesuffix('.jsonl')}.coserve-order"
+        self._order = PrefixOrder(source, files.output.with_name(order), unique_ids=True)
         self._checker = LineChecker(options.max_line_bytes, files.finished.__contains__)
         self._run: LineRun | None = None
         self._writer: ResultWriter | None = None
@@ -227,10 +227,8 @@ class LocalBatch:
             self._order.path,
             unique_ids=True,
         )
-        journal = TokenJournal(
-            _beside(self._files.output, "coserve-tokens"), self.model, _COMPACT_BYTES
-        )
-        self._run = LineRun(self, self._context, writer, journal)
+        # A server sends a line's tokens only in its answer: there are none to keep.
+        self._run = LineRun(self, self._context, writer, LineTokens(self.model))
         await self._run.serve(lines, self._find_order())
 
     async def _find_order(self) -> None:
@@ -256,10 +254,6 @@ class LocalBatch:
 
     async def model_changed(self, model: str, completed: int) -> None:
         """See ``LineJob``: a server is asked for one model by each line."""
-
-
-def _beside(output: Path, suffix: str) -> Path:
-    return output.with_name(f"{output.name.removesuffix('.jsonl')}.{suffix}")
 
 
 async def _ignore(_: Progress) -> None:

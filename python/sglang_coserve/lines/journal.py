@@ -14,6 +14,7 @@ from zlib import crc32
 from sglang_coserve.durable_files import discard_unfinished, replace, write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.line_source import LineBitmap
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["LineTokens", "TokenJournal"]
 
@@ -44,6 +45,9 @@ class LineTokens:
     def drop(self, line: int) -> None:
         """Remove a line that is finished or has to start over."""
         self._tokens.pop(line, None)
+
+    async def save(self, threads: WorkerThreads) -> None:
+        """Write what is new to the disk, where the tokens are kept."""
 
 
 class TokenJournal(LineTokens):
@@ -107,10 +111,14 @@ class TokenJournal(LineTokens):
         super().drop(line)
         self._unwritten.pop(line, None)
 
-    @property
-    def has_unwritten(self) -> bool:
-        """True when ``take_unwritten`` has something to write."""
-        return bool(self._unwritten)
+    async def save(self, threads: WorkerThreads) -> None:
+        """See ``LineTokens``; one call at a time.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        if self._unwritten:
+            await threads.run(self.write, *self.take_unwritten())
 
     def take_unwritten(self) -> tuple[bytes, bool]:
         """Return the bytes for ``write``, and whether they replace the file.

@@ -20,7 +20,7 @@ from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.engine_lines import MAX_DEATHS
 from sglang_coserve.lines.fair_slots import JobShare
-from sglang_coserve.lines.journal import TokenJournal
+from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import encode_record, usage_of
@@ -122,7 +122,7 @@ class LineRun:
     """
 
     def __init__(
-        self, job: LineJob, context: LineContext, writer: ResultWriter, journal: TokenJournal
+        self, job: LineJob, context: LineContext, writer: ResultWriter, journal: LineTokens
     ) -> None:
         self._job = job
         self._context = context
@@ -150,7 +150,7 @@ class LineRun:
             await _unwrapped(self._serve_all(lines, beside, suspects))
         finally:
             self._context.slots.leave(self._job.share)
-            await self._write_journal()
+            await self._journal.save(self._context.threads)
 
     async def _serve_all(
         self, lines: LineSource, beside: Coroutine[Any, Any, None], suspects: LineSource | None
@@ -270,12 +270,7 @@ class LineRun:
     async def _journal_regularly(self) -> None:
         while True:
             await self._context.clock.sleep(self._context.journal_interval_s)
-            await self._write_journal()
-
-    async def _write_journal(self) -> None:
-        if self._journal.has_unwritten:
-            written, is_rewrite = self._journal.take_unwritten()
-            await self._context.threads.run(self._journal.write, written, is_rewrite)
+            await self._journal.save(self._context.threads)
 
 
 async def _unwrapped(work: Awaitable[None]) -> None:
