@@ -6,13 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bound_bench.upper_bound import (
-    Capacity,
-    OfflineShape,
-    cached_tokens,
-    offline_bound,
-    required,
-)
+from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
 from interference_bench.engine import RunOutcome
 from interference_bench.load import Load
 from interference_bench.report import figures

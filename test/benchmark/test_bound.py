@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bound_bench.upper_bound import (
-    Capacity,
-    OfflineShape,
-    Required,
-    offline_bound,
-    required,
-)
+from bound_bench.upper_bound import Capacity, OfflineShape, Required, offline_bound, required
 from sglang_coserve.core.latency_model import HYGEN, LinearModel, RooflineModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass

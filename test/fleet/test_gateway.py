@@ -17,14 +17,7 @@ import pytest
 
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, tokens_of
-from fleet.gateway_process import (
-    GIVE_UP_S,
-    EngineThread,
-    client_of,
-    fleet_of,
-    gateway,
-    get,
-)
+from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.command import main
 from sglang_coserve.fleet.options import parse_options

@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
-from fleet.test_backend import (
-    GIVE_UP_S,
-    finish_all,
-    request,
-)
+from fleet.test_backend import GIVE_UP_S, finish_all, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.discovery import EngineList

@@ -6,14 +6,7 @@ from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS, MACHINE, ModelledExecutor
 from sglang_coserve.core.latency_model import LatencyModel, Sample
-from sglang_coserve.profiler import (
-    KINDS,
-    ExecutorLimits,
-    ShapeKind,
-    StepShape,
-    fit_all,
-    plan_grid,
-)
+from sglang_coserve.profiler import KINDS, ExecutorLimits, ShapeKind, StepShape, fit_all, plan_grid
 
 limits = st.builds(
     ExecutorLimits,

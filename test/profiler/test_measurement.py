@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from profiler.modelled_executor import LIMITS
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.profiler import (
-    ExecutorLimits,
-    ShapeTiming,
-    StepShape,
-    measure,
-    repeat_error,
-)
+from sglang_coserve.profiler import ExecutorLimits, ShapeTiming, StepShape, measure, repeat_error
 from sglang_coserve.profiler.latency import CostBound
 
 SHAPE = StepShape(prefills=((64, 0),))

@@ -10,12 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.jsonl.request_line import (
-    RequestLine,
-    estimate_tokens,
-    output_limit,
-    parse_json,
-)
+from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens, output_limit, parse_json
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.engine_lines import MAX_DEATHS

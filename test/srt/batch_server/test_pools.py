@@ -18,13 +18,7 @@ import pytest
 from sglang_coserve.fleet import FleetBackend
 from sglang_coserve.http_lines import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    COMPLETIONS,
-    GIVE_UP_S,
-    Deployment,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, GIVE_UP_S, Deployment
 from waiting import until
 
 NUM_LINES, NUM_TOKENS, PAGE = 6, 400, 16

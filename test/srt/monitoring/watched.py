@@ -15,14 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
-from srt.batch_server.deployment import (
-    API_KEY,
-    Deployment,
-    create,
-    eventually,
-    lines,
-    until,
-)
+from srt.batch_server.deployment import API_KEY, Deployment, create, eventually, lines, until
 
 ONLINE_REQUESTS = 24
 ONLINE_TOKENS = 12

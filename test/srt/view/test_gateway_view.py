@@ -10,18 +10,9 @@ import httpx
 import pytest
 
 from client.coserve_process import coserve
-from fleet.gateway_process import (
-    client_of,
-    gateway,
-)
+from fleet.gateway_process import client_of, gateway
 from sglang_coserve.local_server import LocalServer
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    COMPLETIONS,
-    Deployment,
-    lines,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, lines
 from waiting import eventually
 
 CLIENT, OPERATOR = "client of the gateway", "operator of the gateway"

@@ -10,14 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    Deployment,
-    create,
-    lines,
-    until,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 from waiting import eventually
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

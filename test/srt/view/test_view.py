@@ -11,14 +11,7 @@ import pytest
 
 from sglang_coserve.batch import owner_of
 from sglang_coserve.batch.routes import Caller, Keys
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    Deployment,
-    create,
-    lines,
-    until,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 from waiting import eventually
 
 ALL = Caller(None, "/coserve/batches", is_operator=True)

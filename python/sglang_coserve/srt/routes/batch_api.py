@@ -26,12 +26,7 @@ from sglang_coserve.batch.routes import (
 from sglang_coserve.batch.settings import limits_of, webhook_target_of
 from sglang_coserve.batch.webhooks import Webhooks
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.http_lines import (
-    LineServer,
-    add_line_routes,
-    line_endpoints,
-    set_line_server,
-)
+from sglang_coserve.http_lines import LineServer, add_line_routes, line_endpoints, set_line_server
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.monitoring.batch_exporter import BatchExporter, batches_exported

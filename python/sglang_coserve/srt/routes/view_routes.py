@@ -20,13 +20,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
-from sglang_coserve.batch.routes import (
-    PAGE_PATH,
-    VIEW_PATH,
-    Keys,
-    shown_batches,
-    view_answer,
-)
+from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask
 from sglang_coserve.srt.routes.engine_routes import TRACE_PATH
