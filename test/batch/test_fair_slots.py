@@ -38,30 +38,26 @@ async def keep_sending(
     ),
     max_lines=st.integers(1, 3),
 )
-def test_lanes_share_by_weight_to_within_one_line(
+async def test_lanes_share_by_weight_to_within_one_line(
     jobs: list[tuple[float, int]], max_lines: int
 ) -> None:
     """All jobs want more than they get, so that their shares can be compared at any moment."""
-
-    async def scenario() -> None:
-        slots = FairSlots(max_lines, 1000)
-        members = [JobShare("a", 0, weight, 0.0) for weight, _ in jobs]
-        served: Counter[str] = Counter()
-        senders = [
-            asyncio.create_task(keep_sending(slots, job, str(i), tokens, served, 10_000))
-            for i, (job, (_, tokens)) in enumerate(zip(members, jobs, strict=True))
-        ]
-        for _ in range(200):
-            await asyncio.sleep(0)
-            levels = [job.taken_per_weight for job in members]
-            bound = max(tokens / weight for weight, tokens in jobs) + 1e-6
-            assert max(levels) - min(levels) <= bound
-            assert slots.lines_in_flight <= max_lines
-        for sender in senders:
-            sender.cancel()
-        await asyncio.gather(*senders, return_exceptions=True)
-
-    asyncio.run(scenario())
+    slots = FairSlots(max_lines, 1000)
+    members = [JobShare("a", 0, weight, 0.0) for weight, _ in jobs]
+    served: Counter[str] = Counter()
+    senders = [
+        asyncio.create_task(keep_sending(slots, job, str(i), tokens, served, 10_000))
+        for i, (job, (_, tokens)) in enumerate(zip(members, jobs, strict=True))
+    ]
+    for _ in range(200):
+        await asyncio.sleep(0)
+        levels = [job.taken_per_weight for job in members]
+        bound = max(tokens / weight for weight, tokens in jobs) + 1e-6
+        assert max(levels) - min(levels) <= bound
+        assert slots.lines_in_flight <= max_lines
+    for sender in senders:
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
 
 
 batches = st.lists(
@@ -82,7 +78,7 @@ and those that it takes."""
 
 @settings(deadline=None)
 @given(batches=batches, max_lines=st.integers(1, 5))
-def test_owners_share_alike_whatever_their_batches_ask_for(
+async def test_owners_share_alike_whatever_their_batches_ask_for(
     batches: list[tuple[str, int, float, bool, int, int]], max_lines: int
 ) -> None:
     """What owners have taken differs by one line at most while all of them wait.
@@ -90,30 +86,26 @@ def test_owners_share_alike_whatever_their_batches_ask_for(
     A line may take more or less than was expected of it: that much may be added for each in
     flight, and is made up for by the next ones.
     """
-
-    async def scenario() -> None:
-        slots = FairSlots(max_lines, 1000)
-        taken: Counter[str] = Counter()
-        senders = []
-        for i, (owner, priority, weight, is_urgent, expected, tokens) in enumerate(batches):
-            job = JobShare(owner, priority, weight, deadline_s=float(i))
-            job.is_urgent = is_urgent
-            sending = keep_taking(slots, job, expected, tokens, taken)
-            senders.append(asyncio.create_task(sending))
-        most = max(max(expected, tokens) for *_, expected, tokens in batches)
-        errors = sum(
-            sorted((abs(expected - tokens) for *_, expected, tokens in batches), reverse=True)[:1]
-        )
-        for _ in range(300):
-            await asyncio.sleep(0)
-            levels = [taken[owner] for owner, *_ in batches]
-            assert max(levels) - min(levels) <= most + max_lines * errors
-        for sender in senders:
-            sender.cancel()
-        await asyncio.gather(*senders, return_exceptions=True)
-        assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
-
-    asyncio.run(scenario())
+    slots = FairSlots(max_lines, 1000)
+    taken: Counter[str] = Counter()
+    senders = []
+    for i, (owner, priority, weight, is_urgent, expected, tokens) in enumerate(batches):
+        job = JobShare(owner, priority, weight, deadline_s=float(i))
+        job.is_urgent = is_urgent
+        sending = keep_taking(slots, job, expected, tokens, taken)
+        senders.append(asyncio.create_task(sending))
+    most = max(max(expected, tokens) for *_, expected, tokens in batches)
+    errors = sum(
+        sorted((abs(expected - tokens) for *_, expected, tokens in batches), reverse=True)[:1]
+    )
+    for _ in range(300):
+        await asyncio.sleep(0)
+        levels = [taken[owner] for owner, *_ in batches]
+        assert max(levels) - min(levels) <= most + max_lines * errors
+    for sender in senders:
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
+    assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
 
 
 async def keep_taking(
@@ -141,26 +133,23 @@ async def keep_taking(
 
 @settings(deadline=None)
 @given(others=st.integers(1, 30), tokens=st.integers(1, 50))
-def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -> None:
-    async def scenario() -> None:
-        slots = FairSlots(2, 1000)
-        taken: Counter[str] = Counter()
-        greedy = [JobShare("greedy", 100, 100.0, 0.0) for _ in range(others)]
-        for job in greedy:
-            job.is_urgent = True
-        modest = JobShare("modest", -100, 0.01, 9.0)
-        senders = [
-            asyncio.create_task(keep_taking(slots, job, tokens, tokens, taken))
-            for job in (*greedy, modest)
-        ]
-        while taken["modest"] < 40 * tokens:
-            await asyncio.sleep(0)
-        assert abs(taken["greedy"] - taken["modest"]) <= tokens
-        for sender in senders:
-            sender.cancel()
-        await asyncio.gather(*senders, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -> None:
+    slots = FairSlots(2, 1000)
+    taken: Counter[str] = Counter()
+    greedy = [JobShare("greedy", 100, 100.0, 0.0) for _ in range(others)]
+    for job in greedy:
+        job.is_urgent = True
+    modest = JobShare("modest", -100, 0.01, 9.0)
+    senders = [
+        asyncio.create_task(keep_taking(slots, job, tokens, tokens, taken))
+        for job in (*greedy, modest)
+    ]
+    while taken["modest"] < 40 * tokens:
+        await asyncio.sleep(0)
+    assert abs(taken["greedy"] - taken["modest"]) <= tokens
+    for sender in senders:
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
 
 
 async def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
@@ -277,24 +266,21 @@ async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
-    async def scenario() -> None:
-        slots = FairSlots(2, 1000)
-        jobs = [JobShare("a", 0, 1.0, 0.0) for _ in range(4)]
-        served: Counter[str] = Counter()
-        senders = [
-            asyncio.create_task(keep_sending(slots, job, str(i), 1, served, 20))
-            for i, job in enumerate(jobs)
-        ]
-        for sender in senders[:3]:
-            for _ in range(data.draw(st.integers(0, 12))):
-                await asyncio.sleep(0)
-            sender.cancel()
-        await asyncio.gather(*senders, return_exceptions=True)
-        assert served["3"] == 20
-        assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
-
-    asyncio.run(scenario())
+async def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
+    slots = FairSlots(2, 1000)
+    jobs = [JobShare("a", 0, 1.0, 0.0) for _ in range(4)]
+    served: Counter[str] = Counter()
+    senders = [
+        asyncio.create_task(keep_sending(slots, job, str(i), 1, served, 20))
+        for i, job in enumerate(jobs)
+    ]
+    for sender in senders[:3]:
+        for _ in range(data.draw(st.integers(0, 12))):
+            await asyncio.sleep(0)
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
+    assert served["3"] == 20
+    assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
 
 
 async def test_a_grant_that_nobody_takes_is_given_to_the_next() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from sglang_coserve.lines.worker_threads import WorkerThreads
     finished=st.sets(st.integers(1, 40)),
     ending=st.sampled_from([b"\n", b"\r\n"]),
 )
-def test_a_source_yields_what_is_not_finished(
+async def test_a_source_yields_what_is_not_finished(
     tmp_path_factory: pytest.TempPathFactory,
     texts: list[bytes],
     finished: set[int],
@@ -31,15 +30,11 @@ def test_a_source_yields_what_is_not_finished(
     bitmap = LineBitmap()
     for number in finished:
         bitmap.add(number)
-
-    async def scenario() -> list[tuple[int, bytes]]:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(path, 100, lambda line: line not in bitmap, threads)
-        found = [(line.number, line.content) async for line in source]
-        await threads.close()
-        return found
-
-    assert asyncio.run(scenario()) == [
+    threads = WorkerThreads("test", 1)
+    source = LineSource(path, 100, lambda line: line not in bitmap, threads)
+    found = [(line.number, line.content) async for line in source]
+    await threads.close()
+    assert found == [
         (number, text)
         for number, text in enumerate(texts, 1)
         if text.strip() and number not in finished

@@ -145,35 +145,30 @@ def test_only_the_first_line_of_an_id_has_a_place_where_ids_are_unique() -> None
     finished=st.sets(st.integers(1, 600), max_size=300),
     seed=st.integers(0, 99),
 )
-def test_a_source_yields_each_line_once_whenever_the_order_comes(
+async def test_a_source_yields_each_line_once_whenever_the_order_comes(
     tmp_path_factory: pytest.TempPathFactory, before: int, finished: set[int], seed: int
 ) -> None:
     directory = tmp_path_factory.mktemp("source")
     lines = shuffled(groups=60, size=10, seed=seed)
     (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
-
-    async def scenario() -> list[int]:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(
-            directory / "in",
-            1 << 20,
-            lambda number: number not in finished,
-            threads,
-            directory / "order",
-        )
-        found = []
-        async for line in source:
-            assert line.content == lines[line.number - 1]
-            assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
-            found.append(line.number)
-            if len(found) == before:
-                with (directory / "in").open("rb") as file, (directory / "part").open("wb") as part:
-                    write_order(file, part)
-                (directory / "part").replace(directory / "order")
-        await threads.close()
-        return found
-
-    found = asyncio.run(scenario())
+    threads = WorkerThreads("test", 1)
+    source = LineSource(
+        directory / "in",
+        1 << 20,
+        lambda number: number not in finished,
+        threads,
+        directory / "order",
+    )
+    found = []
+    async for line in source:
+        assert line.content == lines[line.number - 1]
+        assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
+        found.append(line.number)
+        if len(found) == before:
+            with (directory / "in").open("rb") as file, (directory / "part").open("wb") as part:
+                write_order(file, part)
+            (directory / "part").replace(directory / "order")
+    await threads.close()
     assert sorted(found) == [number for number in range(1, 601) if number not in finished]
 
 
@@ -297,7 +292,7 @@ async def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> Non
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), unique_ids=st.booleans())
-def test_a_damaged_order_is_no_order(
+async def test_a_damaged_order_is_no_order(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, unique_ids: bool
 ) -> None:
     """Cut anywhere, with zeros or other bytes anywhere: each line comes once, with its number."""
@@ -311,25 +306,21 @@ def test_a_damaged_order_is_no_order(
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
     content[start:end] = data.draw(st.sampled_from([b"\0", b"\1", b"\xff"])) * (end - start)
     (directory / "order").write_bytes(content[:size_bytes])
-
-    async def scenario() -> list[int]:
-        threads = WorkerThreads("test", 1)
-        source = LineSource(
-            directory / "in",
-            1 << 20,
-            lambda _: True,
-            threads,
-            directory / "order",
-            unique_ids=unique_ids,
-        )
-        found = []
-        async for line in source:
-            assert line.content == lines[line.number - 1]
-            found.append(line.number)
-        await threads.close()
-        return found
-
-    assert sorted(asyncio.run(scenario())) == list(range(1, 401))
+    threads = WorkerThreads("test", 1)
+    source = LineSource(
+        directory / "in",
+        1 << 20,
+        lambda _: True,
+        threads,
+        directory / "order",
+        unique_ids=unique_ids,
+    )
+    found = []
+    async for line in source:
+        assert line.content == lines[line.number - 1]
+        found.append(line.number)
+    await threads.close()
+    assert sorted(found) == list(range(1, 401))
 
 
 async def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:
