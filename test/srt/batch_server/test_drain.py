@@ -18,7 +18,6 @@ from srt.batch_server.deployment import (
     ADMIN_KEY,
     API_KEY,
     COMPLETIONS,
-    GIVE_UP_S,
     Deployment,
     completed,
     create,
@@ -26,7 +25,7 @@ from srt.batch_server.deployment import (
     text_of,
     until,
 )
-from waiting import eventually
+from waiting import GIVE_UP_S, eventually
 
 NUM_LINES, NUM_TOKENS = 5, 60
 """More lines than may run at once."""

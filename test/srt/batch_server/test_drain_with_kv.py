@@ -13,7 +13,8 @@ import pytest
 
 from sglang_coserve.http_lines import EngineConnection, LineMovedError
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
-from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, GIVE_UP_S, Deployment
+from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
+from waiting import GIVE_UP_S
 
 NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 120, 20, 16
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))

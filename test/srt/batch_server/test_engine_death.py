@@ -15,17 +15,8 @@ import pytest
 
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.in_flight_file import InFlightFile
-from srt.batch_server.deployment import (
-    GIVE_UP_S,
-    Deployment,
-    completed,
-    create,
-    line,
-    lines,
-    text_of,
-    until,
-)
-from waiting import eventually
+from srt.batch_server.deployment import Deployment, completed, create, line, lines, text_of, until
+from waiting import GIVE_UP_S, eventually
 
 INNOCENTS = lines(10, 60)
 LONG = lines(4, 300)

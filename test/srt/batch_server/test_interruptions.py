@@ -21,7 +21,6 @@ from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
 from srt.batch_server.deployment import (
     CHAT,
-    GIVE_UP_S,
     Deployment,
     completed,
     create,
@@ -31,7 +30,7 @@ from srt.batch_server.deployment import (
     text_of,
     until,
 )
-from waiting import eventually
+from waiting import GIVE_UP_S, eventually
 
 MIB = 1 << 20
 NUM_LINES, NUM_TOKENS = 12, 400

@@ -18,13 +18,13 @@ from srt.batch_server.deployment import (
     ADMIN_KEY,
     API_KEY,
     COMPLETIONS,
-    GIVE_UP_S,
     Deployment,
     completed,
     create,
     line,
     text_of,
 )
+from waiting import GIVE_UP_S
 
 GREEDY = {"model": "small", "temperature": 0, "ignore_eos": True}
 

@@ -18,8 +18,8 @@ import pytest
 from sglang_coserve.fleet import FleetBackend
 from sglang_coserve.http_lines import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, GIVE_UP_S, Deployment
-from waiting import until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
+from waiting import GIVE_UP_S, until
 
 NUM_LINES, NUM_TOKENS, PAGE = 6, 400, 16
 KV_TOKENS = 4096
