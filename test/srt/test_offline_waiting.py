@@ -1,4 +1,4 @@
-"""The FIFO of waiting offline requests against a plain list."""
+"""The order of waiting offline requests against a plain list."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_coserve.srt.admission.fifo import OfflineWaiting
+from sglang_coserve.srt.admission.waiting import OfflineWaiting
 
 
 def test_in_a_pipeline_the_cool_down_lasts_as_many_passes_as_results_take() -> None:
     waiting = OfflineWaiting(2)
-    waiting.append("new")
-    for name in ("first", "second"):
+    new, first, second = (SimpleNamespace(rid=rid) for rid in ("new", "first", "second"))
+    waiting.reqs["new"] = new
+    for req in (first, second):
         waiting.start_pass()
-        waiting.put_back(name)
-    assert waiting.take(2) == ["new"]
+        waiting.put_back(req)
+    assert waiting.take(2) == [new]
     waiting.start_pass()
-    assert waiting.take(2) == ["first"]
-    assert list(waiting) == ["second"]
+    assert waiting.take(2) == [first]
+    assert list(waiting) == [second]
     waiting.start_pass()
-    assert waiting.take(2) == ["second"]
+    assert waiting.take(2) == [second]
 
 
 class WaitingMachine(RuleBasedStateMachine):
@@ -39,7 +40,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule()
     def append(self) -> None:
         self.count += 1
-        self.waiting.append(SimpleNamespace(rid=str(self.count)))
+        self.waiting.reqs[str(self.count)] = SimpleNamespace(rid=str(self.count))
         self.ready.append(str(self.count))
 
     @rule(count=st.integers(0, 5), keep=st.integers(0, 5))
@@ -65,7 +66,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @rule(residue=st.integers(0, 3))
     def remove(self, residue: int) -> None:
-        removed = self.waiting.remove_if(lambda req: int(req.rid) % 4 == residue)
+        removed = self.waiting.remove(lambda req: int(req.rid) % 4 == residue)
         gone = [rid for rid in self.cooling + self.ready if int(rid) % 4 == residue]
         assert [req.rid for req in removed] == gone
         self.ready = [rid for rid in self.ready if rid not in gone]
@@ -75,7 +76,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def same_order(self) -> None:
         assert [req.rid for req in self.waiting] == self.cooling + self.ready
         assert len(self.waiting) == len(self.cooling) + len(self.ready)
-        assert self.waiting.has_ready == bool(self.ready)
+        assert list(self.waiting.reqs) == self.ready
 
 
 TestOfflineWaiting = WaitingMachine.TestCase

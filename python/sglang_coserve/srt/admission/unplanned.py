@@ -1,8 +1,13 @@
-"""Serves the passes whose plan could not be made or carried out.
+"""Serves the passes without a plan: SGLang decides, with offline requests behind online ones.
 
-A plan advises SGLang, and must not end it. When one raises, the places of all requests are put in
-order, what it was made from is written down, and SGLang's own pass is run instead, with online
-requests first. Waiting and paused offline requests stay as they are for that pass. Where plans fail
+The policy fifo has no plans at all. A pass offers some offline requests to SGLang only when no
+online request is waiting or being prefilled, behind everything else, and takes back what was not
+admitted. Without offline requests a pass is SGLang's after a constant-time test. Decisions depend
+on neither clock nor chance, so tensor-parallel ranks stay in step.
+
+With any other policy a plan advises SGLang, and must not end it. When one raises, the places of all
+requests are put in order, what it was made from is written down, and a pass without a plan is run
+instead. Waiting and paused offline requests stay as they are for that pass. Where plans fail
 again and again, or fail when SGLang has prepared a batch already, so that the core does not know
 what runs, there are no more plans until the next start: offline requests are then served as the
 policy fifo serves them.
@@ -11,14 +16,18 @@ policy fifo serves them.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.advisory import Advisory
-from sglang_coserve.srt.admission.fifo_pass import FifoPass
+from sglang_coserve.srt.admission.waiting import OfflineWaiting
+from sglang_coserve.srt.compat import prefix_tokens
+from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -27,6 +36,9 @@ __all__ = ["NotedPass", "UnplannedPasses"]
 
 Req = Any
 ScheduleBatch = Any
+
+_MAX_OFFERED: Final = 128
+"""Offline requests offered to SGLang in one pass: its admission loop is linear in them."""
 
 _MOST_IN_A_ROW: Final = 8
 """Failures without a plan in between. An accident does not come back as often in a row."""
@@ -61,21 +73,33 @@ class UnplannedPasses:
 
     def __init__(
         self,
-        fifo_pass: FifoPass,
+        scheduler: Any,
+        waiting: OfflineWaiting,
         *,
+        most_running: int | None,
+        has_plans: bool,
+        pools: KvPools,
         view: EngineView,
         retraction: OfflineRetraction,
         ledger: RequestLedger,
         lane: OfflineLane | None,
+        events: Counter[str],
         advisory: Advisory,
         write: Callable[[], None],
     ) -> None:
-        """``write`` writes down what the plan that failed was made from."""
-        self._fifo_pass = fifo_pass
+        """``most_running`` is how many offline requests may run in a pass without a plan; None for
+        any number. ``has_plans`` is whether others have one. ``write`` writes down what the plan
+        that failed was made from."""
+        self._scheduler = scheduler
+        self._waiting = waiting
+        self._most_running = most_running
+        self._has_plans = has_plans
+        self._pools = pools
         self._view = view
         self._retraction = retraction
         self._ledger = ledger
         self._lane = lane
+        self._events = events
         self._advisory = advisory
         self._write = write
         self._in_a_row = 0
@@ -84,8 +108,8 @@ class UnplannedPasses:
 
     @property
     def are_all(self) -> bool:
-        """Whether there are no plans any more."""
-        return _PART in self._advisory.off
+        """Whether there are no plans, or no more."""
+        return not self._has_plans or _PART in self._advisory.off
 
     def planned(self) -> None:
         """Note a plan that was carried out."""
@@ -129,10 +153,69 @@ class UnplannedPasses:
         return NextBatchPlan(batch_to_run=prepared, running_batch=kept)
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Run a pass without a plan."""
+        """Run a pass without a plan.
+
+        It admits online requests as SGLang does; offline ones only when none of them waits, and if
+        no plan of a later pass will.
+        """
         if self.are_all:
             self._end_pauses(running_batch)
-        return self._fifo_pass.admit(running_batch, prefill, takes_offline=self.are_all)
+        is_offered = False
+        if self._online_waits():
+            self._release_offline_chunk()
+            self._make_room_for_online_chunk(running_batch)
+            if in_the_way := self._retraction.rids_blocking_adapters(running_batch.reqs):
+                running_batch.filter_batch()  # A finished request has nothing left to release.
+                self._retraction.retract(in_the_way, running_batch)
+        elif self.are_all and self._waiting.reqs:
+            is_offered = self._offer(running_batch)
+        plan = self._retraction.admit(running_batch, prefill)
+        if is_offered:
+            left, num_admitted = self._view.withdraw()
+            self._waiting.put_back_taken(left)
+            self._events["admitted"] += num_admitted
+            # A batch that is full for an offline request may have room for an online one, which
+            # may be smaller and can displace offline requests.
+            plan.running_batch.batch_is_full = False
+        return plan
+
+    def _online_waits(self) -> bool:
+        """True when an online request has no first token yet; between passes SGLang's
+        queue holds only online requests."""
+        if self._view.waiting:
+            return True
+        return self._view.chunk is not None and not is_offline(self._view.chunk)
+
+    def _offer(self, running_batch: ScheduleBatch) -> bool:
+        """Offer as many offline requests as may run; False if none may."""
+        scheduler, view = self._scheduler, self._view
+        count = min(_MAX_OFFERED, scheduler.get_num_allocatable_reqs(len(running_batch.reqs)))
+        limit = self._most_running
+        if limit is not None:
+            running = sum(is_offline(req) for req in (*running_batch.reqs, *view.elsewhere()))
+            count = min(count, limit - running - (view.chunk is not None))
+        if count <= 0:
+            return False
+        view.offer(self._waiting.take(count))
+        return True
+
+    def _release_offline_chunk(self) -> None:
+        """Release a half-prefilled offline prompt: SGLang keeps one such prompt at a time,
+        and would finish it before it looks at the waiting queue."""
+        if self._view.can_take_chunk and is_offline(self._view.chunk):
+            self._retraction.release(self._view.take_chunk())
+            self._events["parked"] += 1
+
+    def _make_room_for_online_chunk(self, running_batch: ScheduleBatch) -> None:
+        """Free the memory of an online prompt's next chunk, for which SGLang does not wait."""
+        req = self._view.chunk
+        if req is None or is_offline(req):
+            return
+        remaining = len(req.origin_input_ids) + len(req.output_ids) - prefix_tokens(req)
+        chunk = min(remaining, self._scheduler.chunked_prefill_size or remaining)
+        while self._pools.headroom_tokens < chunk + self._scheduler.page_size:
+            if not self._retraction.retract_one(running_batch):
+                return
 
     def _end_pauses(self, running_batch: ScheduleBatch) -> None:
         """Let the requests wait that only a plan would have resumed."""

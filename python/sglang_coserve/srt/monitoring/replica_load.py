@@ -17,7 +17,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.learned_times import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvByClass, KvPools

@@ -12,7 +12,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.bill import BillReport, Delay
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
 from sglang_coserve.srt.forward_kind import kind_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
@@ -234,4 +234,4 @@ class SchedulerStatus:
         }
 
     def _counted_events(self) -> dict[str, int]:
-        return {name: self._events[name] for name in self._admission.event_names}
+        return {name: self._events[name] for name in OFFLINE_EVENTS}

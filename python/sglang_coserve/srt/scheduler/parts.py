@@ -20,9 +20,7 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.admission.fifo import FifoAdmission
-from sglang_coserve.srt.admission.planned import PlannedAdmission
-from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.admission.admission import Admission, FailedPlan
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
@@ -164,26 +162,19 @@ class CoserveParts:
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
-        if config.offline_policy == "fifo":
-            return FifoAdmission(
-                scheduler,
-                config,
-                pools=self.pools,
-                view=self.view,
-                retraction=self.retraction,
-                clock=clock,
-                events=self.events,
-                advisory=self.advisory,
-                forget=self.live.forget,
-            )
-        profile = latency_profile(scheduler, config)
-        setup = core_setup(config, profile, _engine_size(scheduler))
-        core: Scheduler | RecordingScheduler = setup.make(advisory=self.advisory)
-        writes = compat.is_first_rank(scheduler)  # The others decide alike.
-        if writes and config.record_plans is not None:
-            core = recorded(setup, config.record_plans, self.advisory)
-        return PlannedAdmission(
+        core: Scheduler | RecordingScheduler | None = None
+        write_failed: FailedPlan | None = None
+        if config.offline_policy != "fifo":
+            profile = latency_profile(scheduler, config)
+            setup = core_setup(config, profile, _engine_size(scheduler))
+            core = setup.make(advisory=self.advisory)
+            if compat.is_first_rank(scheduler):  # The others decide alike.
+                write_failed = failed_plans(setup, config).write
+                if config.record_plans is not None:
+                    core = recorded(setup, config.record_plans, self.advisory)
+        return Admission(
             scheduler,
+            config,
             core,
             pools=self.pools,
             view=self.view,
@@ -196,9 +187,7 @@ class CoserveParts:
             advisory=self.advisory,
             forget=self.live.forget,
             answer_aborted=self.live.answer_aborted,
-            plans_online=config.plans_online,
-            most_offline=config.offline_max_running,
-            failed_plans=failed_plans(setup, config).write if writes else None,
+            failed_plans=write_failed,
         )
 
     def _switched_off(self, part: str, error: Exception) -> None:

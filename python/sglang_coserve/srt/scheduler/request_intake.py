@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_coserve.srt.admission.protocol import Admission
+from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import (
     check_logit_processor,
     lowest_priority,

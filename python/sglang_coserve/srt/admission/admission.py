@@ -1,8 +1,9 @@
-"""The plans of ``core.scheduler`` carried out on SGLang's scheduler.
+"""Who is admitted when: the plans of ``core.scheduler`` carried out on SGLang's scheduler.
 
 Every pass that involves offline requests becomes an ``EngineSnapshot``; the core answers
 with a ``StepPlan``, which ``PlanExecution`` carries out. Passes without offline requests are
-SGLang's alone, unless the order or the overload of online requests is the core's, too.
+SGLang's alone, unless the order or the overload of online requests is the core's, too. Under the
+policy fifo there is no core, and no plan for any pass (``unplanned``).
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
+from itertools import compress
+from operator import methodcaller
 from typing import Any, Final
 
+from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
@@ -23,15 +28,15 @@ from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
+from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.drift_warning import DriftWarning
-from sglang_coserve.srt.admission.fifo_pass import FifoPass
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
-from sglang_coserve.srt.admission.planned_waiting import PlannedWaiting, queued_request
-from sglang_coserve.srt.admission.protocol import OFFLINE_EVENTS
 from sglang_coserve.srt.admission.unplanned import NotedPass, UnplannedPasses
+from sglang_coserve.srt.admission.waiting import OfflineWaiting, queued_request
 from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.clocks import RankClock, device_timer
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
@@ -42,10 +47,24 @@ from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 from sglang_coserve.srt.steps.step_runner import StepRunner, StepTerms
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
-__all__ = ["PlannedAdmission"]
+__all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
 
 Req = Any
 ScheduleBatch = Any
+Core = CoreScheduler | RecordingScheduler
+
+OFFLINE_EVENTS: Final = (
+    "received",
+    "admitted",
+    "parked",
+    "retracted",
+    "put_back",
+    "aborted_waiting",
+    "paused",
+    "resumed",
+    "dropped",
+)
+"""Counts of what happened to offline requests, for status and metrics."""
 
 FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int | None]], None]
 """Takes what a plan that failed was made from: the waiting offline requests, the engine, and what
@@ -56,15 +75,17 @@ _RESUME_S: Final = 1.6e-3
 CPU (tag ``measurements-1``)."""
 
 
-class PlannedAdmission:
-    """See the module's docstring; an ``Admission``, and the core's ``PrefixCache``."""
+class Admission:
+    """Keeps the waiting offline requests, and decides what each scheduling pass admits.
 
-    event_names: tuple[str, ...] = (*OFFLINE_EVENTS, "paused", "resumed", "dropped")
+    It is the core's ``PrefixCache``, too.
+    """
 
     def __init__(
         self,
         scheduler: Any,
-        core: CoreScheduler | RecordingScheduler,
+        config: CoserveConfig,
+        core: Core | None,
         *,
         pools: KvPools,
         view: EngineView,
@@ -77,33 +98,34 @@ class PlannedAdmission:
         advisory: Advisory,
         forget: Callable[[Req, Ending], None],
         answer_aborted: Callable[[Req], None],
-        plans_online: bool,
-        most_offline: int | None,
-        failed_plans: FailedPlan | None,
+        failed_plans: FailedPlan | None = None,
     ) -> None:
         """Admit nothing yet.
 
-        ``forget`` is called with each request that has ended, and how, and ``answer_aborted``
-        with those that are aborted in no batch.
-        ``plans_online`` has the core plan passes without offline requests, too. ``most_offline`` is
-        how many offline requests may run without a plan. ``failed_plans`` writes down what plans
-        were made from that failed.
+        Without ``core`` there are no plans: the policy fifo. ``forget`` is called with each request
+        that has ended, and how, and ``answer_aborted`` with those that are aborted in no batch.
+        ``failed_plans`` writes down what plans were made from that failed.
         """
         self.core = core
         self._scheduler = scheduler
+        self._config = config
+        self._judged = Interference.measured(config.slos())
+        """What online requests got, where there is no core to judge it."""
+
         self._pools = pools
         self._view = view
         self._retraction = retraction
         self._runner = runner
         self._clock = clock
-        clock.timer = runner.timer = device_timer(scheduler)
+        if core is not None:
+            clock.timer = runner.timer = device_timer(scheduler)
         self._ledger = ledger
         self._checkpointing = checkpointing
         self._events = events
         self._tell = advisory.tell
         self._write_failed = failed_plans
         self._forget = forget
-        self._plans_online = plans_online
+        self._plans_online = config.plans_online
         # Looking a setting up takes as long as much of a plan.
         self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
         self._steps = StepTracker(
@@ -112,9 +134,12 @@ class PlannedAdmission:
             micro_batches=view.micro_batches,
         )
         self._until_s: float | None = None
-        self.budget_s: float | None = math.inf
+        self.budget_s: float | None = None if core is None else math.inf
+        """What offline work was packed under in the last plan that bounded it; infinite before one.
+        None if there are no plans."""
+
         self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
-        self._waiting = PlannedWaiting(view.passes_to_settle)
+        self._waiting = OfflineWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
         self._plans = PlanExecution(
             scheduler,
@@ -136,19 +161,16 @@ class PlannedAdmission:
         """What the core was told, for the last plan, that the cache holds."""
 
         self._unplanned = UnplannedPasses(
-            FifoPass(
-                scheduler,
-                most_offline,
-                pools=pools,
-                view=view,
-                retraction=retraction,
-                events=events,
-                waiting=self._waiting,
-            ),
+            scheduler,
+            self._waiting,
+            most_running=config.offline_max_running,
+            has_plans=core is not None,
+            pools=pools,
             view=view,
             retraction=retraction,
             ledger=ledger,
             lane=self._lane,
+            events=events,
             advisory=advisory,
             write=self._write_plan,
         )
@@ -156,27 +178,41 @@ class PlannedAdmission:
     # --- Who waits -----------------------------------------------------------------------
 
     def enqueue(self, req: Req) -> None:
-        """See ``Admission``."""
+        """Let an offline request wait; ``retraction_count`` is above 0 if it ran before.
+
+        One that ran is not admitted again in the same pass: under overlap scheduling it would take
+        the result of its last step, still queued, for its own.
+        """
         if req.retraction_count:
             self._waiting.put_back(req)
             return
         self._waiting.reqs[req.rid] = req
         if not self._unplanned.are_all:
-            self._told(self._add, queued_request(req, self._ledger[req.rid].arrival_s))
+            request = queued_request(req, self._ledger[req.rid].arrival_s)
+            self._told(lambda core: self._add(core, request))
 
-    def _add(self, request: QueuedRequest) -> None:
+    def _add(self, core: Core, request: QueuedRequest) -> None:
         """Tell the core of a new offline request, and what is cached of one unlike all others."""
-        self.core.add_offline(request)
-        if self.core.queue.opens_branch(request.rid):
-            self._report_cached(request.rid)
+        core.add_offline(request)
+        if core.queue.opens_branch(request.rid):
+            self._report_cached(core, request.rid)
 
     def arrived(self, req: Req, info: RequestInfo) -> None:
-        """See ``Admission``. One that failed validation is not computed."""
+        """Record an online request that waits in SGLang's queue.
+
+        One that failed validation is not computed.
+        """
+        if self.core is None:
+            self._tell("judgement", self._judged.arrived, info)
+            return
         cached_tokens = self._ledger.match_prefix(req) if req.to_finish is None else 0
         self._tell("judgement", self.core.arrived, info, cached_tokens)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """See ``Admission``. Paused requests that match stay, and end when they run next."""
+        """Take out and return the offline requests that match and are in no batch of SGLang's.
+
+        Paused requests that match stay, and end when they run next. O(waiting).
+        """
         gone = self._waiting.remove(matches)
         for req in self._view.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
@@ -187,40 +223,50 @@ class PlannedAdmission:
         return gone
 
     def num_waiting(self) -> int:
-        """See ``Admission``."""
+        """Count the offline requests that are in no batch of SGLang's."""
         view = self._view
         return len(self._waiting) + len(view.paused_requests) + len(view.suspended)
 
     def take_launched(self) -> list[Req]:
-        """See ``Admission``."""
+        """Take out the decodes of the last pass that are not in SGLang's running batch."""
         return [] if self._lane is None else self._lane.take_launched()
 
     def num_running(self) -> int:
-        """See ``Admission``."""
+        """Count the offline requests that run, and are not in SGLang's running batch."""
         return 0 if self._lane is None else self._lane.num_running
 
     def kept(self) -> Iterable[Req]:
-        """See ``Admission``."""
+        """Return the requests that are kept here alone: those that wait, and those that have ended
+        and are yet to be forgotten. O(waiting)."""
         return (*self._waiting, *self._ended)
 
     def forget(self, rid: str, ending: Ending) -> None:
-        """See ``Admission``; to be called before the ledger forgets."""
+        """Drop what is kept of a request that has ended, if anything is; to be called before the
+        ledger forgets."""
         if self._unplanned.are_all:
-            self._tell("judgement", self.core.interference.ended, rid, ending)
+            self._tell("judgement", self.interference.ended, rid, ending)
         else:
-            self._told(self.core.finish, rid, ending)
+            self._told(lambda core: core.finish(rid, ending))
         self._waiting.reqs.pop(rid, None)
 
     # --- One pass ------------------------------------------------------------------------
 
     def admit(self, running_batch: ScheduleBatch, prefill: Prefill) -> Any:
-        """Ask the core for a plan, and have SGLang admit it."""
+        """Return SGLang's plan of what to prefill beside ``running_batch``.
+
+        The core is asked for a plan, and SGLang admits what that says. ``prefill`` is SGLang's own
+        admission of what is in its queue.
+        """
         now_s = self._clock.now_s()
+        if self.core is None:
+            self._begin_pass()
+            return self._unplanned.admit(running_batch, prefill)
         if self._runner.timer is not None:
             self._runner.timer.begin_pass()
         self._until_s = None
         self._checkpointing.prefetch(now_s)
-        self._account(now_s)
+        self._learn(self.core, now_s)
+        self._begin_pass()
         if not self._is_planned(running_batch):
             self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
@@ -231,7 +277,7 @@ class PlannedAdmission:
         tried = NotedPass(prefill)
         self._plan = StepPlan()
         try:
-            result = self._admit(running_batch, tried, now_s)
+            result = self._admit(self.core, running_batch, tried, now_s)
         except Exception as error:
             self._until_s = None
             self._unplanned.failed(error, tried)
@@ -243,18 +289,20 @@ class PlannedAdmission:
         self._unplanned.planned()
         return result
 
-    def _admit(self, running_batch: ScheduleBatch, prefill: Prefill, now_s: float) -> Any:
+    def _admit(
+        self, core: Core, running_batch: ScheduleBatch, prefill: Prefill, now_s: float
+    ) -> Any:
         requests = self._view.requests_with_kv(running_batch)
         in_the_way = self._retraction.rids_blocking_adapters(requests)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
-        plan = self._new_plan(running_batch, now_s)
+        plan = self._new_plan(core, running_batch, now_s)
         # A step that does not go on now would hold what clients have left for as long as it waits.
         has_left = any(req.to_finish is not None for req in self._view.suspended)
         if plan.drops or (has_left and not plan.resumes):
             self._drop()
-            plan = self._new_plan(running_batch, now_s)
+            plan = self._new_plan(core, running_batch, now_s)
         self._plan = plan
         self._steps.decided(self._clock.now_s())
         if math.isfinite(plan.budget_s):
@@ -264,11 +312,11 @@ class PlannedAdmission:
             self._waiting.reqs.pop(chunk.rid, None)
         for rid in executed.refused:
             # No request will end and make room: what holds the memory may be a load that hangs.
-            self._told(self.core.no_room, rid)
+            core.no_room(rid)
         if plan.resumes:
             self._steps.resumed()
         elif executed.is_started:
-            self.core.start(plan, executed.admitted)
+            core.start(plan, executed.admitted)
             self._steps.started(plan.step)
         result = executed.result
         if result.batch_to_run is not None:
@@ -282,92 +330,107 @@ class PlannedAdmission:
                 self.give_up()
         return result
 
-    def _new_plan(self, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
+    def _new_plan(self, core: Core, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
         assert not self._unplanned.are_all, "the core has lost track of what runs"
         self._planned_from, self._answers = self._snapshot(running_batch, now_s), {}
-        return self.core.plan(self._planned_from, self)
+        return core.plan(self._planned_from, self)
 
     def _write_plan(self) -> None:
         if self._write_failed is not None and self._planned_from is not None:
+            assert self.core is not None
             waiting = self.core.queue.candidates(self._planned_from.now_s)
             self._write_failed(waiting, self._planned_from, self._answers)
 
-    def _told(self, call: Callable[..., None], *args: Any) -> None:
+    def _told(self, call: Callable[[Core], None]) -> None:
         """Tell the core what has become of requests and steps; if it fails, it plans no more.
 
         Whatever is asked of it within a pass is guarded by ``admit``.
         """
-        if self._unplanned.are_all:
+        if self.core is None or self._unplanned.are_all:
             return
         try:
-            call(*args)
+            call(self.core)
         except Exception as error:
             self._unplanned.end_planning(error)
 
     def _drop(self) -> None:
         assert self._lane is not None
-        self._told(self.core.update, self._steps.dropped(self._lane.drop()))
+        result = self._steps.dropped(self._lane.drop())
+        self._told(lambda core: core.update(result))
         self._events["dropped"] += 1
 
     def settle(self, last_batch: Any) -> Any:
-        """See ``Admission``."""
+        """Return what SGLang is to merge into its running batch when a pass begins: its last batch,
+        or None if that was one of the offline lane."""
         return last_batch if self._lane is None else self._lane.settle(last_batch)
 
     def give_up(self) -> None:
-        """See ``Admission``."""
+        """Drop the suspended step, if there is one."""
         if self._lane is not None and self._lane.suspended is not None:
             self._drop()
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """See ``Admission``: planned or not."""
-        self._steps.launched(batch)
+        """Note the batch with which a pass ends, planned or not; None if nothing is to run."""
+        if self.core is not None:
+            self._steps.launched(batch)
 
     @property
     def terms(self) -> StepTerms | None:
-        """See ``Admission``."""
+        """When the batch of this pass may stop early; None if it runs to its end."""
         return None if self._until_s is None else StepTerms(self._until_s, self._steps.suspended)
 
     def stopped(self) -> None:
-        """See ``Admission``: it was suspended."""
+        """Note that the batch that was launched first has no result: it was suspended."""
         self._steps.processed((), ())
 
     def processed(self, results: BatchResults) -> None:
-        """See ``Admission``. Requests that ended are forgotten when the next pass begins."""
-        self._steps.processed(results.reqs, results.has_token)
+        """Note the results of the batch that was launched first.
+
+        Requests that ended are forgotten when the next pass begins.
+        """
         self._ended += results.ended
+        if self.core is None:
+            now_s = self._clock.now_s()
+            for req in compress(results.reqs, results.has_token):
+                self._tell("judgement", self._judged.produced, req.rid, now_s)
+            return
+        self._steps.processed(results.reqs, results.has_token)
         if self._waiting.reqs and not self._unplanned.are_all:
             for req in results.first_online:
-                self._tell("shared prefixes", self._report_left, req)
+                self._tell("shared prefixes", self._report_left, self.core, req)
 
-    def _report_left(self, req: Req) -> None:
+    def _report_left(self, core: Core, req: Req) -> None:
         """Tell the core of an offline request that can use the prompt of an online one."""
-        waiting = self.core.queue.nearest(pack_tokens(req.origin_input_ids))
+        waiting = core.queue.nearest(pack_tokens(req.origin_input_ids))
         if waiting is not None and waiting.rid in self._waiting.reqs:
-            self._report_cached(waiting.rid)
+            self._report_cached(core, waiting.rid)
 
-    def _report_cached(self, rid: str) -> None:
+    def _report_cached(self, core: Core, rid: str) -> None:
         if cached_tokens := self._ledger.match_prefix(self._waiting.reqs[rid]):
-            self.core.cached(rid, cached_tokens)
+            core.cached(rid, cached_tokens)
 
-    def _account(self, now_s: float) -> None:
-        """Process the last pass: its results, ended requests and cool-downs."""
+    def _learn(self, core: Core, now_s: float) -> None:
+        """Tell the core the results that are complete since the last pass."""
         results = self._steps.next_pass(now_s, self._clock.take_parts())
-        if not results and len(self.core.interference):
+        if not results and len(core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
             results = [StepResult(None, now_s)]
         for result in results:
             if self._unplanned.are_all:
-                self._tell("judgement", self.core.update, replace(result, step=None))
+                self._tell("judgement", core.update, replace(result, step=None))
             else:
-                self._told(self.core.update, result)
+                self._told(methodcaller("update", result))
         if results and self._drift_warning is not None:
             check = self._drift_warning.check
-            self._tell("drift warning", check, self.core.prediction_error, now_s)
+            self._tell("drift warning", check, core.prediction_error, now_s)
+
+    def _begin_pass(self) -> None:
+        """Forget the requests that ended in the last pass, and count one of the cool-downs."""
         for req in self._ended:
             self._forget(req, ending_of(req.finished_reason.to_json()))
         self._ended = []
         for req in self._waiting.start_pass():
-            self._told(self.core.restore, req.rid, len(req.output_ids))
+            self._told(methodcaller("restore", req.rid, len(req.output_ids)))
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
         # A suspended or paused step counts even if all of its requests have ended meanwhile.
@@ -413,15 +476,24 @@ class PlannedAdmission:
 
     @property
     def interference(self) -> Interference:
-        """See ``Admission``."""
-        return self.core.interference
+        """What online requests got, and what they would have got alone if that is known."""
+        return self._judged if self.core is None else self.core.interference
 
-    def latency_model(self) -> LatencyModel:
-        """See ``Admission``."""
-        return self.core.model
+    def latency_model(self) -> LatencyModel | None:
+        """Return what predicts steps now; None if nothing does.
+
+        Without plans nothing depends on it, and the start must not: it is for expected rates alone.
+        """
+        if self.core is not None:
+            return self.core.model
+        with suppress(CoserveError):
+            return known_latency_model(self._scheduler, self._config)
+        return None
 
     def state(self) -> dict[str, Any]:
-        """See ``Admission``."""
+        """Return what the status says of plans, in plain values; empty if there are none."""
+        if self.core is None:
+            return {}
         error, model, work = self.core.prediction_error, self.core.model, self.core.work
         return {
             "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
