@@ -199,12 +199,12 @@ class ObservedEngine(CpuClockEngine):
         group_share = placed["interval_layers"] / placed["layers"]
         run, start, drop = runner.run, lane.start, lane.drop
 
-        def ran(batch: Any, terms: Any, launch: Any) -> Any:
+        def ran(batch: Any, until_s: float | None, launch: Any) -> Any:
             begin_s, before_s = max(self._clock(), forward.free_s), model.launched_s
-            result = run(batch, terms, launch)
-            if terms is not None:
+            result = run(batch, until_s, launch)
+            if until_s is not None:
                 group_s = (model.launched_s - before_s) * group_share
-                seen = Suspensible(terms.until_s, begin_s, group_s, forward.free_s)
+                seen = Suspensible(until_s, begin_s, group_s, forward.free_s)
                 self._observed.suspensible.append(seen)
             if result is SUSPENDED and self._given.aborts_suspended:
                 self._to_abort.append(lane.suspended.batch.reqs[0].rid)
@@ -217,9 +217,9 @@ class ObservedEngine(CpuClockEngine):
 
         def dropped() -> Any:
             in_flight = forward.free_s > self._clock()
-            rids = drop()
+            result = drop()
             self._observed.drops_in_flight += in_flight
             self._observed.open_drops += in_flight and self._is_schedule_open()
-            return rids
+            return result
 
         runner.run, lane.start, lane.drop = ran, started, dropped

@@ -38,13 +38,14 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.clocks import RankClock, device_timer
+from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
-from sglang_coserve.srt.steps.step_runner import StepRunner, StepTerms
+from sglang_coserve.srt.steps.step_runner import StepRunner
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 __all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
@@ -90,21 +91,21 @@ class Admission:
         pools: KvPools,
         view: EngineView,
         retraction: OfflineRetraction,
+        chunks: ChunkAdmission,
         runner: StepRunner,
+        tracker: StepTracker,
         clock: RankClock,
         ledger: RequestLedger,
         checkpointing: KvCheckpointing,
         events: Counter[str],
         advisory: Advisory,
         forget: Callable[[Req, Ending], None],
-        answer_aborted: Callable[[Req], None],
         failed_plans: FailedPlan | None = None,
     ) -> None:
         """Admit nothing yet.
 
         Without ``core`` there are no plans: the policy fifo. ``forget`` is called with each request
-        that has ended, and how, and ``answer_aborted`` with those that are aborted in no batch.
-        ``failed_plans`` writes down what plans were made from that failed.
+        that has ended, and how. ``failed_plans`` writes down what plans were made from that failed.
         """
         self.core = core
         self._scheduler = scheduler
@@ -117,8 +118,6 @@ class Admission:
         self._retraction = retraction
         self._runner = runner
         self._clock = clock
-        if core is not None:
-            clock.timer = runner.timer = device_timer(scheduler)
         self._ledger = ledger
         self._checkpointing = checkpointing
         self._events = events
@@ -128,12 +127,12 @@ class Admission:
         self._plans_online = config.plans_online
         # Looking a setting up takes as long as much of a plan.
         self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
-        self._steps = StepTracker(
-            ledger,
-            is_overlapped=runner.timer is not None,
-            micro_batches=view.micro_batches,
-        )
-        self._until_s: float | None = None
+        self._steps = tracker
+        self._lane = runner.lane
+        self.until_s: float | None = None
+        """When the batch of this pass must have stopped, on the clock that all ranks share; None if
+        it runs to its end."""
+
         self.budget_s: float | None = None if core is None else math.inf
         """What offline work was packed under in the last plan that bounded it; infinite before one.
         None if there are no plans."""
@@ -142,17 +141,15 @@ class Admission:
         self._waiting = OfflineWaiting(view.passes_to_settle)
         self._ended: list[Req] = []
         self._plans = PlanExecution(
-            scheduler,
             view=view,
             retraction=retraction,
-            runner=runner,
+            chunks=chunks,
+            lane=self._lane,
             checkpointing=checkpointing,
             events=events,
             waiting=self._waiting.reqs,
             refuse=self._refuse,
-            answer_aborted=answer_aborted,
         )
-        self._lane = self._plans.lane
         self._plan = StepPlan()
         """The plan of this pass."""
 
@@ -263,7 +260,7 @@ class Admission:
             return self._unplanned.admit(running_batch, prefill)
         if self._runner.timer is not None:
             self._runner.timer.begin_pass()
-        self._until_s = None
+        self.until_s = None
         self._checkpointing.prefetch(now_s)
         self._learn(self.core, now_s)
         self._begin_pass()
@@ -279,7 +276,7 @@ class Admission:
         try:
             result = self._admit(self.core, running_batch, tried, now_s)
         except Exception as error:
-            self._until_s = None
+            self.until_s = None
             self._unplanned.failed(error, tried)
             is_alone = self._plan.lane is Lane.OFFLINE
             result = self._unplanned.recover(running_batch, tried, is_alone=is_alone)
@@ -313,14 +310,12 @@ class Admission:
         for rid in executed.refused:
             # No request will end and make room: what holds the memory may be a load that hangs.
             core.no_room(rid)
-        if plan.resumes:
-            self._steps.resumed()
-        elif executed.is_started:
+        if executed.is_started:
             core.start(plan, executed.admitted)
             self._steps.started(plan.step)
         result = executed.result
         if result.batch_to_run is not None:
-            self._until_s = plan.until_s if plan.lane is Lane.OFFLINE else None
+            self.until_s = plan.until_s if plan.lane is Lane.OFFLINE else None
         elif plan.lane is Lane.SHARED or plan.is_idle:
             is_left_out = bool(plan.prefills and self._view.waiting)
             if is_left_out or not result.running_batch.reqs:
@@ -355,7 +350,7 @@ class Admission:
 
     def _drop(self) -> None:
         assert self._lane is not None
-        result = self._steps.dropped(self._lane.drop())
+        result = self._lane.drop()
         self._told(lambda core: core.update(result))
         self._events["dropped"] += 1
 
@@ -373,11 +368,6 @@ class Admission:
         """Note the batch with which a pass ends, planned or not; None if nothing is to run."""
         if self.core is not None:
             self._steps.launched(batch)
-
-    @property
-    def terms(self) -> StepTerms | None:
-        """When the batch of this pass may stop early; None if it runs to its end."""
-        return None if self._until_s is None else StepTerms(self._until_s, self._steps.suspended)
 
     def stopped(self) -> None:
         """Note that the batch that was launched first has no result: it was suspended."""

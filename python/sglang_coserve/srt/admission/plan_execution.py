@@ -17,7 +17,6 @@ from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.step_runner import StepRunner
 
 __all__ = ["Executed", "PlanExecution"]
 
@@ -47,43 +46,28 @@ class PlanExecution:
 
     def __init__(
         self,
-        scheduler: Any,
         *,
         view: EngineView,
         retraction: OfflineRetraction,
-        runner: StepRunner,
+        chunks: ChunkAdmission,
+        lane: OfflineLane | None,
         checkpointing: KvCheckpointing,
         events: Counter[str],
         waiting: Mapping[str, Req],
         refuse: Callable[[str], None],
-        answer_aborted: Callable[[Req], None],
     ) -> None:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
-        out of SGLang's queue; ``answer_aborted`` ends one that is aborted in no batch."""
+        out of SGLang's queue."""
         self._view = view
         self._retraction = retraction
-        self._chunks = ChunkAdmission(view, retraction, events, scheduler.page_size)
+        self._chunks = chunks
+        self._lane = lane
         self._checkpointing = checkpointing
         self._events = events
         self._waiting = waiting
         self._refuse = refuse
         self._left_decodes: set[int] = set()
         """Micro-batches whose last batch had prefills alone, for a reason of SGLang's."""
-
-        self.lane: OfflineLane | None = None
-        """Where steps can be suspended."""
-
-        if runner.safepoints is not None:
-            num_layers = runner.safepoints.num_layers
-            self.lane = runner.lane = OfflineLane(
-                scheduler,
-                view,
-                self._chunks,
-                retraction,
-                num_layers,
-                events,
-                answer_aborted,
-            )
 
     def carry_out(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
         """Prepare the batch of a plan beside SGLang's decodes, with SGLang's admission."""
@@ -114,7 +98,7 @@ class PlanExecution:
 
     def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
         """Start or resume a step of the offline lane."""
-        lane = self.lane
+        lane = self._lane
         assert lane is not None
         if plan.resumes:
             return Executed(lane.resume(running_batch), (), is_started=False)

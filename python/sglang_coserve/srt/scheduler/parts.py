@@ -32,12 +32,15 @@ from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
-from sglang_coserve.srt.steps.clocks import RankClock
+from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.steps.clocks import RankClock, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
+from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 __all__ = ["CoserveParts"]
 
@@ -112,7 +115,27 @@ class CoserveParts:
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
-        self.runner = StepRunner(scheduler, installed)
+        self.chunks = ChunkAdmission(self.view, self.retraction, self.events, scheduler.page_size)
+        is_planned = config.offline_policy != "fifo"
+        clock.timer = device_timer(scheduler) if is_planned else None
+        self.tracker = StepTracker(
+            self.ledger,
+            is_overlapped=clock.timer is not None,
+            micro_batches=self.view.micro_batches,
+        )
+        lane = None
+        if installed.safepoints is not None:
+            lane = OfflineLane(
+                scheduler,
+                self.view,
+                self.chunks,
+                self.retraction,
+                self.tracker,
+                installed.safepoints.num_layers,
+                self.events,
+                self.live.answer_aborted,
+            )
+        self.runner = StepRunner(scheduler, installed, lane, clock.timer)
         self.admission = self._make_admission(scheduler, config, clock)
         self.moves = RequestMoves(
             scheduler,
@@ -179,14 +202,15 @@ class CoserveParts:
             pools=self.pools,
             view=self.view,
             retraction=self.retraction,
+            chunks=self.chunks,
             runner=self.runner,
+            tracker=self.tracker,
             clock=clock,
             ledger=self.ledger,
             checkpointing=self.checkpointing,
             events=self.events,
             advisory=self.advisory,
             forget=self.live.forget,
-            answer_aborted=self.live.answer_aborted,
             failed_plans=write_failed,
         )
 

@@ -41,8 +41,8 @@ class EngineView:
         self.paused_requests = PausedRequests()
         """Offline requests with KV that are in no batch of SGLang's."""
 
-        self.suspended: tuple[Req, ...] = ()
-        """Requests of the suspended step."""
+        self.suspended_batch: ScheduleBatch | None = None
+        """The batch of the suspended step; only ``OfflineLane`` sets it."""
 
     # --- The waiting queue ---------------------------------------------------------------
 
@@ -244,6 +244,11 @@ class EngineView:
                 yield from batch.reqs
 
     # --- Requests with KV --------------------------------------------------------------------
+
+    @property
+    def suspended(self) -> list[Req]:
+        """The requests of the suspended step; callers must not change the list."""
+        return [] if self.suspended_batch is None else self.suspended_batch.reqs
 
     def running_requests(self) -> list[Req]:
         """Return the unfinished decodes of all micro-batches; O(requests)."""

@@ -20,7 +20,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.snapshot import SuspendedStep
-from sglang_coserve.core.step import PrefillChunk, StepPlan
+from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
@@ -29,6 +29,7 @@ from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 __all__ = ["OfflineLane", "SuspendedBatch"]
 
@@ -53,7 +54,11 @@ class SuspendedBatch:
 
 
 class OfflineLane:
-    """Prepares the steps of the offline lane, and keeps the suspended one."""
+    """Prepares the steps of the offline lane, and keeps the suspended one.
+
+    Whoever else needs to know of that asks here, but for its requests, which are among those of
+    ``EngineView``.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class OfflineLane:
         view: EngineView,
         chunks: ChunkAdmission,
         retraction: OfflineRetraction,
+        tracker: StepTracker,
         num_layers: int,
         events: Counter[str],
         answer_aborted: Callable[[Req], None],
@@ -71,6 +77,7 @@ class OfflineLane:
         self._view = view
         self._chunks = chunks
         self._retraction = retraction
+        self._tracker = tracker
         self._num_layers = num_layers
         self._events = events
         self._suspended: SuspendedBatch | None = None
@@ -190,7 +197,7 @@ class OfflineLane:
         return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
 
     def resume(self, running_batch: Any) -> Any:
-        """Return a plan for SGLang that resumes the suspended step."""
+        """Return a plan for SGLang that resumes the suspended step, in this pass."""
         suspended = self._suspended
         assert suspended is not None
         chunk = _chunk_of(suspended.batch)
@@ -199,6 +206,7 @@ class OfflineLane:
             assert self._view.chunk is None
             self._view.put_chunk(chunk)
         self._launched = suspended.batch
+        self._tracker.resumed()
         return NextBatchPlan(batch_to_run=suspended.batch, running_batch=running_batch)
 
     def _move(self, plan: StepPlan, running_batch: Any) -> Any:
@@ -218,8 +226,7 @@ class OfflineLane:
 
     def start(self, batch: Any) -> tuple[int, Any]:
         """Return the layer from which the lane's batch is to run, and the outputs before it."""
-        suspended, self._suspended = self._suspended, None
-        self._view.suspended = ()
+        suspended = self._take()
         if suspended is None:
             return 0, None
         assert suspended.batch is batch
@@ -237,7 +244,8 @@ class OfflineLane:
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
         stats = stats_of(suspended, kind)
         self._suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
-        self._view.suspended = tuple(suspended.reqs)
+        self._view.suspended_batch = suspended
+        self._tracker.suspended()
         if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
             # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
             self._view.put_chunk(None)
@@ -246,15 +254,14 @@ class OfflineLane:
         batch.chunked_req = batch.decoding_reqs = None
         return kind
 
-    def drop(self) -> tuple[str, ...]:
-        """Drop the suspended step; return its requests.
+    def drop(self) -> StepResult:
+        """Drop the suspended step; return its result.
 
         They are retracted with what they had before the step; those that were aborted meanwhile
         end here.
         """
-        suspended, self._suspended = self._suspended, None
+        suspended = self._take()
         assert suspended is not None
-        self._view.suspended = ()
         batch = suspended.batch
         rids = tuple(req.rid for req in batch.reqs)
         order_behind_pass(self._scheduler)
@@ -262,7 +269,11 @@ class OfflineLane:
         for req in self._retraction.release_unfinished(batch, num_prefills):
             self._answer_aborted(req)
         self._has_left_decodes = False
-        return rids
+        return self._tracker.dropped(rids)
+
+    def _take(self) -> SuspendedBatch | None:
+        suspended, self._suspended, self._view.suspended_batch = self._suspended, None, None
+        return suspended
 
     def abort(self, matches: Callable[[Req], bool]) -> None:
         """Make the matching requests of the suspended step end when it does."""

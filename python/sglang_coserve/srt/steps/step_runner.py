@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -14,7 +13,7 @@ from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.clocks import PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
-__all__ = ["SUSPENDED", "StepRunner", "StepTerms"]
+__all__ = ["SUSPENDED", "StepRunner"]
 
 Req = Any
 ScheduleBatch = Any
@@ -25,29 +24,22 @@ SUSPENDED: Final = GenerationBatchResult()
 Forward = Callable[[ScheduleBatch], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTerms:
-    """The terms under which a step of the offline lane is suspended."""
-
-    until_s: float
-    """Time by which it must have stopped, on the clock that all ranks share."""
-
-    suspended: Callable[[], None]
-    """Called when it was suspended."""
-
-
 class StepRunner:
     """Runs batches; those of the shared lane exactly as SGLang does."""
 
-    def __init__(self, scheduler: Any, installed: Installed) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        installed: Installed,
+        lane: OfflineLane | None,
+        timer: PartTimer | None,
+    ) -> None:
+        """``lane`` is None if steps cannot be suspended. ``timer`` times what is run, if that is
+        asked for and the host does not wait for it."""
         self.safepoints = installed.safepoints
         self.why_no_safepoints = installed.why_not
-        self.lane: OfflineLane | None = None
-        """The offline lane; set only if steps can be suspended."""
-
-        self.timer: PartTimer | None = None
-        """Times what is run; set only if that is asked for and the host does not wait for it."""
-
+        self.lane = lane
+        self.timer = timer
         self._scheduler = scheduler
 
     # --- Before a step -------------------------------------------------------------------
@@ -62,14 +54,14 @@ class StepRunner:
         """See ``EngineSnapshot``."""
         return self.safepoints is None or self.safepoints.decodes_stop
 
-    def needs_results(self, batch: ScheduleBatch | None, terms: StepTerms | None) -> bool:
+    def needs_results(self, batch: ScheduleBatch | None, until_s: float | None) -> bool:
         """Return whether the last batch's results must be processed before this batch runs.
 
         A step that may be suspended, and later dropped, must not depend on pending results.
         """
         return (
             batch is not None
-            and terms is not None
+            and until_s is not None
             and bool(self._scheduler.result_queue)
             and self.safepoints is not None
             and self.safepoints.why_it_must_end(batch) is None
@@ -77,20 +69,21 @@ class StepRunner:
 
     # --- A step --------------------------------------------------------------------------
 
-    def run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
+    def run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
         """Run a batch, or the rest of a suspended one, with ``forward``.
 
-        Without ``terms`` it runs to its end. Returns the result, or ``SUSPENDED``.
+        ``until_s`` is when it must have stopped, on the clock that all ranks share; None for one
+        that runs to its end. Returns the result, or ``SUSPENDED``.
         """
         try:
-            return self._run(batch, terms, forward)
+            return self._run(batch, until_s, forward)
         finally:
             if self.timer is not None:
                 self.timer.launched()
 
-    def _run(self, batch: ScheduleBatch, terms: StepTerms | None, forward: Forward) -> Any:
+    def _run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
         safepoints, lane = self.safepoints, self.lane
-        if terms is None or safepoints is None or lane is None:
+        if until_s is None or safepoints is None or lane is None:
             return forward(batch)
         layer, outputs = lane.start(batch)
         if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
@@ -101,14 +94,13 @@ class StepRunner:
         try:
             with (
                 resumption.resuming(layer, outputs),
-                safepoints.armed(self._scheduler.forward_ct, terms.until_s),
+                safepoints.armed(self._scheduler.forward_ct, until_s),
             ):
                 return forward(batch)
         except ForwardPreempted as stop:
             if stop.layer > layer:
                 layer, outputs = stop.layer, resumption.outputs
             kind = lane.stopped(batch, layer, outputs)
-            terms.suspended()
             safepoints.suspended(kind, time.perf_counter())
             return SUSPENDED
         finally:
