@@ -20,15 +20,12 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.core.recording import (
-    RecordingScheduler,
-    SchedulerSetup,
-)
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.profiler import load_profile
-from sglang_coserve.recording_file import EventEncoder, encode_setup
+from sglang_coserve.recording.file import EventEncoder, encode_setup
+from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor

@@ -20,23 +20,23 @@ from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.core.recording import (
-    Arrived,
-    Event,
-    Finished,
-    OfflineAdded,
-    Planned,
-    SchedulerSetup,
-    Started,
-    Updated,
-    replay,
-)
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.recording_file import EventEncoder, encode_setup, read_recording
+from sglang_coserve.recording.events import (
+    Arrived,
+    Event,
+    Finished,
+    OfflineAdded,
+    Planned,
+    Started,
+    Updated,
+)
+from sglang_coserve.recording.file import EventEncoder, encode_setup, read_recording
+from sglang_coserve.recording.replay import replay
+from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine, Spec

@@ -13,7 +13,9 @@ import typer
 from sglang_coserve.cli.console import ExitCode, say
 
 if TYPE_CHECKING:
-    from sglang_coserve.core.recording import Event, ReplayedPlan, SchedulerSetup
+    from sglang_coserve.recording.events import Event
+    from sglang_coserve.recording.replay import ReplayedPlan
+    from sglang_coserve.recording.scheduler import SchedulerSetup
 
 __all__ = ["replay"]
 
@@ -44,21 +46,21 @@ def replay(
     Exits with 0, with 1 when the same policy decides differently, with 2 when a file or
     flag cannot be used.
     """
-    from sglang_coserve.core import recording as records
     from sglang_coserve.errors import InputFileError
-    from sglang_coserve.recording_file import read_recording
+    from sglang_coserve.recording.file import read_recording
+    from sglang_coserve.recording.replay import ReplayReport, replay
 
     if export is not None:
         _export(recording, export)
         return
-    report = records.ReplayReport()
+    report = ReplayReport()
     clock = _Stopwatch()
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
             setup, events = read_recording(lines, str(recording))
             is_same_policy = policy in (None, setup.policy)
             say(_setup_text(setup))
-            for plan in records.replay(clock.started_at_each(events), setup.make(policy)):
+            for plan in replay(clock.started_at_each(events), setup.make(policy)):
                 report.add(plan, clock.elapsed_s)
                 is_shown = is_same_policy and report.num_different <= _MAX_SHOWN
                 if plans or (is_shown and plan.differences):
@@ -111,7 +113,7 @@ def _setup_text(setup: SchedulerSetup) -> str:
 
 
 def _comparison(plan: ReplayedPlan) -> str:
-    from sglang_coserve.core.recording import plan_text
+    from sglang_coserve.recording.replay import plan_text
 
     head = f"#{plan.index} at {plan.snapshot.now_s:.6f} s: "
     if not plan.differences:

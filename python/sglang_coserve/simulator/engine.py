@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.step import Lane, StepPlan
@@ -34,7 +33,7 @@ class SimEngine:
 
     def __init__(
         self,
-        scheduler: Scheduler | RecordingScheduler,
+        scheduler: Scheduler,
         executor: SimulatedExecutor,
         source: TrafficSource,
         observers: Sequence[SimulationObserver] = (),

@@ -13,19 +13,12 @@ from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
-from sglang_coserve.core.recording import (
-    Arrived,
-    Event,
-    Finished,
-    OfflineAdded,
-    Planned,
-    SchedulerSetup,
-    Updated,
-)
 from sglang_coserve.core.request import Ending
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler import write_profile
-from sglang_coserve.recording_file import read_recording
+from sglang_coserve.recording.events import Arrived, Event, Finished, OfflineAdded, Planned, Updated
+from sglang_coserve.recording.file import read_recording
+from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.workload import BLOCK_TOKENS
 
 __all__ = ["RecordedTraffic", "read_traffic"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.core.recording import Event, Planned, RecordingScheduler, Started, Updated
+from sglang_coserve.recording.events import Event, Planned, Started, Updated
+from sglang_coserve.recording.scheduler import RecordingScheduler
 from srt import test_scheduler as scenarios
 from srt.safepoint.modes import QUICK, start
 from srt.safepoint.random_suspensions import suspensions_of

@@ -23,9 +23,8 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.core.recording import RecordingScheduler
 from sglang_coserve.core.request import Ending, RequestClass
-from sglang_coserve.core.scheduler import Scheduler as CoreScheduler
+from sglang_coserve.core.scheduler import Scheduler as Core
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.errors import CoserveError
@@ -52,7 +51,6 @@ __all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
 
 Req = Any
 ScheduleBatch = Any
-Core = CoreScheduler | RecordingScheduler
 
 OFFLINE_EVENTS: Final = (
     "received",

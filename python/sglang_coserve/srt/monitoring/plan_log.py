@@ -12,17 +12,12 @@ from typing import Final, TextIO
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.recording import (
-    Event,
-    OfflineAdded,
-    Planned,
-    RecordingScheduler,
-    SchedulerSetup,
-)
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.recording_file import EventEncoder, encode_setup
+from sglang_coserve.recording.events import Event, OfflineAdded, Planned
+from sglang_coserve.recording.file import EventEncoder, encode_setup
+from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 
 __all__ = ["FailedPlans", "PlanLog", "recorded"]
 

@@ -14,11 +14,11 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
-from sglang_coserve.core.recording import RecordingScheduler, SchedulerSetup
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
@@ -185,7 +185,7 @@ class CoserveParts:
         )
 
     def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
-        core: Scheduler | RecordingScheduler | None = None
+        core: Scheduler | None = None
         write_failed: FailedPlan | None = None
         if config.offline_policy != "fifo":
             profile = latency_profile(scheduler, config)

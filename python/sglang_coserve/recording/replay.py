@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, assert_never
 
-from sglang_coserve.core.recording.events import (
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.step import StepPlan
+from sglang_coserve.metrics import percentile
+from sglang_coserve.recording.events import (
     Arrived,
     Cached,
     Event,
@@ -19,11 +24,6 @@ from sglang_coserve.core.recording.events import (
     Started,
     Updated,
 )
-from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot
-from sglang_coserve.core.step import StepPlan
-from sglang_coserve.metrics import percentile
 
 __all__ = ["PlanTally", "ReplayReport", "ReplayedPlan", "plan_text", "replay"]
 

@@ -21,7 +21,12 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens, unpack_tokens
-from sglang_coserve.core.recording import (
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
+from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
+from sglang_coserve.errors import CoserveError, InputFileError
+from sglang_coserve.recording.events import (
     Arrived,
     Cached,
     Event,
@@ -30,15 +35,10 @@ from sglang_coserve.core.recording import (
     OfflineAdded,
     Planned,
     Restored,
-    SchedulerSetup,
     Started,
     Updated,
 )
-from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
-from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
-from sglang_coserve.errors import CoserveError, InputFileError
+from sglang_coserve.recording.scheduler import SchedulerSetup
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
