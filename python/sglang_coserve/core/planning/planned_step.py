@@ -12,7 +12,7 @@ from typing import Final
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.snapshot import Request
-from sglang_coserve.core.step import Retraction
+from sglang_coserve.core.step import PrefillChunk, Retraction
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["StepMemory", "StepWork", "VictimOrder"]
@@ -160,8 +160,8 @@ class StepMemory:
         self._victim_order = victim_order
         self.decodes: list[Sequence[Request]] = []
         """The decodes in the step, which are not retracted."""
-        self._prefilled: set[str] = set()
-        """The prefills in the step, which neither are."""
+        self.chunks: dict[str, PrefillChunk] = {}
+        """The prefills in the step by request, in order; neither are these."""
         self._victims: Sequence[Request] | None = None
         self.retractions: dict[str, Retraction] = {}
         """The retractions so far, by request, in order."""
@@ -241,7 +241,7 @@ class StepMemory:
             decodes_kv = self.kv_to_decode(self._requests.offline_decodes)
             left = self._free_window_tokens - decodes_kv
             window_tokens = max(min(tokens, left), min(kv_tokens, self._window_tokens))
-        self._prefilled.add(rid)
+        self.chunks[rid] = PrefillChunk(rid, tokens)
         self._take(kv_tokens, window_tokens)
         self.free_slots -= is_new
 
@@ -323,7 +323,7 @@ class StepMemory:
     def _remaining_victims(self) -> Iterator[Request]:
         if self._victims is None:
             self._victims = self._victim_order(self._requests)
-        added = self.decoding() | self._prefilled
+        added = self.decoding() | self.chunks.keys()
         for request in self._victims:
             rid = request.info.rid
             if not (rid in self.retractions or rid in added):

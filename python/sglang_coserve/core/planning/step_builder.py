@@ -109,7 +109,6 @@ class StepBuilder:
         self.free_tokens = snapshot.max_batch_tokens
 
         self._shed: list[str] = []
-        self._chunks: dict[str, PrefillChunk] = {}
         self.requests = StepRequests(snapshot, lane, rides=rides)
         self.work = StepWork(model)
         self.memory = StepMemory(self.requests, victim_order)
@@ -155,7 +154,6 @@ class StepBuilder:
         self.work.add_prefill(tokens, context_tokens)
         self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new)
         self.free_tokens -= tokens
-        self._chunks[rid] = PrefillChunk(rid, tokens)
 
     def shed(self, request: Request) -> None:
         """Refuse a waiting online request."""
@@ -164,9 +162,9 @@ class StepBuilder:
     # --- the plan ---
 
     @property
-    def chunks(self) -> Sequence[PrefillChunk]:
+    def chunks(self) -> tuple[PrefillChunk, ...]:
         """The prefill chunks added so far, in order."""
-        return tuple(self._chunks.values())
+        return tuple(self.memory.chunks.values())
 
     def build(
         self,
@@ -207,7 +205,7 @@ class StepBuilder:
                     resume.append(rid)
                 elif move is _WAITING:
                     memory.retract(request, 0)
-            elif state is _PREFILLING and rid not in self._chunks:
+            elif state is _PREFILLING and rid not in memory.chunks:
                 park.append(rid)
         return StepPlan(
             step=step,
@@ -218,7 +216,7 @@ class StepBuilder:
             pause=tuple(pause),
             resume=tuple(resume),
             park=tuple(park),
-            prefills=tuple(self._chunks.values()),
+            prefills=self.chunks,
             skips_decodes=self.skips_decodes,
             batch=self.work.stats,
             predicted_s=self.work.predicted_s,

@@ -286,7 +286,6 @@ class CheckpointCache(UnifiedRadixCache):
         For tests.
         """
         self.sanity_check()
-        self.space.assert_consistent()
         slots = [host_slots(node) for node in subtree(self.root_node)[1:] if node.backuped]
         slots += [
             torch.tensor(checkpoint.host_slots, dtype=torch.int64)

@@ -14,21 +14,25 @@ Slots = Any
 
 
 class HostSpace:
-    """Allocates and frees host slots, and counts them."""
+    """Allocates and frees host slots, up to a limit that is at most what the pool has."""
 
     def __init__(self, pool: Any, limit_tokens: int, counts: Counter[str]) -> None:
         self.limit_tokens = limit_tokens
         """The most tokens that may be held."""
 
-        self.used_tokens = 0
         self._pool = pool
         self._backoff = Backoff()
         self._counts = counts
 
     @property
+    def used_tokens(self) -> int:
+        """The tokens that are held."""
+        return int(self._pool.logical_size - self._pool.available_size())
+
+    @property
     def free_tokens(self) -> int:
         """The tokens that can be allocated without reclaiming any."""
-        return min(self.limit_tokens - self.used_tokens, int(self._pool.available_size()))
+        return self.limit_tokens - self.used_tokens
 
     def may_try(self, step: int) -> bool:
         """Return whether this is no back-off after a refusal."""
@@ -49,15 +53,8 @@ class HostSpace:
             self._backoff = self._backoff.failed(step)
             return None
         self._backoff = self._backoff.succeeded()
-        self.used_tokens += tokens
         return slots
 
     def free(self, slots: Slots) -> None:
         """Free slots; no copy to or from them may be in flight."""
         self._pool.free(slots)
-        self.used_tokens -= len(slots)
-        assert self.used_tokens >= 0
-
-    def assert_consistent(self) -> None:
-        """Assert that the pool agrees on the number of used slots."""
-        assert self._pool.logical_size - self._pool.available_size() == self.used_tokens
