@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 
 from gpu.layer_stack import decoder_layers, stop_delays_ms
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, device_events
 
 __all__ = ["lone_decode_backend", "measure_decode_graphs"]
 
@@ -48,7 +47,7 @@ class Variants:
 
         self.layers = decoder_layers(model_path)
         self.flag = PreemptionFlag(pinned=True)
-        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, device_events("cuda", 1))
+        self.gate = LeaderGate(self.flag, device_events("cuda", 1))
         self.x = torch.randn(_ROWS, self.layers[0].hidden, device="cuda", dtype=torch.bfloat16)
         cuts = GraphCuts(self.layers, _INTERVAL, self.gate, Resumption(self.layers))
         self.backend = lone_decode_backend(torch.cuda, cuts, self.gate)

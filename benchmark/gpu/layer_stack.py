@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, device_events
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 
 __all__ = [
     "DecoderLayer",
@@ -74,7 +73,7 @@ class Stack:
         self.flag = PreemptionFlag(pinned=True)
         self.gate = None
         if depth is not None:
-            self.gate = RunAheadGate(LocalGate(self.flag), self.flag, device_events("cuda", depth))
+            self.gate = LeaderGate(self.flag, device_events("cuda", depth))
             add_safepoints(layers, interval, self.gate)
 
     def close(self) -> None:
@@ -170,7 +169,7 @@ def _raise_after(flag: PreemptionFlag, delay_s: float, batch: int) -> Callable[[
 def safepoint_us(calls: int = 5000) -> float:
     """Return how long the host is kept at a safepoint of an armed batch that need not wait."""
     flag = PreemptionFlag(pinned=True)
-    gate = RunAheadGate(LocalGate(flag), flag, device_events("cuda", 1))
+    gate = LeaderGate(flag, device_events("cuda", 1))
     gate.arm(1)
     times = []
     for number in range(calls):

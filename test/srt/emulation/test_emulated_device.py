@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ from sglang_coserve.srt.emulation.device_module import (
     VirtualTime,
     install,
 )
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import (
+    LeaderGate,
+    PreemptionFlag,
+    device_events,
+    order_behind_pass,
+)
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events, order_behind_pass
 from sglang_coserve.srt.steps.clocks import device_timer
 
 LAYERS = 16
@@ -117,9 +122,9 @@ def test_other_threads_sleep_in_real_time(clock: VirtualTime) -> None:
 # --- What only a GPU reaches -----------------------------------------------------------------
 
 
-def run_layers(gate: Any) -> int:
+def run_layers(gate: Any, until_s: float = math.inf) -> int:
     """Launch layers, with a safepoint before each, as fast as the gate lets; return how many."""
-    gate.arm(BATCH)
+    gate.arm(BATCH, until_s)
     try:
         for number in range(LAYERS):
             if gate.attention[0]:
@@ -134,7 +139,7 @@ def run_layers(gate: Any) -> int:
 
 def test_the_host_stays_close_ahead_of_the_device(clock: VirtualTime) -> None:
     flag = PreemptionFlag(pinned=False)
-    gate = RunAheadGate(LocalGate(flag), flag, device_events("cpu", DEPTH))
+    gate = LeaderGate(flag, device_events("cpu", DEPTH))
     assert run_layers(gate) == LAYERS
     left_s = torch.cpu.current_stream().free_s - clock()
     assert LAYER_S < left_s <= (DEPTH + 1) * LAYER_S
@@ -145,7 +150,7 @@ def test_an_arrival_stops_a_pass_within_the_layers_in_flight(
     clock: VirtualTime, arrival_s: float
 ) -> None:
     flag = PreemptionFlag(pinned=False)
-    gate = RunAheadGate(LocalGate(flag), flag, device_events("cpu", DEPTH))
+    gate = LeaderGate(flag, device_events("cpu", DEPTH))
     clock.call_at(arrival_s, lambda: flag.raise_for(BATCH))
     layers = run_layers(gate)
     assert layers < LAYERS
@@ -155,9 +160,7 @@ def test_an_arrival_stops_a_pass_within_the_layers_in_flight(
 
 def test_a_deadline_stops_a_pass_so_that_the_device_is_free_by_then(clock: VirtualTime) -> None:
     flag = PreemptionFlag(pinned=False)
-    until = DeadlineGate(LocalGate(flag), flag, 1 + DEPTH)
-    until.until_s = 9.0
-    layers = run_layers(RunAheadGate(until, flag, device_events("cpu", DEPTH)))
+    layers = run_layers(LeaderGate(flag, device_events("cpu", DEPTH)), until_s=9.0)
     free_s = torch.cpu.current_stream().free_s
     assert layers < LAYERS
     assert 9.0 - (DEPTH + 2) * LAYER_S <= free_s <= 9.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, SharedWords
-from sglang_coserve.srt.safepoint.gates import PreemptionFlag
+from sglang_coserve.srt.safepoint.consensus import FollowerGate, SharedWords
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0
@@ -27,7 +27,11 @@ def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
     """Run batches of layers; a barrier after each layer stands for its collective."""
     words = shared_words(path)
     flag, rng = PreemptionFlag(), random.Random(rank)
-    gate = LeaderGate(words, flag) if rank == 0 else FollowerGate(words, timeout_s=TIMEOUT_S)
+    gate = (
+        LeaderGate(flag, publish=words.publish)
+        if rank == 0
+        else FollowerGate(words, timeout_s=TIMEOUT_S)
+    )
     stops: list[tuple[int, int]] = []
     for batch in range(1, BATCHES + 1):
         flag.lower()
@@ -83,7 +87,7 @@ def test_a_leader_that_does_not_come_ends_the_follower(words_path: str) -> None:
 
 def test_the_stop_of_an_earlier_batch_stops_no_later_one(words_path: str) -> None:
     words, flag = shared_words(words_path), PreemptionFlag()
-    leader, follower = LeaderGate(words, flag), FollowerGate(words, timeout_s=0.05)
+    leader, follower = LeaderGate(flag, publish=words.publish), FollowerGate(words, timeout_s=0.05)
     for gate in (leader, follower):
         gate.arm(3)
     flag.raise_for(3)

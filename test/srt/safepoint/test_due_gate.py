@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.srt.safepoint import gates
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, GROUP_S = 8, 0.01
@@ -21,12 +21,12 @@ class Pass:
         self.now_s = 100.0
         monkeypatch.setattr(gates, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.flag = PreemptionFlag()
-        self.gate = DeadlineGate(LocalGate(self.flag), self.flag, outstanding_groups)
+        passed = SimpleNamespace(record=lambda: None, query=lambda: True)
+        self.gate = LeaderGate(self.flag, [passed] * outstanding_groups)
 
     def run(self, until_s: float, first: int = 0) -> int | None:
         """Return the layer before which it stops."""
-        self.gate.until_s = until_s
-        self.gate.arm(1)
+        self.gate.arm(1, until_s)
         try:
             for layer in range(first, LAYERS):
                 self.gate.reached(layer)

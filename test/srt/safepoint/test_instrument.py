@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag, batch_id
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, batch_id
 from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
     add_safepoints,
@@ -119,7 +119,7 @@ def test_an_interval_is_at_most_a_quarter_of_the_layers(
 
 def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> None:
     flag = PreemptionFlag()
-    gate = LocalGate(flag)
+    gate = LeaderGate(flag)
     layers = some_layers(6)
     assert add_safepoints(layers, 2, gate) == 3
     run(layers)
@@ -141,7 +141,7 @@ def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> No
 
 def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
     flag = PreemptionFlag()
-    gate = LocalGate(flag)
+    gate = LeaderGate(flag)
     layers = some_layers(2)
     add_safepoints(layers, 1, gate)
     gate.arm(7)
@@ -164,4 +164,4 @@ def test_names_of_batches_fit_the_flag_and_are_never_zero(count: int) -> None:
 
 
 def test_the_cost_of_a_safepoint_is_measured() -> None:
-    assert safepoint_cost_s(LocalGate(PreemptionFlag()), calls=10) >= 0
+    assert safepoint_cost_s(LeaderGate(PreemptionFlag()), calls=10) >= 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
@@ -36,7 +36,7 @@ class Model:
         torch.manual_seed(0)
         self.layers = [Layer() for _ in range(LAYERS)]
         self.flag = PreemptionFlag()
-        self.gate = LocalGate(self.flag)
+        self.gate = LeaderGate(self.flag)
         add_safepoints(self.layers, 1, self.gate)
         self.resumption = Resumption(self.layers)
 

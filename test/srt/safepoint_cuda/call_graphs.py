@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
@@ -76,7 +76,7 @@ class GraphedModel:
 
     def __init__(self, gate: Gate | None = None, flag: PreemptionFlag | None = None) -> None:
         self.flag = flag or PreemptionFlag()
-        self.gate = gate or LocalGate(self.flag)
+        self.gate = gate or LeaderGate(self.flag)
         self.ran: list[int] = []
         self.layers = [Layer(number, self.ran) for number in range(LAYERS)]
         add_safepoints(self.layers, INTERVAL, self.gate)

@@ -11,9 +11,8 @@ from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
 from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.placement import why_no_grouped_decode_graphs
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
@@ -38,7 +37,7 @@ class Decode:
     def __init__(self, device: DeviceThread) -> None:
         flag = PreemptionFlag()
         events = [DeviceEvent(device), DeviceEvent(device)]
-        gate = RunAheadGate(LocalGate(flag), flag, events)
+        gate = LeaderGate(flag, events)
         self.model = model = GraphedModel(gate, flag)
         self.backend = lone_decode_backend(torch.cpu, model.cuts, gate)
         self.graph = model.capture()

@@ -21,11 +21,15 @@ from torch import nn
 
 from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import (
+    LeaderGate,
+    PreemptionFlag,
+    device_events,
+    order_behind_pass,
+)
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events, order_behind_pass
 from srt.own_engine import is_flushed
 
 pytestmark = [
@@ -43,7 +47,7 @@ class Layers:
     def __init__(self, *, depth: int = 1) -> None:
         torch.manual_seed(0)
         self.flag = PreemptionFlag(pinned=True)
-        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, device_events("cuda", depth))
+        self.gate = LeaderGate(self.flag, device_events("cuda", depth))
         self.layers: list[nn.Module] = [
             nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.bfloat16)
             for _ in range(LAYERS)

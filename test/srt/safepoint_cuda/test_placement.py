@@ -15,7 +15,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.placement import (
     SafepointPlacement,
     place_between_layers,
@@ -52,7 +52,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def place(scheduler: Any, *, groups_decodes: bool = False) -> SafepointPlacement:
-    gate = LocalGate(PreemptionFlag())
+    gate = LeaderGate(PreemptionFlag())
     layers = some_layers(LAYERS)
     return place_on_cuda(scheduler, layers, INTERVAL, gate, groups_decodes=groups_decodes)
 
@@ -89,7 +89,7 @@ def test_grouped_decode_graphs_are_made_where_they_are_asked_for_and_can_be(
 
 
 def safepoints_with(placed: SafepointPlacement) -> Safepoints:
-    return Safepoints(placed, None, None, num_layers=LAYERS, interval=INTERVAL)
+    return Safepoints(placed, None, num_layers=LAYERS, interval=INTERVAL)
 
 
 def batch_of(mode: ForwardMode) -> Any:
@@ -104,7 +104,7 @@ def batch_of(mode: ForwardMode) -> Any:
 
 
 def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
-    gate = LocalGate(PreemptionFlag())
+    gate = LeaderGate(PreemptionFlag())
     on_cpu = safepoints_with(place_between_layers(some_layers(LAYERS), INTERVAL, gate, 1))
     on_cuda = safepoints_with(place(scheduler_of()))
     assert on_cpu.stop_share == INTERVAL / LAYERS
@@ -114,8 +114,8 @@ def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
 
 
 def test_no_share_is_more_than_the_whole() -> None:
-    placed = SafepointPlacement(LocalGate(PreemptionFlag()), Resumption([]), 2)
-    few = Safepoints(placed, None, None, num_layers=2, interval=2)
+    placed = SafepointPlacement(LeaderGate(PreemptionFlag()), Resumption([]), 2)
+    few = Safepoints(placed, None, num_layers=2, interval=2)
     assert few.stop_share == 1.0
 
 

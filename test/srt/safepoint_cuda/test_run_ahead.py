@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, SharedWords
-from sglang_coserve.srt.safepoint.gates import LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.consensus import FollowerGate, SharedWords
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate
 from srt.safepoint_cuda.device_thread import (
     WAIT_S,
     DeviceEvent,
@@ -41,7 +40,7 @@ class Engine:
     ) -> None:
         self.flag = PreemptionFlag()
         self.events = [DeviceEvent(device) for _ in range(depth + 1)]
-        self.gate = RunAheadGate(LocalGate(self.flag), self.flag, self.events)
+        self.gate = LeaderGate(self.flag, self.events)
         self.model = DeviceModel(device, LAYERS, layer_s)
         add_safepoints(self.model.layers, interval, self.gate)
 
@@ -198,7 +197,7 @@ def test_ranks_that_follow_stop_where_the_first_one_does(device: DeviceThread) -
             leader_words, follower_words = (SharedWords(opened.fileno()) for _ in range(2))
     events = [DeviceEvent(device) for _ in range(2)]
     gates: list[Gate] = [
-        RunAheadGate(LeaderGate(leader_words, flag), flag, events),
+        LeaderGate(flag, events, leader_words.publish),
         FollowerGate(follower_words, timeout_s=WAIT_S),
     ]
     barrier = threading.Barrier(2)

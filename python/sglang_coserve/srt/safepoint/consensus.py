@@ -1,4 +1,4 @@
-"""The gates of tensor-parallel ranks: rank 0 decides, and all stop before the same layer.
+"""How tensor-parallel ranks stop before the same layer: rank 0 decides, the others follow.
 
 If only some ranks stopped, the others would hang in a collective operation. ConServe
 broadcasts at every safepoint. Here rank 0 writes its progress, and whether it stops,
@@ -22,10 +22,9 @@ from typing import Any, Final
 
 import torch
 
-from sglang_coserve.srt.safepoint.gates import PreemptionFlag
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 
-__all__ = ["FollowerGate", "LeaderGate", "SharedWords", "has_ordered_stores", "share_words"]
+__all__ = ["FollowerGate", "SharedWords", "has_ordered_stores", "share_words"]
 
 _PROGRESS, _STOP = 0, 8
 """Indices of the words, each on its own cache line."""
@@ -50,6 +49,13 @@ class SharedWords:
         """Map an open file, which may be closed and unlinked afterwards."""
         self._map = mmap.mmap(file, _SIZE_BYTES)
         self.words = memoryview(self._map).cast("q")
+
+    def publish(self, batch: int, layer: int, stops: bool) -> None:
+        """Tell the other ranks how far rank 0 is, and whether it stops there."""
+        step = batch * _STEPS + layer
+        if stops:
+            self.words[_STOP] = step
+        self.words[_PROGRESS] = step
 
 
 def share_words(group: Any, rank: int) -> SharedWords:
@@ -78,45 +84,7 @@ def share_words(group: Any, rank: int) -> SharedWords:
     return words
 
 
-class _SharedGate:
-    """Base class of both gates: every safepoint of an armed batch calls ``reached``."""
-
-    def __init__(self, shared: SharedWords) -> None:
-        # A numpy array has the item type that memoryview reads fastest.
-        self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
-        self._words = shared.words
-        self._step = 0
-
-    def arm(self, batch: int) -> None:
-        """See ``Gate.arm``; all ranks arm the same batches."""
-        self._step = batch * _STEPS
-        self.attention[0] = batch
-
-    def disarm(self) -> None:
-        """See ``Gate.disarm``."""
-        self.attention[0] = 0
-
-
-class LeaderGate(_SharedGate):
-    """Rank 0's gate: decides by the flag, and publishes the decision."""
-
-    def __init__(self, shared: SharedWords, flag: PreemptionFlag) -> None:
-        super().__init__(shared)
-        self._flag = flag.words
-
-    def reached(self, layer: int) -> None:
-        """See ``Gate.reached``."""
-        words = self._words
-        step = self._step + layer
-        if self._flag[0] != self.attention[0]:
-            words[_PROGRESS] = step
-            return
-        words[_STOP] = step
-        words[_PROGRESS] = step
-        raise ForwardPreempted(layer)
-
-
-class FollowerGate(_SharedGate):
+class FollowerGate(Gate):
     """The gate of the other ranks: waits until rank 0 is as far, and follows its decision."""
 
     def __init__(
@@ -129,7 +97,8 @@ class FollowerGate(_SharedGate):
             timeout_s: Longest wait for rank 0; after that an error ends the server.
             longest_sleep_s: Longest sleep between two checks of rank 0's progress.
         """
-        super().__init__(shared)
+        super().__init__()
+        self._words = shared.words
         self._timeout_s = timeout_s
         self._longest_sleep_s = longest_sleep_s
 
@@ -139,7 +108,7 @@ class FollowerGate(_SharedGate):
         Raises:
             RuntimeError: rank 0 does not get there in time.
         """
-        step = self._step + layer
+        step = self.attention[0] * _STEPS + layer
         if not self._has_come(step):
             self._wait_for(step)
         if self._words[_STOP] == step:

@@ -1,15 +1,40 @@
-"""The gates of a rank that decides alone: by the flag that asks to stop, and by a deadline."""
+"""The gate of the rank that decides: by a flag, which an arrival raises, and by a deadline.
+
+The host launches a forward pass faster than a GPU computes it. When an online request arrives,
+the remaining layers would be in the stream already, from which they cannot be removed, so a check
+on the host alone would be useless. Therefore at every safepoint of an armed
+batch the host records an event, and waits until the GPU is close behind.
+
+Kernels that were launched run to their end, also after the pass has stopped. The host knows where
+it stopped: it keeps the outputs of the last layer, whether computed yet or not, and the steps
+that run meanwhile are launched later on the same stream. Only a dropped batch releases memory
+to others; see ``order_behind_pass``.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
+from sglang_coserve.srt.device import runs_beside_host
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 
-__all__ = ["DeadlineGate", "LocalGate", "PreemptionFlag", "batch_id"]
+__all__ = [
+    "LeaderGate",
+    "PreemptionFlag",
+    "StreamEvent",
+    "batch_id",
+    "device_events",
+    "order_behind_pass",
+]
+
+_POLL_S: Final = 50e-6
+"""Sleep between two checks of an event. Spinning would keep the interpreter lock from the thread
+that receives requests; a group of layers takes milliseconds."""
 
 _LARGEST_ID = 2**31 - 1
 _CACHE_LINE_WORDS = 16
@@ -42,71 +67,108 @@ class PreemptionFlag:
         self.words[0] = 0
 
 
-class LocalGate:
-    """Stops the armed batch when the flag holds its id: the gate of an engine with one rank."""
+class StreamEvent(Protocol):
+    """A marker in the device's stream, such as ``torch.cuda.Event``."""
 
-    def __init__(self, flag: PreemptionFlag) -> None:
-        self.attention = flag.words
-        self._armed = 0
+    def record(self) -> None:
+        """Place the marker after all work launched so far, instead of its previous position."""
+        ...
 
-    def arm(self, batch: int) -> None:
-        """See ``Gate.arm``."""
-        self._armed = batch
-
-    def disarm(self) -> None:
-        """See ``Gate.disarm``."""
-        self._armed = 0
-
-    def reached(self, layer: int) -> None:
-        """See ``Gate.reached``. A flag left over from another batch has no effect."""
-        if self._armed and self.attention[0] == self._armed:
-            raise ForwardPreempted(layer)
+    def query(self) -> bool:
+        """Return whether the device has passed the marker."""
+        ...
 
 
-class DeadlineGate:
-    """A gate that raises the flag when the deadline is near, then asks another gate.
+class LeaderGate(Gate):
+    """Stops the armed batch when the flag holds its id, or its time is up.
 
-    For the rank that decides. A group of layers is not begun if it would end after the deadline,
-    assuming that it takes as long as the group before it.
+    A group of layers is not begun if it would end after the deadline, assuming that it takes as
+    long as the group before it. The first group of a pass always runs.
+
+    With events the host waits for the device: work after the i-th safepoint is launched only once
+    the device has passed the (i - depth)-th. So at most ``depth`` + 1 groups of layers are
+    outstanding, and the pass has stopped when these have run. With depth 0 the device idles at
+    every safepoint while the host launches the next group; with depth 1 it has one group to
+    compute meanwhile.
     """
 
-    def __init__(self, gate: Gate, flag: PreemptionFlag, outstanding_groups: int) -> None:
+    def __init__(
+        self,
+        flag: PreemptionFlag,
+        events: Sequence[StreamEvent] = (),
+        publish: Callable[[int, int, bool], None] | None = None,
+    ) -> None:
         """Create a gate.
 
         Args:
-            gate: The gate that decides.
             flag: The flag by which it decides.
-            outstanding_groups: Groups of layers still to be computed once one is begun,
-                including that one.
+            events: depth + 1 of them; none if the host waits for the device anyway.
+            publish: Tells the other ranks the batch, the layer that was reached, and whether the
+                pass stops there.
         """
-        # Makes every safepoint of an armed batch call ``reached``.
-        self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
-        self.until_s = math.inf
-        """Time (``time.perf_counter``) by which the next armed batch must have stopped."""
-
-        self._gate = gate
-        self._outstanding_groups = outstanding_groups
+        super().__init__()
         self._flag = flag
-        self._batch = 0
+        self._events = tuple(events)
+        self._publish = publish
+        self._until_s = math.inf
+        self._passed = 0
         self._last_s: float | None = None
 
-    def arm(self, batch: int) -> None:
+    def arm(self, batch: int, until_s: float = math.inf) -> None:
         """See ``Gate.arm``."""
-        self._gate.arm(batch)
-        self._batch, self._last_s = batch, None
-        self.attention[0] = batch
-
-    def disarm(self) -> None:
-        """See ``Gate.disarm``."""
-        self.attention[0] = 0
-        self._gate.disarm()
+        self._until_s, self._passed, self._last_s = until_s, 0, None
+        super().arm(batch)
 
     def reached(self, layer: int) -> None:
-        """See ``Gate.reached``. The first group of a pass always runs."""
-        now_s = time.perf_counter()
+        """See ``Gate.reached``. A flag left over from another batch has no effect."""
+        if self._events:
+            self._stay_close()
+        batch, now_s = self.attention[0], time.perf_counter()
         if self._last_s is not None:
-            group_s = now_s - self._last_s
-            if now_s + self._outstanding_groups * group_s > self.until_s:
-                self._flag.raise_for(self._batch)
+            groups_s = max(len(self._events), 1) * (now_s - self._last_s)
+            if now_s + groups_s > self._until_s:
+                self._flag.raise_for(batch)
         self._last_s = now_s
-        self._gate.reached(layer)
+        stops = self._flag.words[0] == batch
+        if self._publish is not None:
+            self._publish(batch, layer, stops)
+        if stops:
+            raise ForwardPreempted(layer)
+
+    def _stay_close(self) -> None:
+        """Record an event, and wait for that of ``depth`` safepoints before."""
+        here, self._passed = self._passed, self._passed + 1
+        depth = len(self._events) - 1
+        self._events[here % len(self._events)].record()
+        if here or not depth:
+            self._wait_for(max(here - depth, 0))
+
+    def _wait_for(self, safepoint: int) -> None:
+        event = self._events[safepoint % len(self._events)]
+        # A stop need not wait for work in flight, as later work on the stream does. But before the
+        # first event there are copies from host memory that the preparation of the next batch
+        # overwrites (attention plans): these must be complete.
+        may_cut_short = safepoint > 0
+        while not event.query():
+            if may_cut_short and self._flag.words[0] == self.attention[0]:
+                return
+            time.sleep(_POLL_S)
+
+
+def device_events(device: str, depth: int) -> list[StreamEvent]:
+    """Return the events of a ``LeaderGate`` on the current device of this kind."""
+    module = torch.get_device_module(device)
+    return [module.Event() for _ in range(depth + 1)]
+
+
+def order_behind_pass(scheduler: Any) -> None:
+    """Order later work on the schedule stream after the pass of a batch that is dropped.
+
+    Must be called before its requests are released. Under overlap scheduling the pass runs on its
+    own stream, while the scheduler prepares batches on another: there it would reuse and overwrite
+    memory that the pass still reads (page tables, freed tensors). SGLang
+    orders the two streams only after ``run_batch``, and, if the pass ran on graphs, after only a
+    part of it. The GPU waits here, the host does not.
+    """
+    if runs_beside_host(scheduler.device) and scheduler.enable_overlap:
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)

@@ -9,9 +9,9 @@ from typing import Any, Final
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.device import runs_beside_host
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, LeaderGate, share_words
+from sglang_coserve.srt.safepoint.consensus import FollowerGate, share_words
 from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, LocalGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, device_events
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress
 from sglang_coserve.srt.safepoint.instrument import Gate, decoder_layers, fitting_interval
 from sglang_coserve.srt.safepoint.placement import (
@@ -20,7 +20,6 @@ from sglang_coserve.srt.safepoint.placement import (
     place_on_cuda,
     why_prefills_cannot_stop,
 )
-from sglang_coserve.srt.safepoint.run_ahead import RunAheadGate, device_events
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
 __all__ = ["Installed", "install_safepoints"]
@@ -65,19 +64,12 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
             reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
         else:
             reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
-    ps = compat.parallel(scheduler)
     if reason is not None:
         if compat.is_first_rank(scheduler):
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
         return Installed(why_not=reason)
     flag = PreemptionFlag(pinned=is_cuda)
-    gate = _make_gate(scheduler, flag)
-    deadline_gate = None
-    if ps.tp_rank == 0:
-        gate = deadline_gate = DeadlineGate(gate, flag, 1 + run_ahead)
-        if run_ahead:
-            # Only on this rank: the others wait for it, and so for its GPU.
-            gate = RunAheadGate(gate, flag, device_events(scheduler.device, run_ahead))
+    gate = _make_gate(scheduler, flag, run_ahead)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if is_cuda:
         groups_decodes = config.safepoint_decode_graphs
@@ -90,17 +82,15 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         watch = ArrivalWatch(inbox, flag)
         channels = scheduler.ipc_channels
         ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
-    safepoints = Safepoints(
-        placement, watch, deadline_gate, num_layers=len(layers), interval=interval
-    )
+    safepoints = Safepoints(placement, watch, num_layers=len(layers), interval=interval)
     return Installed(safepoints, ingress)
 
 
-def _make_gate(scheduler: Any, flag: PreemptionFlag) -> Gate:
+def _make_gate(scheduler: Any, flag: PreemptionFlag, run_ahead: int) -> Gate:
     ps = compat.parallel(scheduler)
-    if ps.tp_size == 1:
-        return LocalGate(flag)
-    words = share_words(scheduler.tp_cpu_group, ps.tp_rank)
-    if ps.tp_rank == 0:
-        return LeaderGate(words, flag)
-    return FollowerGate(words, longest_sleep_s=_LONGEST_SLEEP_S[scheduler.device])
+    words = share_words(scheduler.tp_cpu_group, ps.tp_rank) if ps.tp_size > 1 else None
+    if words is not None and ps.tp_rank > 0:
+        # They wait for rank 0, and so for its GPU.
+        return FollowerGate(words, longest_sleep_s=_LONGEST_SLEEP_S[scheduler.device])
+    events = device_events(scheduler.device, run_ahead) if run_ahead else ()
+    return LeaderGate(flag, events, None if words is None else words.publish)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -84,27 +86,30 @@ class ForwardPreempted(BaseException):
         self.layer = layer
 
 
-class Gate(Protocol):
+class Gate(ABC):
     """Decides at a safepoint whether the forward pass goes on; stops only armed batches."""
 
-    attention: memoryview
-    """While its first word is 0, safepoints do not call ``reached``."""
+    def __init__(self) -> None:
+        # A numpy array has the item type that memoryview reads fastest.
+        self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
+        """Its first word is the armed batch. While it is 0, safepoints do not call ``reached``."""
 
-    def arm(self, batch: int) -> None:
-        """Allow this batch to be stopped."""
-        ...
+    def arm(self, batch: int, until_s: float = math.inf) -> None:  # noqa: ARG002
+        """Allow this batch to be stopped: by the rank that decides also at ``until_s``
+        (``time.perf_counter``). All ranks arm the same batches."""
+        self.attention[0] = batch
 
     def disarm(self) -> None:
         """Allow no batch to be stopped."""
-        ...
+        self.attention[0] = 0
 
+    @abstractmethod
     def reached(self, layer: int) -> None:
-        """Return if the pass goes on.
+        """Return if the pass of the armed batch goes on.
 
         Raises:
             ForwardPreempted: the pass must stop before ``layer``.
         """
-        ...
 
 
 def fitting_interval(interval: int, num_layers: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
-from sglang_coserve.srt.safepoint.gates import DeadlineGate, batch_id
+from sglang_coserve.srt.safepoint.gates import batch_id
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, StopRequest
 from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement
@@ -118,20 +118,17 @@ class Safepoints:
         self,
         placement: SafepointPlacement,
         watch: ArrivalWatch | None,
-        deadline_gate: DeadlineGate | None,
         *,
         num_layers: int,
         interval: int,
     ) -> None:
-        """``watch`` is None on ranks that do not receive requests, ``deadline_gate`` on all but
-        rank 0."""
+        """``watch`` is None on ranks that do not receive requests."""
         self.stats = SafepointStats()
         self.gate = placement.gate
         self.resumption = placement.resumption
         self.num_layers = num_layers
         self._no_safepoints = placement.no_safepoints
         self._watch = watch
-        self._due_gate = deadline_gate
         self._interval = interval
         self._stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         self._cost_s = safepoint_cost_s(placement.gate)
@@ -165,9 +162,7 @@ class Safepoints:
         """
         begun_s = time.perf_counter()
         name = batch_id(forward_count)
-        if self._due_gate is not None:
-            self._due_gate.until_s = until_s
-        self.gate.arm(name)
+        self.gate.arm(name, until_s)
         if self._watch is not None:
             self._watch.open(name)
         ready_s = time.perf_counter()

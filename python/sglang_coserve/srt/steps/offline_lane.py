@@ -25,7 +25,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.safepoint.run_ahead import order_behind_pass
+from sglang_coserve.srt.safepoint.gates import order_behind_pass
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
