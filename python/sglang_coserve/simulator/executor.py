@@ -67,11 +67,6 @@ class SimulatedExecutor:
         self._ended: list[SimRequest] = []
         """With overlap: requests that are complete, but part of the step already planned."""
 
-    @property
-    def num_decoding(self) -> int:
-        """Requests in state ``DECODING``."""
-        return len(self._decoding.requests)
-
     def submit(self, request: SimRequest) -> None:
         """Add a request that has arrived, or that comes from another engine."""
         if request.info.is_online:

@@ -9,17 +9,13 @@ policy fifo there is no core, and no plan for any pass (``unplanned``).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from itertools import compress
-from operator import methodcaller
 from typing import Any, Final
 
-from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
@@ -33,19 +29,13 @@ from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.unplanned import NotedPass, UnplannedPasses
 from sglang_coserve.srt.admission.waiting import OfflineWaiting, queued_request
 from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
-from sglang_coserve.srt.steps.clocks import RankClock
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
-from sglang_coserve.srt.steps.step_runner import StepRunner
-from sglang_coserve.srt.steps.step_tracker import StepTracker
+from sglang_coserve.srt.steps.offline_retraction import Prefill
+from sglang_coserve.srt.steps.request_ledger import ending_of
 
 __all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
 
@@ -69,10 +59,6 @@ FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int
 """Takes what a plan that failed was made from: the waiting offline requests, the engine, and what
 its cache holds of them."""
 
-_RESUME_S: Final = 1.6e-3
-"""The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
-CPU (tag ``measurements-1``)."""
-
 
 class Admission:
     """Keeps the waiting offline requests, and decides what each scheduling pass admits.
@@ -82,21 +68,8 @@ class Admission:
 
     def __init__(
         self,
-        scheduler: Any,
-        config: CoserveConfig,
+        parts: EngineParts,
         core: Core | None,
-        *,
-        pools: KvPools,
-        view: EngineView,
-        retraction: OfflineRetraction,
-        chunks: ChunkAdmission,
-        runner: StepRunner,
-        tracker: StepTracker,
-        clock: RankClock,
-        ledger: RequestLedger,
-        checkpointing: KvCheckpointing,
-        events: Counter[str],
-        advisory: Advisory,
         forget: Callable[[Req, Ending], None],
         failed_plans: FailedPlan | None = None,
     ) -> None:
@@ -106,27 +79,28 @@ class Admission:
         that has ended, and how. ``failed_plans`` writes down what plans were made from that failed.
         """
         self.core = core
-        self._scheduler = scheduler
-        self._config = config
-        self._judged = Interference.measured(config.slos())
+        self._scheduler = parts.scheduler
+        self._config = parts.config
+        self._judged = Interference.measured(parts.config.slos())
         """What online requests got, where there is no core to judge it."""
 
-        self._pools = pools
-        self._view = view
-        self._retraction = retraction
-        self._runner = runner
-        self._clock = clock
-        self._ledger = ledger
-        self._checkpointing = checkpointing
-        self._events = events
-        self._tell = advisory.tell
+        self._parts = parts
+        self._view = parts.view
+        self._retraction = parts.retraction
+        self._runner = parts.runner
+        self._clock = parts.clock
+        self._ledger = parts.ledger
+        self._checkpointing = parts.checkpointing
+        self._events = parts.events
+        self._tell = parts.advisory.tell
         self._write_failed = failed_plans
         self._forget = forget
-        self._plans_online = config.plans_online
+        self._plans_online = parts.config.plans_online
         # Looking a setting up takes as long as much of a plan.
-        self._keeps_prefixes = not settings_of(scheduler.server_args).disable_radix_cache
-        self._steps = tracker
-        self._lane = runner.lane
+        settings = settings_of(parts.scheduler.server_args)
+        self._keeps_prefixes = not settings.disable_radix_cache
+        self._steps = parts.tracker
+        self._lane = parts.lane
         self.until_s: float | None = None
         """When the batch of this pass must have stopped, on the clock that all ranks share; None if
         it runs to its end."""
@@ -135,19 +109,10 @@ class Admission:
         """What offline work was packed under in the last plan that bounded it; infinite before one.
         None if there are no plans."""
 
-        self._drift_warning = DriftWarning() if is_first_rank(scheduler) else None
-        self._waiting = OfflineWaiting(view.passes_to_settle)
+        self._drift_warning = DriftWarning() if is_first_rank(parts.scheduler) else None
+        self._waiting = OfflineWaiting(parts.view.passes_to_settle)
         self._ended: list[Req] = []
-        self._plans = PlanExecution(
-            view=view,
-            retraction=retraction,
-            chunks=chunks,
-            lane=self._lane,
-            checkpointing=checkpointing,
-            events=events,
-            waiting=self._waiting.reqs,
-            refuse=self._refuse,
-        )
+        self._plans = PlanExecution(parts, self._waiting.reqs, self._refuse)
         self._plan = StepPlan()
         """The plan of this pass."""
 
@@ -156,18 +121,7 @@ class Admission:
         """What the core was told, for the last plan, that the cache holds."""
 
         self._unplanned = UnplannedPasses(
-            scheduler,
-            self._waiting,
-            most_running=config.offline_max_running,
-            has_plans=core is not None,
-            pools=pools,
-            view=view,
-            retraction=retraction,
-            ledger=ledger,
-            lane=self._lane,
-            events=events,
-            advisory=advisory,
-            write=self._write_plan,
+            parts, self._waiting, self._write_plan, has_plans=core is not None
         )
 
     # --- Who waits -----------------------------------------------------------------------
@@ -182,9 +136,9 @@ class Admission:
             self._waiting.put_back(req)
             return
         self._waiting.reqs[req.rid] = req
-        if not self._unplanned.are_all:
+        if self.core is not None and not self._unplanned.are_all:
             request = queued_request(req, self._ledger[req.rid].arrival_s)
-            self._told(lambda core: self._add(core, request))
+            self._told(self._add, self.core, request)
 
     def _add(self, core: Core, request: QueuedRequest) -> None:
         """Tell the core of a new offline request, and what is cached of one unlike all others."""
@@ -238,10 +192,10 @@ class Admission:
     def forget(self, rid: str, ending: Ending) -> None:
         """Drop what is kept of a request that has ended, if anything is; to be called before the
         ledger forgets."""
-        if self._unplanned.are_all:
+        if self.core is None or self._unplanned.are_all:
             self._tell("judgement", self.interference.ended, rid, ending)
         else:
-            self._told(lambda core: core.finish(rid, ending))
+            self._told(self.core.finish, rid, ending)
         self._waiting.reqs.pop(rid, None)
 
     # --- One pass ------------------------------------------------------------------------
@@ -334,22 +288,22 @@ class Admission:
             waiting = self.core.queue.candidates(self._planned_from.now_s)
             self._write_failed(waiting, self._planned_from, self._answers)
 
-    def _told(self, call: Callable[[Core], None]) -> None:
+    def _told(self, call: Callable[..., None], *args: Any) -> None:
         """Tell the core what has become of requests and steps; if it fails, it plans no more.
 
         Whatever is asked of it within a pass is guarded by ``admit``.
         """
-        if self.core is None or self._unplanned.are_all:
+        if self._unplanned.are_all:
             return
         try:
-            call(self.core)
+            call(*args)
         except Exception as error:
             self._unplanned.end_planning(error)
 
     def _drop(self) -> None:
         assert self._lane is not None
-        result = self._lane.drop()
-        self._told(lambda core: core.update(result))
+        assert self.core is not None
+        self._told(self.core.update, self._lane.drop())
         self._events["dropped"] += 1
 
     def settle(self, last_batch: Any) -> Any:
@@ -407,7 +361,7 @@ class Admission:
             if self._unplanned.are_all:
                 self._tell("judgement", core.update, replace(result, step=None))
             else:
-                self._told(methodcaller("update", result))
+                self._told(core.update, result)
         if results and self._drift_warning is not None:
             check = self._drift_warning.check
             self._tell("drift warning", check, core.prediction_error, now_s)
@@ -418,7 +372,8 @@ class Admission:
             self._forget(req, ending_of(req.finished_reason.to_json()))
         self._ended = []
         for req in self._waiting.start_pass():
-            self._told(methodcaller("restore", req.rid, len(req.output_ids)))
+            if self.core is not None:
+                self._told(self.core.restore, req.rid, len(req.output_ids))
 
     def _is_planned(self, running_batch: ScheduleBatch) -> bool:
         # A suspended or paused step counts even if all of its requests have ended meanwhile.
@@ -431,19 +386,7 @@ class Admission:
         return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
-        return snapshot_of(
-            self._scheduler,
-            self._pools,
-            self._view,
-            self._ledger,
-            running_batch,
-            now_s,
-            keeps_prefixes=self._keeps_prefixes,
-            suspended=None if self._lane is None else self._lane.seen(),
-            stop_share=self._runner.stop_share,
-            decodes_stop=self._runner.decodes_stop,
-            resume_s=_RESUME_S,
-        )
+        return snapshot_of(self._parts, running_batch, now_s, keeps_prefixes=self._keeps_prefixes)
 
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""

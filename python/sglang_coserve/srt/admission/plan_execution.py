@@ -6,17 +6,13 @@ of SGLang's, or in one of the offline lane.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
+from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.offline_retraction import Prefill
 
 __all__ = ["Executed", "PlanExecution"]
 
@@ -45,25 +41,16 @@ class PlanExecution:
     """See the module's docstring."""
 
     def __init__(
-        self,
-        *,
-        view: EngineView,
-        retraction: OfflineRetraction,
-        chunks: ChunkAdmission,
-        lane: OfflineLane | None,
-        checkpointing: KvCheckpointing,
-        events: Counter[str],
-        waiting: Mapping[str, Req],
-        refuse: Callable[[str], None],
+        self, parts: EngineParts, waiting: Mapping[str, Req], refuse: Callable[[str], None]
     ) -> None:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
         out of SGLang's queue."""
-        self._view = view
-        self._retraction = retraction
-        self._chunks = chunks
-        self._lane = lane
-        self._checkpointing = checkpointing
-        self._events = events
+        self._view = parts.view
+        self._retraction = parts.retraction
+        self._chunks = parts.chunks
+        self._lane = parts.lane
+        self._checkpointing = parts.checkpointing
+        self._events = parts.events
         self._waiting = waiting
         self._refuse = refuse
         self._left_decodes: set[int] = set()

@@ -16,21 +16,16 @@ policy fifo serves them.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from sglang.srt.managers.scheduler import NextBatchPlan
 
-from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.srt.admission.waiting import OfflineWaiting
 from sglang_coserve.srt.compat import prefix_tokens
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.offline_retraction import Prefill
 
 __all__ = ["NotedPass", "UnplannedPasses"]
 
@@ -73,34 +68,25 @@ class UnplannedPasses:
 
     def __init__(
         self,
-        scheduler: Any,
+        parts: EngineParts,
         waiting: OfflineWaiting,
-        *,
-        most_running: int | None,
-        has_plans: bool,
-        pools: KvPools,
-        view: EngineView,
-        retraction: OfflineRetraction,
-        ledger: RequestLedger,
-        lane: OfflineLane | None,
-        events: Counter[str],
-        advisory: Advisory,
         write: Callable[[], None],
+        *,
+        has_plans: bool,
     ) -> None:
-        """``most_running`` is how many offline requests may run in a pass without a plan; None for
-        any number. ``has_plans`` is whether others have one. ``write`` writes down what the plan
-        that failed was made from."""
-        self._scheduler = scheduler
+        """``write`` writes down what the plan that failed was made from. ``has_plans`` is whether
+        other passes have plans."""
+        self._scheduler = parts.scheduler
         self._waiting = waiting
-        self._most_running = most_running
+        self._most_running = parts.config.offline_max_running
         self._has_plans = has_plans
-        self._pools = pools
-        self._view = view
-        self._retraction = retraction
-        self._ledger = ledger
-        self._lane = lane
-        self._events = events
-        self._advisory = advisory
+        self._pools = parts.pools
+        self._view = parts.view
+        self._retraction = parts.retraction
+        self._ledger = parts.ledger
+        self._lane = parts.lane
+        self._events = parts.events
+        self._advisory = parts.advisory
         self._write = write
         self._in_a_row = 0
         self.num_failed = 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.request import Ending
@@ -21,8 +19,6 @@ from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
 from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
@@ -32,15 +28,9 @@ from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_intake import RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
-from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
-from sglang_coserve.srt.steps.clocks import RankClock, device_timer
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.offline_lane import OfflineLane
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
-from sglang_coserve.srt.steps.step_runner import StepRunner
-from sglang_coserve.srt.steps.step_tracker import StepTracker
+from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits
+from sglang_coserve.srt.steps.clocks import RankClock
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 
 __all__ = ["CoserveParts"]
 
@@ -88,7 +78,7 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-class CoserveParts:
+class CoserveParts(EngineParts):
     """The co-serving parts of one scheduler."""
 
     def __init__(
@@ -99,64 +89,19 @@ class CoserveParts:
         Raises:
             CoserveError: the latency profile cannot be used, or the recording cannot be written.
         """
-        self.events: Counter[str] = Counter()
-        """Counts of the events of offline requests so far."""
-
+        super().__init__(
+            scheduler,
+            config,
+            clock,
+            installed,
+            switched_off=self._switched_off,
+            answer_aborted=lambda req: self.live.answer_aborted(req),
+        )
         self.background = TaskSupervisor()
-        self.advisory = Advisory(self._switched_off)
-        """Calls the parts that only observe and advise."""
-
-        self.ledger = RequestLedger(scheduler.tree_cache)
         self.live = LiveRequests(scheduler, self.ledger, kept=self._kept, tell=self._tell)
-        reason = why_off(config, on_cpu=scheduler.device == "cpu")
-        if reason is not None and compat.is_first_rank(scheduler):
-            logger.info("no KV checkpoints: %s", reason)
-        self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
-        self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
-        self.pools = KvPools(scheduler)
-        self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
-        self.chunks = ChunkAdmission(self.view, self.retraction, self.events, scheduler.page_size)
-        is_planned = config.offline_policy != "fifo"
-        clock.timer = device_timer(scheduler) if is_planned else None
-        self.tracker = StepTracker(
-            self.ledger,
-            is_overlapped=clock.timer is not None,
-            micro_batches=self.view.micro_batches,
-        )
-        lane = None
-        if installed.safepoints is not None:
-            lane = OfflineLane(
-                scheduler,
-                self.view,
-                self.chunks,
-                self.retraction,
-                self.tracker,
-                installed.safepoints.num_layers,
-                self.events,
-                self.live.answer_aborted,
-            )
-        self.runner = StepRunner(scheduler, installed, lane, clock.timer)
-        self.admission = self._make_admission(scheduler, config, clock)
-        self.moves = RequestMoves(
-            scheduler,
-            config.kv_move_dir,
-            admission=self.admission,
-            view=self.view,
-            retraction=self.retraction,
-            ledger=self.ledger,
-            background=self.background,
-            forget=self.live.forget,
-        )
-        self.intake = RequestIntake(
-            scheduler,
-            admission=self.admission,
-            view=self.view,
-            moves=self.moves,
-            clock=clock,
-            ledger=self.ledger,
-            events=self.events,
-            live=self.live,
-        )
+        self.admission = self._make_admission()
+        self.moves = RequestMoves(self, self.admission, self.background, self.live.forget)
+        self.intake = RequestIntake(self, self.admission, self.moves, self.live)
         self.load = LoadReporter(
             scheduler,
             config,
@@ -184,35 +129,20 @@ class CoserveParts:
             num_unnoticed=lambda: self.live.num_unnoticed,
         )
 
-    def _make_admission(self, scheduler: Any, config: CoserveConfig, clock: RankClock) -> Admission:
+    def _make_admission(self) -> Admission:
+        scheduler, config = self.scheduler, self.config
         core: Scheduler | None = None
         write_failed: FailedPlan | None = None
         if config.offline_policy != "fifo":
             profile = latency_profile(scheduler, config)
             setup = core_setup(config, profile, _engine_size(scheduler))
             core = setup.make(advisory=self.advisory)
+            install_chunk_limits()
             if compat.is_first_rank(scheduler):  # The others decide alike.
                 write_failed = failed_plans(setup, config).write
                 if config.record_plans is not None:
                     core = recorded(setup, config.record_plans, self.advisory)
-        return Admission(
-            scheduler,
-            config,
-            core,
-            pools=self.pools,
-            view=self.view,
-            retraction=self.retraction,
-            chunks=self.chunks,
-            runner=self.runner,
-            tracker=self.tracker,
-            clock=clock,
-            ledger=self.ledger,
-            checkpointing=self.checkpointing,
-            events=self.events,
-            advisory=self.advisory,
-            forget=self.live.forget,
-            failed_plans=write_failed,
-        )
+        return Admission(self, core, self.live.forget, write_failed)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -21,9 +20,7 @@ from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
-from sglang_coserve.srt.steps.clocks import RankClock
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 
 __all__ = ["RequestIntake"]
 
@@ -36,24 +33,15 @@ class RequestIntake:
     """Puts online requests into SGLang's queue, and offline ones into that of the admission."""
 
     def __init__(
-        self,
-        scheduler: Any,
-        *,
-        admission: Admission,
-        view: EngineView,
-        moves: RequestMoves,
-        clock: RankClock,
-        ledger: RequestLedger,
-        events: Counter[str],
-        live: LiveRequests,
+        self, parts: EngineParts, admission: Admission, moves: RequestMoves, live: LiveRequests
     ) -> None:
-        self._scheduler = scheduler
+        self._scheduler = parts.scheduler
         self._admission = admission
-        self._view = view
+        self._view = parts.view
         self._moves = moves
-        self._clock = clock
-        self._ledger = ledger
-        self._events = events
+        self._clock = parts.clock
+        self._ledger = parts.ledger
+        self._events = parts.events
         self._live = live
         self._deferred: dict[str, list[Req]] = {}
         """By rid: requests that arrived while another one with that rid was still here."""

@@ -15,9 +15,7 @@ from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
 from sglang_coserve.srt.marks.offline_marks import take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 
 __all__ = ["RequestMoves"]
 
@@ -37,26 +35,24 @@ class RequestMoves:
 
     def __init__(
         self,
-        scheduler: Any,
-        directory: str | None,
-        *,
+        parts: EngineParts,
         admission: Admission,
-        view: EngineView,
-        retraction: OfflineRetraction,
-        ledger: RequestLedger,
         background: TaskSupervisor,
         forget: Callable[[Req], None],
     ) -> None:
-        """``directory`` is where engines leave KV for each other; None: no KV is moved."""
-        self._scheduler = scheduler
+        """``background`` reads and writes files; ``forget`` is called with requests that left."""
+        self._scheduler = parts.scheduler
         self._admission = admission
-        self._view = view
-        self._retraction = retraction
-        self._ledger = ledger
+        self._view = parts.view
+        self._retraction = parts.retraction
+        self._ledger = parts.ledger
         self._forget = forget
         self._kv: KvMoves | None = None
-        if directory is not None:
-            self._kv = KvMoves(scheduler.tree_cache, Path(directory), background)
+        """None: no KV is moved."""
+
+        if parts.config.kv_move_dir is not None:
+            directory = Path(parts.config.kv_move_dir)
+            self._kv = KvMoves(parts.scheduler.tree_cache, directory, background)
         self._asked: dict[str, str] = {}
         """The requests that are to leave, with the model that their KV is of."""
 

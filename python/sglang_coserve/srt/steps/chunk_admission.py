@@ -20,7 +20,7 @@ from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 
-__all__ = ["ChunkAdmission"]
+__all__ = ["ChunkAdmission", "install_chunk_limits"]
 
 Req = Any
 
@@ -93,7 +93,10 @@ ScheduleBatch = Any
 
 
 class ChunkAdmission:
-    """Offers SGLang's admission exactly the requests that the next batch should have."""
+    """Offers SGLang's admission exactly the requests that the next batch should have.
+
+    ``install_chunk_limits`` must have been called in this process.
+    """
 
     def __init__(
         self,
@@ -102,8 +105,6 @@ class ChunkAdmission:
         events: Counter[str],
         page_tokens: int,
     ) -> None:
-        """Install chunk limits in this process (``chunk_limit``)."""
-        install_chunk_limits()
         self._view = view
         self._retraction = retraction
         self._events = events

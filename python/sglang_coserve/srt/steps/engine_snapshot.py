@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, SuspendedStep
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["snapshot_of"]
@@ -15,34 +15,23 @@ __all__ = ["snapshot_of"]
 ScheduleBatch = Any
 
 
+_RESUME_S: Final = 1.6e-3
+"""The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
+CPU (tag ``measurements-1``)."""
+
+
 def snapshot_of(
-    scheduler: Any,
-    pools: KvPools,
-    view: EngineView,
-    ledger: RequestLedger,
-    running_batch: ScheduleBatch,
-    now_s: float,
-    keeps_prefixes: bool,
-    suspended: SuspendedStep | None,
-    stop_share: float,
-    decodes_stop: bool,
-    resume_s: float,
+    parts: EngineParts, running_batch: ScheduleBatch, now_s: float, *, keeps_prefixes: bool
 ) -> EngineSnapshot:
-    """Return the state of SGLang's ``scheduler``. O(requests + waiting online requests).
+    """Return the state of SGLang's scheduler. O(requests + waiting online requests).
 
     Args:
-        scheduler: SGLang's scheduler.
-        pools: Its KV pools.
-        view: Its requests, and those outside of its batches.
-        ledger: The core's data on these requests.
+        parts: Its parts.
         running_batch: SGLang's batch of decodes.
         now_s: The time on the clock shared by all ranks.
         keeps_prefixes: See ``EngineSnapshot``.
-        suspended: The suspended step, if any.
-        stop_share: See ``EngineSnapshot``.
-        decodes_stop: See ``EngineSnapshot``.
-        resume_s: See ``EngineSnapshot``.
     """
+    scheduler, pools, view, ledger = parts.scheduler, parts.pools, parts.view, parts.ledger
     admitted = _admitted(view, ledger, running_batch)
     num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)
     return EngineSnapshot(
@@ -59,10 +48,10 @@ def snapshot_of(
         window_tokens=pools.window_tokens,
         free_window_tokens=pools.free_window_tokens,
         elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
-        suspended=suspended,
-        stop_share=stop_share,
-        decodes_stop=decodes_stop,
-        resume_s=resume_s,
+        suspended=None if parts.lane is None else parts.lane.seen(),
+        stop_share=parts.runner.stop_share,
+        decodes_stop=parts.runner.decodes_stop,
+        resume_s=_RESUME_S,
     )
 
 

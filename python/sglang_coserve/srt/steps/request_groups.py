@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,19 +116,10 @@ def has_plain_state(req: Req) -> bool:
     )
 
 
-def _filter(batch: ScheduleBatch, places: list[int]) -> None:
-    batch.filter_batch(keep_indices=places)
-
-
-def split(
-    batch: ScheduleBatch,
-    rids: Collection[str],
-    keep: Callable[[ScheduleBatch, list[int]], None] = _filter,
-) -> ScheduleBatch | None:
+def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
     """Remove the requests in ``rids`` from ``batch``; return them as a separate batch.
 
     The requests must have plain state (``has_plain_state``). Returns None if no request is named.
-    ``keep`` reduces a batch to the given requests; by default SGLang's method.
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:
@@ -140,10 +131,10 @@ def split(
     # The requests have no penalties, so a new orchestrator without state is right.
     info.penalizer_orchestrator = new_penalties(batch, [batch.reqs[i] for i in chosen])
     taken.sampling_info = info
-    keep(taken, chosen)
+    taken.filter_batch(keep_indices=chosen)
     info.penalizer_orchestrator.batch = taken
     out = set(chosen)
-    keep(batch, [i for i in range(len(batch.reqs)) if i not in out])
+    batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in out])
     return taken
 
 

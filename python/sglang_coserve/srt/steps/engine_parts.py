@@ -1,0 +1,91 @@
+"""What all parts of a scheduler work with: its requests, batches, memory and clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sglang_coserve.config import CoserveConfig
+from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_checkpoint.settings import why_off
+from sglang_coserve.srt.safepoint.install import Installed
+from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.steps.clocks import RankClock, device_timer
+from sglang_coserve.srt.steps.engine_view import EngineView
+from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.offline_lane import OfflineLane
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.request_ledger import RequestLedger
+from sglang_coserve.srt.steps.step_runner import StepRunner
+from sglang_coserve.srt.steps.step_tracker import StepTracker
+
+__all__ = ["EngineParts"]
+
+Req = Any
+
+logger = logging.getLogger(__name__)
+
+
+class EngineParts:
+    """The parts of one scheduler that know nothing of who is admitted when."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: CoserveConfig,
+        clock: RankClock,
+        installed: Installed,
+        *,
+        switched_off: Callable[[str, Exception], None],
+        answer_aborted: Callable[[Req], None],
+    ) -> None:
+        """Create the parts of a scheduler that has loaded its model and has no requests yet.
+
+        ``switched_off`` is told of parts that failed and are off; ``answer_aborted`` ends a request
+        that is aborted in no batch.
+        """
+        self.scheduler = scheduler
+        """SGLang's."""
+
+        self.config = config
+        self.clock = clock
+        self.events: Counter[str] = Counter()
+        """Counts of the events of offline requests so far."""
+
+        self.advisory = Advisory(switched_off)
+        """Calls the parts that only observe and advise."""
+
+        self.ledger = RequestLedger(scheduler.tree_cache)
+        reason = why_off(config, on_cpu=scheduler.device == "cpu")
+        if reason is not None and compat.is_first_rank(scheduler):
+            logger.info("no KV checkpoints: %s", reason)
+        self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
+        self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
+        self.pools = KvPools(scheduler)
+        self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
+        self.chunks = ChunkAdmission(self.view, self.retraction, self.events, scheduler.page_size)
+        clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
+        self.tracker = StepTracker(
+            self.ledger,
+            is_overlapped=clock.timer is not None,
+            micro_batches=self.view.micro_batches,
+        )
+        self.lane: OfflineLane | None = None
+        """None if steps cannot be suspended."""
+
+        if installed.safepoints is not None:
+            self.lane = OfflineLane(
+                scheduler,
+                self.view,
+                self.chunks,
+                self.retraction,
+                self.tracker,
+                installed.safepoints.num_layers,
+                self.events,
+                answer_aborted,
+            )
+        self.runner = StepRunner(scheduler, installed, self.lane, clock.timer)
