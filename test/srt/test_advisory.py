@@ -26,7 +26,7 @@ EVERYWHERE = {
 PLANNED = {
     "judgement": ("admission.interference", ("arrived", "worked", "produced", "ended", "advance")),
     "latency model": ("admission.core._learned", ("observe", "predict_now")),
-    "work log": ("admission.core._work", ("started", "ended")),
+    "work log": ("admission.core.work", ("started", "ended")),
     "service time": ("admission.core._service_time", ("observe",)),
     "policy": ("admission.core._policy", ("update",)),
     "fairness": ("admission.core._waiting_order", ("served",)),

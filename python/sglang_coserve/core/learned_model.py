@@ -54,20 +54,13 @@ class LearnedModel:
 
         ``profile_mape`` is its mean absolute percentage error when it was fitted, as a fraction.
         """
-        self._model = model
+        self.model = model
+        """The latency model, as refined so far."""
+
         self._refiner = Refiner(model) if refines else None
         self._observed: list[Sample] = []
-        self._error = PredictionError(profile_mape)
-
-    @property
-    def model(self) -> LatencyModel:
-        """The latency model, as refined so far."""
-        return self._model
-
-    @property
-    def error(self) -> PredictionError:
+        self.error = PredictionError(profile_mape)
         """The error of the predictions, each made before the model was corrected by that step."""
-        return self._error
 
     def observe(self, sample: Sample, overlapping: Sequence[StepStats] = ()) -> None:
         """Learn from a measured step. Amortized O(1).
@@ -78,15 +71,15 @@ class LearnedModel:
         Raises:
             InputFileError: the measured time is not positive.
         """
-        predicted_s, is_slowest = pipelined(self._model.predict, sample.batch, overlapping)
-        self._error.observe(predicted_s, sample.seconds)
+        predicted_s, is_slowest = pipelined(self.model.predict, sample.batch, overlapping)
+        self.error.observe(predicted_s, sample.seconds)
         if self._refiner is None or not is_slowest:
             return
         self._observed.append(sample)
         if len(self._observed) == _REFINED_AT_ONCE:
-            self._model = self._refiner.refine(*self._observed)
+            self.model = self._refiner.refine(*self._observed)
             self._observed.clear()
 
     def predict_now(self, batch: StepStats) -> float:
         """Return the seconds of a step, scaled by how slow the machine is at present."""
-        return self._model.predict(batch) * self._error.slowness
+        return self.model.predict(batch) * self.error.slowness

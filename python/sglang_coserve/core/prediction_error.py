@@ -42,12 +42,17 @@ class PredictionError:
 
     def __init__(self, profile_mape: float | None = None) -> None:
         """Start without measurements; ``profile_mape`` is the error of the fit, as a fraction."""
-        self._limit = max(_LEAST_LIMIT, _LIMIT_OVER_PROFILE * (profile_mape or 0.0))
+        self.limit = max(_LEAST_LIMIT, _LIMIT_OVER_PROFILE * (profile_mape or 0.0))
+        """The error from which predictions count as drifted."""
+
         self._count = 0
         self._mape = 0.0
         self._bias = 0.0
-        self._slowness = 1.0
-        self._reserve = min(_P95_OVER_MEAN * (profile_mape or 0.0), _MOST_RESERVE)
+        self.slowness = 1.0
+        """Measured ÷ predicted time, averaged over about the last ten steps."""
+
+        self.reserve = min(_P95_OVER_MEAN * (profile_mape or 0.0), _MOST_RESERVE)
+        """How much longer than predicted steps take, but for the slowest 5%; as a fraction."""
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Record the times of one step, both positive. O(1)."""
@@ -59,16 +64,11 @@ class PredictionError:
         self._mape += weight * (min(abs(error), _MOST) - self._mape)
         self._bias += weight * (min(error, _MOST) - self._bias)
         slowness = min(measured_s / predicted_s, _MOST)
-        self._slowness += _SLOWNESS_WEIGHT * (slowness - self._slowness)
+        self.slowness += _SLOWNESS_WEIGHT * (slowness - self.slowness)
 
-        is_late = measured_s > predicted_s * (1 + self._reserve)
-        self._reserve += _RESERVE_GAIN * (1 - _LATE_STEPS if is_late else -_LATE_STEPS)
-        self._reserve = min(max(self._reserve, 0.0), _MOST_RESERVE)
-
-    @property
-    def reserve(self) -> float:
-        """How much longer than predicted steps take, but for the slowest 5%; as a fraction."""
-        return self._reserve
+        is_late = measured_s > predicted_s * (1 + self.reserve)
+        self.reserve += _RESERVE_GAIN * (1 - _LATE_STEPS if is_late else -_LATE_STEPS)
+        self.reserve = min(max(self.reserve, 0.0), _MOST_RESERVE)
 
     @property
     def mape(self) -> float | None:
@@ -81,16 +81,6 @@ class PredictionError:
         return self._bias if self._count else None
 
     @property
-    def slowness(self) -> float:
-        """Measured ÷ predicted time, averaged over about the last ten steps."""
-        return self._slowness
-
-    @property
-    def limit(self) -> float:
-        """The error from which predictions count as drifted."""
-        return self._limit
-
-    @property
     def has_drifted(self) -> bool:
         """True once at least 100 steps were observed and the mean error exceeds ``limit``."""
-        return self._count >= _FEWEST and self._mape > self._limit
+        return self._count >= _FEWEST and self._mape > self.limit

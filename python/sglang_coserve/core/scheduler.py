@@ -75,9 +75,13 @@ class Scheduler:
         """
         self._advisory = advisory or Advisory()
         self._policy = policy
-        self._interference = Interference.of(slos, model, engine)
-        self._allowance = self._interference.allowance
-        self._queue = queue
+        self.interference = Interference.of(slos, model, engine)
+        """Latencies of online requests compared with the no-interference baseline."""
+
+        self._allowance = self.interference.allowance
+        self.queue = queue
+        """The waiting offline requests."""
+
         self._config = config or SchedulerConfig()
         refines = self._config.refine
         self._learned = LearnedModel(model, refines=refines, profile_mape=profile_mape)
@@ -96,7 +100,8 @@ class Scheduler:
 
         self._next_step = 0
         self._in_flight: dict[int, StepPlan] = {}
-        self._work = WorkLog()
+        self.work = WorkLog()
+        """Where the time of the steps went, and what was decided of them."""
 
     @property
     def model(self) -> LatencyModel:
@@ -108,31 +113,16 @@ class Scheduler:
         """Error of the model's predictions, each made before it was corrected by that step."""
         return self._learned.error
 
-    @property
-    def queue(self) -> OfflineQueue:
-        """The waiting offline requests."""
-        return self._queue
-
-    @property
-    def interference(self) -> Interference:
-        """Latencies of online requests compared with the no-interference baseline."""
-        return self._interference
-
-    @property
-    def work(self) -> WorkLog:
-        """Where the time of the steps went, and what was decided of them."""
-        return self._work
-
     def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
         """Record the arrival of an online request; to be called in order of arrival. O(1).
 
         Requests that are not reported here are left out of the baseline and of all learning.
         ``cached_tokens`` of the prompt are in the prefix cache.
         """
-        beside_offline = self._queue.num_running > 0
+        beside_offline = self.queue.num_running > 0
         self._advisory.tell(
             "judgement",
-            *(self._interference.arrived, info, cached_tokens),
+            *(self.interference.arrived, info, cached_tokens),
             beside_offline=beside_offline,
         )
 
@@ -143,7 +133,7 @@ class Scheduler:
             RequestError: a request with this rid waits or runs already.
         """
         service_s = self._service_time.predict(request, self.model)
-        self._queue.add(replace(request, estimated_service_s=service_s))
+        self.queue.add(replace(request, estimated_service_s=service_s))
 
     def cached(self, rid: str, cached_tokens: int) -> None:
         """Record how many tokens of a waiting offline request's prompt the prefix cache holds.
@@ -151,7 +141,7 @@ class Scheduler:
         They come from an online request or from an offline one that has ended. Does nothing if
         the request does not wait. O(prompt tokens).
         """
-        self._queue.cached(rid, cached_tokens)
+        self.queue.cached(rid, cached_tokens)
 
     def no_room(self, rid: str) -> None:
         """Record that the engine refused a planned offline request although nothing else runs.
@@ -159,7 +149,7 @@ class Scheduler:
         The engine reserves more memory than a plan does, and may still have room for a shorter
         request: the others are planned before this one until one of them is admitted. O(1).
         """
-        self._queue.no_room(rid)
+        self.queue.no_room(rid)
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """Return the plan of the next step, without changing any state.
@@ -205,10 +195,10 @@ class Scheduler:
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
-        self._advisory.tell("work log", self._work.started, plan, self._arrival_s)
+        self._advisory.tell("work log", self.work.started, plan, self._arrival_s)
         for chunk in chunks:
-            if chunk.rid in self._queue:
-                self._queue.take(chunk.rid)
+            if chunk.rid in self.queue:
+                self.queue.take(chunk.rid)
         self._waiting_order.started(plan.expected.waiting_users)
         before_s = self._added_s if plan.expected.waits_online else 0.0
         self._added_s = before_s + plan.expected.added_s
@@ -231,13 +221,11 @@ class Scheduler:
         online_s, offline_s = self._advisory.ask(
             "latency model", lambda: self._split(plan, result), (0.0, 0.0)
         )
-        tell("work log", self._work.ended, plan, result, online_s, offline_s)
+        tell("work log", self.work.ended, plan, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
         tell("judgement", self._learn_from_tokens, result, online_s, offline_s)
-        tell(
-            "service time", self._service_time.observe, result, is_busy=self._queue.num_running > 0
-        )
+        tell("service time", self._service_time.observe, result, is_busy=self.queue.num_running > 0)
         if result.batch.is_empty:
             return
         if plan is not None:
@@ -252,19 +240,19 @@ class Scheduler:
         Raises:
             RequestError: no such request was taken from the queue.
         """
-        request = replace(self._queue.running(rid), num_generated_tokens=generated_tokens)
+        request = replace(self.queue.running(rid), num_generated_tokens=generated_tokens)
         service_s = self._service_time.predict(request, self.model)
-        self._queue.restore(rid, generated_tokens, service_s)
+        self.queue.restore(rid, generated_tokens, service_s)
         self._policy.retracted()
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
         """Remove a request of either class that has ended."""
-        self._advisory.tell("judgement", self._interference.ended, rid, ending)
-        if self._queue.is_running(rid):
+        self._advisory.tell("judgement", self.interference.ended, rid, ending)
+        if self.queue.is_running(rid):
             self._policy.finished()
-            self._queue.remove(rid)
-        elif rid in self._queue:
-            self._queue.remove(rid)
+            self.queue.remove(rid)
+        elif rid in self.queue:
+            self.queue.remove(rid)
 
     def _plan_before(
         self, until_s: float, snapshot: EngineSnapshot, context: PlanContext
@@ -298,7 +286,7 @@ class Scheduler:
             alone = self._builder(snapshot, context, Lane.OFFLINE)
             alone.offline_budget_s = most_s
             self._compose(alone, context)
-        if alone.work.stats.is_empty and (snapshot.admitted or len(self._queue)):
+        if alone.work.stats.is_empty and (snapshot.admitted or len(self.queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
             alone = self._compose(self._builder(snapshot, context, Lane.OFFLINE), context)
         return alone
@@ -333,8 +321,8 @@ class Scheduler:
             arrival_s /= 2
         return PlanContext(
             config=self._config,
-            queue=self._queue,
-            candidates=OfflineCandidates(self._queue, cache, snapshot.now_s),
+            queue=self.queue,
+            candidates=OfflineCandidates(self.queue, cache, snapshot.now_s),
             waiting=self._waiting_order.ordered(snapshot.waiting),
             targets=self._allowance.targets,
             step=self._next_step,
@@ -345,8 +333,8 @@ class Scheduler:
             gap_s=self._allowance.gap_s,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
-            and not self._queue.num_running
-            and not len(self._queue),
+            and not self.queue.num_running
+            and not len(self.queue),
             mixes_decodes=self._mixes_decodes,
         )
 
@@ -397,7 +385,7 @@ class Scheduler:
 
     def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
         """Record when online requests got their tokens, and advance the baseline."""
-        interference = self._interference
+        interference = self.interference
         interference.worked(online_s, offline_s, result.jobs)
         for info, _, token_s in result.served:
             if token_s is not None:

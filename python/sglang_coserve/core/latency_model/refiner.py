@@ -129,7 +129,9 @@ class Refiner(Generic[M]):
         """Start from a fitted model."""
         k = len(model.coefficients)
         self._profiled = model
-        self._model = model
+        self.model = model
+        """The model as refined so far."""
+
         self._keep = 1 - 1 / _WINDOW_SAMPLES
         prior_covariance = _COMMON_CHANGE**2 * np.ones((k, k)) + _OWN_CHANGE**2 * np.eye(k)
         self._prior = _NOISE**2 * np.linalg.inv(prior_covariance)
@@ -137,11 +139,6 @@ class Refiner(Generic[M]):
         self._moment = np.zeros(k)
         self._log_changes = np.zeros(k)
         self._median = _MEDIAN_START
-
-    @property
-    def model(self) -> M:
-        """The model as refined so far."""
-        return self._model
 
     def refine(self, *samples: Sample) -> M:
         """Learn from measured steps, in their order, and return the refined model.
@@ -152,7 +149,7 @@ class Refiner(Generic[M]):
             InputFileError: a batch is empty or a time is not positive.
         """
         table = SampleTable.of(samples)
-        contributions = self._model.contributions(table)
+        contributions = self.model.contributions(table)
         predicted_s = contributions.sum(axis=1)
         assert predicted_s.min() > 0, "refine needs a fitted model"
         shares = contributions / predicted_s[:, np.newaxis]
@@ -167,8 +164,8 @@ class Refiner(Generic[M]):
         self._moment = kept * self._moment + targets @ weighted
         estimate = np.linalg.solve(self._prior + self._information, self._moment)
         self._log_changes = np.clip(estimate, -_MAX_LOG_CHANGE, _MAX_LOG_CHANGE)
-        self._model = rescaled(self._profiled, self._log_changes)
-        return self._model
+        self.model = rescaled(self._profiled, self._log_changes)
+        return self.model
 
     def _huber_weight(self, size: float) -> float:
         weight = min(1.0, _HUBER * self._median / max(size, 1e-12))

@@ -130,14 +130,11 @@ class Safepoints:
         self._no_safepoints = placement.no_safepoints
         self._watch = watch
         self._interval = interval
-        self._stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
+        self.stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
+        """Largest share of a batch that still runs after a stop was requested."""
+
         self._cost_s = safepoint_cost_s(placement.gate)
         self._request: StopRequest | None = None
-
-    @property
-    def stop_share(self) -> float:
-        """Largest share of a batch that still runs after a stop was requested."""
-        return self._stop_share
 
     @property
     def decodes_stop(self) -> bool:

@@ -80,7 +80,9 @@ class OfflineLane:
         self._tracker = tracker
         self._num_layers = num_layers
         self._events = events
-        self._suspended: SuspendedBatch | None = None
+        self.suspended: SuspendedBatch | None = None
+        """The suspended step, if any."""
+
         self._step = 0
         self._launched: Any = None
         """The lane's batch of the last scheduling round."""
@@ -89,15 +91,10 @@ class OfflineLane:
         """SGLang left the decodes out of the last batch, which had prefills only."""
 
     @property
-    def suspended(self) -> SuspendedBatch | None:
-        """The suspended step, if any."""
-        return self._suspended
-
-    @property
     def num_running(self) -> int:
         """Requests of the last batch that have yet to join the lane's decodes, without the
         unfinished prefill."""
-        if self._launched is None or self._suspended is not None:
+        if self._launched is None or self.suspended is not None:
             return 0
         chunk = _chunk_of(self._launched)
         return sum(not req.finished() and req is not chunk for req in self._launched.reqs)
@@ -115,13 +112,13 @@ class OfflineLane:
     def forget_launched(self) -> None:
         """Note that what was prepared in this round does not run; a suspended step stays so."""
         self._launched = None
-        suspended, chunk = self._suspended, self._view.chunk
+        suspended, chunk = self.suspended, self._view.chunk
         if suspended is not None and chunk is not None and chunk is _chunk_of(suspended.batch):
             self._view.put_chunk(None)
 
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
-        suspended = self._suspended
+        suspended = self.suspended
         if suspended is None:
             return None
         return SuspendedStep(suspended.step, suspended.stats, suspended.layer / self._num_layers)
@@ -137,7 +134,7 @@ class OfflineLane:
         batch, self._launched = self._launched, None
         if batch is None:
             return last_batch
-        if self._suspended is not None:
+        if self.suspended is not None:
             return None  # SGLang's last batch has no requests any more (see ``stopped``).
         scheduler, paused_requests = self._scheduler, self._view.paused_requests
         away = [req for req in (_chunk_of(batch),) if req is not None]
@@ -198,7 +195,7 @@ class OfflineLane:
 
     def resume(self, running_batch: Any) -> Any:
         """Return a plan for SGLang that resumes the suspended step, in this pass."""
-        suspended = self._suspended
+        suspended = self.suspended
         assert suspended is not None
         chunk = _chunk_of(suspended.batch)
         if self._view.chunk is not chunk:
@@ -243,7 +240,7 @@ class OfflineLane:
         suspended.mamba_clear_indices = None
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
         stats = stats_of(suspended, kind)
-        self._suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
+        self.suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
         self._view.suspended_batch = suspended
         self._tracker.suspended()
         if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
@@ -272,14 +269,14 @@ class OfflineLane:
         return self._tracker.dropped(rids)
 
     def _take(self) -> SuspendedBatch | None:
-        suspended, self._suspended, self._view.suspended_batch = self._suspended, None, None
+        suspended, self.suspended, self._view.suspended_batch = self.suspended, None, None
         return suspended
 
     def abort(self, matches: Callable[[Req], bool]) -> None:
         """Make the matching requests of the suspended step end when it does."""
-        if self._suspended is None:
+        if self.suspended is None:
             return
-        for req in self._suspended.batch.reqs:
+        for req in self.suspended.batch.reqs:
             if matches(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
 
