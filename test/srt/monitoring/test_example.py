@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from sglang_coserve.local_server import free_port
-from srt.batch_server.deployment import API_KEY, eventually
+from srt.batch_server.deployment import API_KEY
 from srt.monitoring.test_exported import ELSEWHERE, documented
 from srt.monitoring.watched import Watched
+from waiting import eventually
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "monitoring"
 METRIC = re.compile(r"\bcoserve_\w+")

@@ -32,7 +32,7 @@ def documented() -> list[str]:
 def value(watched: Watched, name: str, **labels: str) -> float:
     found = [
         amount
-        for (sample, has), amount in watched.samples().items()
+        for (sample, has), amount in watched.samples_afterwards.items()
         if sample == name and set(labels.items()) <= has
     ]
     assert len(found) == 1, (name, labels, found)
@@ -42,12 +42,12 @@ def value(watched: Watched, name: str, **labels: str) -> float:
 def test_every_documented_name_is_scraped_under_load(watched: Watched) -> None:
     names = documented()
     assert len(names) > 25
-    scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in watched.samples()}
+    scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in watched.samples_afterwards}
     assert set(names) - scraped <= ELSEWHERE
 
 
 def test_everything_that_is_scraped_is_documented(watched: Watched) -> None:
-    scraped = {name for name, _ in watched.samples()} | {
+    scraped = {name for name, _ in watched.samples_afterwards} | {
         name for name, _ in watched.samples_under_load
     }
     bare = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in scraped}
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_clients(watched: Watched) -> None:
             assert value(watched, name, request_class="offline") == offline
     first = value(watched, "coserve_interference_seconds_count", token="first")
     assert first == value(watched, "coserve_interference_seconds_count", token="last")
-    assert first == watched.status()["online"]["billed"]
+    assert first == watched.status_afterwards["online"]["billed"]
 
 
 def test_times_are_those_of_the_clients(watched: Watched) -> None:
@@ -88,7 +88,7 @@ def test_times_are_those_of_the_clients(watched: Watched) -> None:
 def test_buckets_add_up(watched: Watched, request_class: str) -> None:
     buckets = sorted(
         (float(dict(labels)["le"]), amount)
-        for (name, labels), amount in watched.samples().items()
+        for (name, labels), amount in watched.samples_afterwards.items()
         if name == "coserve_itl_seconds_bucket" and ("request_class", request_class) in labels
     )
     amounts = [amount for _, amount in buckets]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
-from srt.batch_server.deployment import eventually
-from srt.monitoring.otlp_collector import Collector, attributes_of, collecting
-from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched, served
+from srt.monitoring.otlp_collector import Collector, attributes_of
+from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched
+from waiting import eventually
 
 TTFT_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
 TPOT_S = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
@@ -32,17 +30,9 @@ class Traced:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    directory = tmp_path_factory.mktemp("traced")
-    # Layers enough for safepoints between them.
-    model = make_small_model(directory / "model", SmallModelSpec(hidden=64, layers=8, context=1024))
-    with collecting() as collector:
-        flags = ("--safepoint-interval", "1", "--enable-trace")
-        flags += ("--otlp-traces-endpoint", f"{collector.url}/v1/traces")
-        environment = collector.environment
-        with served(model, directory, *flags, environment=environment) as watched:
-            watched.suspend_a_step()
-            yield Traced(watched, collector)
+def traced(watched: Watched, collector: Collector) -> Traced:
+    watched.suspend_a_step()
+    return Traced(watched, collector)
 
 
 def points(traced: Traced, name: str, tier: str) -> list[Any]:

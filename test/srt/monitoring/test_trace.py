@@ -12,12 +12,9 @@ from srt.batch_server.deployment import ADMIN_KEY, API_KEY
 from srt.monitoring.watched import LINES, ONLINE_REQUESTS, Watched
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def events(watched: Watched) -> list[dict[str, Any]]:
-    answer = watched.get("/coserve/trace?seconds=600", ADMIN_KEY)
-    assert answer.headers["content-type"] == "application/json"
-    found: list[dict[str, Any]] = json.loads(answer.raise_for_status().text)
-    return found
+    return watched.trace
 
 
 def of(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:

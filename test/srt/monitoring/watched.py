@@ -15,7 +15,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
-from srt.batch_server.deployment import API_KEY, Deployment, create, eventually, lines, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from waiting import eventually
 
 ONLINE_REQUESTS = 24
 ONLINE_TOKENS = 12
@@ -44,6 +45,10 @@ class Watched:
         self.batch_id = ""
         self.batch: dict[str, Any] = {}
         self.samples_under_load: Samples = {}
+        self.samples_afterwards: Samples = {}
+        self.status_afterwards: dict[str, Any] = {}
+        self.trace: list[dict[str, Any]] = []
+        """``/coserve/trace`` of the load."""
 
     def status(self) -> dict[str, Any]:
         (replica,) = self.deployment.status()["replicas"]
@@ -82,6 +87,10 @@ class Watched:
             eventually(lambda: self.status()["online"]["running"] == 0)
             time.sleep(2 * COUNT_INTERVAL_S)
             self.batch = client.batches.retrieve(self.batch_id).to_dict()
+        self.samples_afterwards, self.status_afterwards = self.samples(), self.status()
+        answer = self.get("/coserve/trace?seconds=600", ADMIN_KEY).raise_for_status()
+        assert answer.headers["content-type"] == "application/json"
+        self.trace = answer.json()
 
     def suspend_a_step(self) -> None:
         """Send online requests beside a long batch until one has suspended a step."""
