@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections import defaultdict
@@ -128,7 +127,6 @@ class BatchBackend(Backend):
     ``fingerprint`` is that of the model that was loaded at the start. With ``moves_kv`` engines
     leave the KV of lines for each other. ``expected_tokens_per_s``
     is the rate of offline tokens before any was served, None if unknown.
-    ``now_s`` is in seconds since the epoch, ``monotonic_s`` measures durations.
     """
 
     def __init__(
@@ -140,8 +138,6 @@ class BatchBackend(Backend):
         moves_kv: bool = False,
         expected_tokens_per_s: float | None = None,
         stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
-        now_s: Callable[[], float] = time.time,
-        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
@@ -153,9 +149,8 @@ class BatchBackend(Backend):
         self._departures = LineDepartures(tokenizer_manager)
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
         self._stream_interval_tokens = stream_interval_tokens
-        self._now_s = now_s
         self._thread = HandlerThread("coserve-lines")
-        self._rate = TokenRate(monotonic_s, expected_per_s=expected_tokens_per_s)
+        self._rate = TokenRate(time.monotonic, expected_per_s=expected_tokens_per_s)
 
     @property
     def model(self) -> str:
@@ -241,17 +236,8 @@ class BatchBackend(Backend):
             self._rate.add(len(token_ids))
             on_tokens(token_ids)
 
-        due_in_s = request.deadline_s - self._now_s()
-        task = LineTask(
-            request_id=request_id,
-            batch_id=request.batch_id,
-            due_in_s=None if math.isinf(due_in_s) else due_in_s,
-            generated=request.generated,
-            expected_output_tokens=request.expected_output_tokens,
-            kv_model=kv_fingerprint(self.model, self._kv_format),
-            kv=request.kv if self._moves_kv else None,
-            on_tokens=report,
-        )
+        kv_model = kv_fingerprint(self.model, self._kv_format)
+        task = LineTask(request, request_id, kv_model, self._moves_kv, report)
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
         self._managers[id(request)] = manager
         with self._rate.in_flight():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any, Final
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-from sglang_coserve.lines.backend import MovedKv
+from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
 from sglang_coserve.srt.compat.continuation import can_continue
@@ -30,29 +32,21 @@ its step, and no step that was measured takes so long."""
 
 @dataclass(frozen=True, slots=True)
 class LineTask:
-    """What a line brings along beside its body."""
+    """What a line brings along beside its body, which SGLang's handler has."""
+
+    line: LineRequest
 
     request_id: str
-
-    batch_id: str
-
-    due_in_s: float | None
-    """Time left until the batch should be complete; None if there is no such time."""
-
-    generated: tuple[int, ...]
-    """Output tokens of an interrupted attempt, to go on after if the request allows it."""
-
-    expected_output_tokens: int | None
-    """How many output tokens it is expected to have in the end; None if nothing is known."""
+    """Its name in the engine."""
 
     kv_model: str
     """Whose KV the request's is."""
 
-    kv: MovedKv | None
-    """What another engine has left of the request."""
+    takes_kv: bool
+    """Whether to go on with what another engine has left of the request."""
 
     on_tokens: Callable[[Sequence[int]], None]
-    """Called with the output tokens after ``generated`` as they come, but for the last ones: those
+    """Called with the output tokens after the line's as they come, but for the last ones: those
     are in the answer. So it never gets a complete generation. When the line is cancelled, it gets
     what the engine has generated until then."""
 
@@ -199,12 +193,13 @@ class LineManager(BoundedManager):
         is_continuable = not is_embedding and can_continue(
             request, self._inner.preferred_sampling_params
         )
-        generated = task.generated if is_continuable else ()
+        line = task.line
+        due_in_s = line.deadline_s - time.time()
         marks = offline_marks(
-            due_in_s=task.due_in_s,
-            job=task.batch_id,
-            generated=generated,
-            expected_output_tokens=task.expected_output_tokens,
+            due_in_s=None if math.isinf(due_in_s) else due_in_s,
+            job=line.batch_id,
+            generated=line.generated if is_continuable else (),
+            expected_output_tokens=line.expected_output_tokens,
             moved_kv=_kv_mark(task) if is_continuable else None,
         )
         self._is_continuable = is_continuable
@@ -224,7 +219,7 @@ class _TokenFeed:
     """Reports new output tokens."""
 
     def __init__(self, task: LineTask) -> None:
-        self._generated = list(task.generated)
+        self._generated = list(task.line.generated)
         self._on_tokens = task.on_tokens
         self._num_reported = len(self._generated)
         self._is_checked = False
@@ -243,7 +238,8 @@ class _TokenFeed:
 
 
 def _kv_mark(task: LineTask) -> tuple[str, int, str] | None:
-    return None if task.kv is None else (task.kv.name, task.kv.tokens, task.kv_model)
+    kv = task.line.kv if task.takes_kv else None
+    return None if kv is None else (kv.name, kv.tokens, task.kv_model)
 
 
 def _extended(extra_key: Any, cache_key: str) -> Any:
