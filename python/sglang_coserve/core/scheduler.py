@@ -89,7 +89,6 @@ class Scheduler:
         """Learned only from steps without offline work; predicts the steps of the baseline."""
 
         self._mixes_decodes = engine is not None and engine.mixes_decodes
-        self._is_pipeline = engine is not None and engine.micro_batches > 1
         self._service_time = ServiceTime()
         self._resume_cost = ResumeCost()
         fair = self._config.online_order is OnlineOrder.VTC
@@ -156,10 +155,9 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        ahead_s = self._ahead_s
-        if ahead_s or snapshot.stop_share < 1.0:
+        if snapshot.stop_share < 1.0:
             resume_s = self._resume_cost.seconds(snapshot.resume_s)
-            snapshot = replace(snapshot, resume_s=resume_s, ahead_s=ahead_s)
+            snapshot = replace(snapshot, resume_s=resume_s)
         context = self._context(snapshot, cache)
         shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
@@ -316,9 +314,6 @@ class Scheduler:
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
         arrival_s = self._arrival_s
-        if snapshot.ahead_s:
-            # A request that arrives now waits for the step that runs, and for this one.
-            arrival_s /= 2
         return PlanContext(
             config=self._config,
             queue=self.queue,
@@ -341,15 +336,6 @@ class Scheduler:
     def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
         users = self._waiting_order.users(batch.snapshot.waiting)
         return batch.build(self._next_step, users, until_s)
-
-    @property
-    def _ahead_s(self) -> float:
-        """Predicted time of the step in flight; 0 in a pipeline, whose steps do not wait for it.
-        One of the offline lane has ended, or is suspended: it runs beside no other."""
-        if self._is_pipeline:
-            return 0.0
-        steps = self._in_flight.values()
-        return sum((step.predicted_s for step in steps if step.lane is Lane.SHARED), 0.0)
 
     @property
     def _arrival_s(self) -> float:

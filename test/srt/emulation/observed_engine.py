@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ class Given:
 
     aborts_suspended: bool = False
     """Clients abort a request of each step that is suspended."""
+
+    runs_ahead: bool = False
+    """The host plans a step as soon as the last one is launched, as where no plan says how long
+    that one takes."""
 
 
 class Work(NamedTuple):
@@ -71,6 +76,10 @@ class Observed:
     passes_ahead: int = 0
     """Those whose launch began before the device had run the last one."""
 
+    beside_s: list[float] = field(default_factory=list)
+    """How long the device was still to run then, or less than 0 if it idled; on ours, where it
+    runs a planned step."""
+
     barriers: int = 0
     open_barriers: int = 0
     """Those after which work of the scheduler could begin before the pass has ended."""
@@ -107,6 +116,8 @@ class ObservedEngine(CpuClockEngine):
     def observed_run(self, load: Load, given: Given = Given()) -> tuple[RunOutcome, Observed]:
         """Run a load; return what it brought and what was seen."""
         self._observed, self._given = Observed(), given
+        if given.runs_ahead:
+            self._scheduler._rank_clock.pacer = None
         outcome = self.run(load)
         if self._system.coserve is not None:
             parts = self._scheduler.parts
@@ -152,7 +163,10 @@ class ObservedEngine(CpuClockEngine):
 
         def watched(*arguments: Any, **named: Any) -> Any:
             self._observed.passes += 1
-            self._observed.passes_ahead += scheduler.forward_stream.free_s > self._clock()
+            beside_s = scheduler.forward_stream.free_s - self._clock()
+            self._observed.passes_ahead += beside_s > 0
+            if self._is_end_known():
+                self._observed.beside_s.append(beside_s)
             begin = scheduler.forward_stream.record_event()
             result = run(*arguments, **named)
             if self._given.reads_early:
@@ -173,6 +187,11 @@ class ObservedEngine(CpuClockEngine):
         scheduler.run_batch = watched
         scheduler._apply_war_barrier = applied
         scheduler.process_batch_result = processed
+
+    def _is_end_known(self) -> bool:
+        clock = getattr(self._scheduler, "_rank_clock", None)
+        pacer = None if clock is None else clock.pacer
+        return pacer is None or math.isfinite(pacer._ends_s)
 
     def _is_schedule_open(self) -> bool:
         """Whether work of the scheduler could begin before the passes launched so far end."""

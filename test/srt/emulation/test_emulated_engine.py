@@ -18,6 +18,7 @@ from interference_bench.load import Load, OnlineTraffic
 from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.metrics import percentile
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 from srt.emulation.observed_engine import TARGETS_MS, Given, Observed, ObservedEngine
@@ -84,7 +85,7 @@ def our_runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OurRuns:
     with OwnProcess(ObservedEngine, system, model, FLAGS) as engine:
         usual = engine.call("observed_run", LOAD, Given(resume_s=RESUME_S), timeout_s=200.0)
         learned_s = engine.call("learned_resume_s", 1.0)
-        given = Given(reads_early=True, aborts_suspended=True)
+        given = Given(reads_early=True, aborts_suspended=True, runs_ahead=True)
         return OurRuns(usual, learned_s, engine.call("observed_run", BUSY, given, timeout_s=200.0))
 
 
@@ -110,6 +111,19 @@ def test_the_host_launches_steps_while_the_device_computes_the_last(
     assert seen.passes_ahead > 0.8 * seen.passes
     work = [one for one in seen.work if one.stream == "forward"]
     assert all(one.end_s <= after.begin_s + 1e-9 for one, after in pairwise(work))
+
+
+def test_steps_with_offline_work_are_planned_at_the_last_moment(
+    stock_runs: list[Seen], our_runs: OurRuns
+) -> None:
+    """Planning and launching take no time here, and the model knows what steps take."""
+    _, ours = our_runs.usual
+    _, unpaced = our_runs.with_graphs
+    _, stock = stock_runs[0]
+    ahead_s = percentile(stock.beside_s, 50)
+    assert percentile(unpaced.beside_s, 90) > ahead_s / 4
+    assert len(ours.beside_s) > 20
+    assert percentile([abs(one_s) for one_s in ours.beside_s], 90) < ahead_s / 10
 
 
 def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(

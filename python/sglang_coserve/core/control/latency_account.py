@@ -247,9 +247,12 @@ class Allowance:
 
     @property
     def prompt_share(self) -> float:
-        """The share of the time until a first token is due that online work alone may take: less
-        than 1 with a debt."""
-        return min([account.share for account in self._ttft])
+        """The share of the time until a first token is due that prompts may take beside decodes:
+        less than 1 with a debt of first tokens, more with one of gaps, which prompts without
+        decodes would increase."""
+        of_ttft = min([account.share for account in self._ttft])
+        of_gaps = min([account.share for account in self._tpot + self._tbt], default=1.0)
+        return of_ttft / of_gaps if of_gaps > 0 else math.inf
 
     def gap_s(self, slack_s: float) -> float:
         """Return the longest time, in seconds, that offline work may add to a step whose online

@@ -213,6 +213,8 @@ class Admission:
         if self._runner.timer is not None:
             self._runner.timer.begin_pass()
         self.until_s = None
+        if self._clock.pacer is not None:
+            self._clock.pacer.expects(0.0)
         self._checkpointing.prefetch(now_s)
         self._learn(self.core, now_s)
         self._begin_pass()
@@ -266,6 +268,8 @@ class Admission:
             core.start(plan, executed.admitted)
             self._steps.started(plan.step)
         result = executed.result
+        if self._clock.pacer is not None and plan.lane is Lane.SHARED:
+            self._clock.pacer.expects(plan.predicted_s, core.prediction_error.mape or 0.0)
         if result.batch_to_run is not None:
             self.until_s = plan.until_s if plan.lane is Lane.OFFLINE else None
         elif plan.lane is Lane.SHARED or plan.is_idle:
@@ -353,7 +357,7 @@ class Admission:
 
     def _learn(self, core: Core, now_s: float) -> None:
         """Tell the core the results that are complete since the last pass."""
-        results = self._steps.next_pass(now_s, self._clock.take_parts())
+        results = self._steps.next_pass(now_s, self._clock.take_parts(), self._clock.results_s())
         if not results and len(core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
             results = [StepResult(None, now_s)]

@@ -6,6 +6,7 @@ method on where needed.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.clocks import RankClock, RankTime
+from sglang_coserve.srt.steps.launch_pacing import PacedReceiver
 from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
 __all__ = ["CoserveScheduler", "config_of"]
@@ -47,6 +49,7 @@ class CoserveScheduler(Scheduler):
 
     # SGLang's attributes that are assigned here.
     idle_sleeper: Any
+    request_receiver: Any
     load_inquirer: Any
     metrics_reporter: Any
     input_blocker: Any
@@ -149,8 +152,14 @@ class CoserveScheduler(Scheduler):
     def run_event_loop(self) -> None:
         """Run SGLang's event loop, with the receiving thread beside it if there is one."""
         ingress = self._installed.ingress
-        with nullcontext() if ingress is None else ingress.running():
-            super().run_event_loop()
+        receiver, pacer = self.request_receiver, self._rank_clock.pacer
+        if pacer is not None and compat.is_first_rank(self):
+            self.request_receiver = PacedReceiver(receiver, pacer)
+        try:
+            with nullcontext() if ingress is None else ingress.running():
+                super().run_event_loop()
+        finally:
+            self.request_receiver = receiver
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Run one scheduling round, and report to the parts which batch it launches."""
@@ -202,10 +211,16 @@ class CoserveScheduler(Scheduler):
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
-        return self.parts.runner.run(batch, self.parts.admission.until_s, forward)
+        began_s = time.perf_counter()
+        result = self.parts.runner.run(batch, self.parts.admission.until_s, forward)
+        if self._rank_clock.pacer is not None:
+            self._rank_clock.pacer.launched(result, began_s)
+        return result
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""
+        if self._rank_clock.pacer is not None:
+            self._rank_clock.pacer.ended(result)
         if result is SUSPENDED:
             self.parts.advisory.tell("status", self.parts.status.stopped)
             self.parts.admission.stopped()

@@ -18,6 +18,7 @@ import torch
 from sglang_coserve.srt.device import runs_beside_host
 from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_s
 from sglang_coserve.srt.marks.request_marks import arrival_s
+from sglang_coserve.srt.steps.launch_pacing import LaunchPacer
 
 __all__ = ["DeviceEvent", "PartTimer", "RankClock", "RankTime", "device_timer"]
 
@@ -99,6 +100,12 @@ class RankTime:
     parts_s: tuple[float, ...] = ()
     """Times of the parts of steps that have ended on rank 0 since the last tick."""
 
+    ahead_s: float = 0.0
+    """Predicted rest of the step that runs, in seconds."""
+
+    results_s: float | None = None
+    """When the last results came, if the host has waited since then."""
+
 
 class RankClock:
     """The clock for a rank's decisions and for arrival times, in seconds.
@@ -119,6 +126,9 @@ class RankClock:
         self._parts_s: list[float] = []
         self.timer: PartTimer | None = None
         """Times this rank's steps, if its host runs ahead of its device."""
+
+        self.pacer: LaunchPacer | None = None
+        """Paces this rank's host, if it runs ahead of its device."""
 
     def carried_by(self, input_blocker: Any) -> Any:
         """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
@@ -145,6 +155,26 @@ class RankClock:
     def now_s(self) -> float:
         """Return the current time: that of the last tick, if the clock is shared."""
         return time.perf_counter() if self._tick is None else self._tick.now_s
+
+    def ahead_s(self) -> float:
+        """Return the predicted rest of the step that runs, in seconds."""
+        if self._tick is not None:
+            return self._tick.ahead_s
+        return self.measured_ahead_s(time.perf_counter())
+
+    def results_s(self) -> float | None:
+        """Return when the last results came; None if the host has not waited since then."""
+        if self._tick is not None:
+            return self._tick.results_s
+        return self.measured_results_s()
+
+    def measured_results_s(self) -> float | None:
+        """Return the same as this rank knows it."""
+        return None if self.pacer is None else self.pacer.results_s
+
+    def measured_ahead_s(self, now_s: float) -> float:
+        """Return the same as this rank knows it."""
+        return 0.0 if self.pacer is None else self.pacer.ahead_s(now_s)
 
     def arrival_s(self, req: Req, now_s: float) -> float:
         """Return when a request arrived at the server; ``now_s`` if unknown.
@@ -174,7 +204,10 @@ class _TickSource:
             now_s = time.perf_counter()
             for request in _requests(recv_reqs):
                 mark_arrival(request, arrival_s(request, now_s))
-            return [RankTime(now_s, self._clock.measured_parts()), *recv_reqs]
+            clock = self._clock
+            ahead_s, results_s = clock.measured_ahead_s(now_s), clock.measured_results_s()
+            tick = RankTime(now_s, clock.measured_parts(), ahead_s, results_s)
+            return [tick, *recv_reqs]
         return recv_reqs
 
 

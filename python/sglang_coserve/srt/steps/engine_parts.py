@@ -17,6 +17,7 @@ from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.clocks import RankClock, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.launch_pacing import LaunchPacer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -69,6 +70,8 @@ class EngineParts:
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         self.chunks = ChunkAdmission(self.view, self.retraction, self.events, scheduler.page_size)
         clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
+        if clock.timer is not None and self.view.micro_batches == 1:
+            clock.pacer = LaunchPacer()
         self.tracker = StepTracker(
             self.ledger,
             is_overlapped=clock.timer is not None,

@@ -52,6 +52,7 @@ def snapshot_of(
         stop_share=parts.runner.stop_share,
         decodes_stop=parts.runner.decodes_stop,
         resume_s=_RESUME_S,
+        ahead_s=parts.clock.ahead_s(),
     )
 
 

@@ -112,10 +112,15 @@ class StepTracker:
 
         self._open: deque[_Step] = deque()
 
-    def next_pass(self, now_s: float, parts_s: Sequence[float] = ()) -> list[StepResult]:
+    def next_pass(
+        self, now_s: float, parts_s: Sequence[float] = (), results_s: float | None = None
+    ) -> list[StepResult]:
         """Begin a pass; return the results that are complete now, in order. O(their requests).
 
-        ``parts_s`` are the times of the next parts, as far as the device tells them.
+        Args:
+            now_s: The time.
+            parts_s: The times of the next parts, as far as the device tells them.
+            results_s: When the results since the last pass came; by default now.
         """
         if self._micro_batches > 1:
             self._note_round(now_s)
@@ -127,7 +132,7 @@ class StepTracker:
         for part_s in parts_s:
             self._untimed.popleft().ran(part_s)
         for step, reqs, has_token in self._results:
-            self._note_results(step, reqs, has_token, now_s)
+            self._note_results(step, reqs, has_token, now_s if results_s is None else results_s)
         self._results.clear()
         self._pass_s = now_s
         results = []

@@ -1,0 +1,125 @@
+"""When the host waits for the step that runs, on a clock that the tests set."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_coserve.srt.steps import launch_pacing
+from sglang_coserve.srt.steps.launch_pacing import LaunchPacer, PacedReceiver
+
+
+class Host:
+    """A host and its device, whose steps run one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.free_s = 0.0
+        monkeypatch.setattr(launch_pacing, "time", self)
+        self.pacer = LaunchPacer()
+        self.in_flight: list[Any] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def launch(self, takes_s: float, expected_s: float, *, error: float = 0.0) -> None:
+        """Plan and launch a step, which takes the host 2 ms."""
+        self.pacer.expects(expected_s, error)
+        began_s = self.now_s
+        self.now_s += 0.002
+        self.free_s = max(self.free_s, self.now_s) + takes_s
+        end_s = self.free_s
+
+        def synchronize() -> None:
+            self.now_s = max(self.now_s, end_s)
+
+        done = SimpleNamespace(query=lambda: self.now_s >= end_s, synchronize=synchronize)
+        self.in_flight.append(SimpleNamespace(copy_done=done))
+        self.pacer.launched(self.in_flight[-1], began_s)
+
+    def process(self) -> None:
+        self.pacer.ended(self.in_flight.pop(0))
+
+    def wait(self) -> float:
+        """Wait; return how long the device runs on."""
+        self.pacer.wait()
+        return self.free_s - self.now_s
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host(monkeypatch)
+    host.wait()
+    host.launch(0.030, 0.030)
+    return host
+
+
+def test_the_next_step_is_planned_just_before_the_end(host: Host) -> None:
+    assert host.wait() == pytest.approx(0.002 + 0.002)  # The first began as soon as its launch.
+    host.launch(0.050, 0.050)
+    host.process()
+    assert host.wait() == pytest.approx(0.002)
+
+
+def test_a_step_may_end_earlier_by_the_usual_error(host: Host) -> None:
+    host.wait()
+    host.launch(0.050, 0.050, error=0.1)
+    host.process()
+    assert host.wait() == pytest.approx(0.002 + 0.005)
+
+
+def test_nobody_waits_longer_than_the_step_runs(host: Host) -> None:
+    host.wait()
+    host.launch(0.005, 1.0)
+    host.process()
+    assert host.wait() == pytest.approx(0.0, abs=launch_pacing._POLL_S + 1e-9)
+
+
+def test_what_was_not_planned_is_followed_at_once(host: Host) -> None:
+    host.wait()
+    host.launch(0.050, 0.0)
+    host.process()
+    assert host.wait() == pytest.approx(0.050)
+    assert host.pacer.ahead_s(host.now_s) == 0.0
+
+
+def test_the_rest_of_the_running_step_is_known(host: Host) -> None:
+    host.wait()
+    host.launch(0.050, 0.050)
+    host.process()
+    assert host.pacer.ahead_s(host.now_s) == pytest.approx(0.050)
+    host.wait()
+    assert host.pacer.ahead_s(host.now_s) == pytest.approx(0.002)
+    host.process()
+    assert host.pacer.ahead_s(host.now_s) == 0.0
+
+
+def test_results_have_the_time_at_which_they_came(host: Host) -> None:
+    host.wait()
+    host.launch(0.050, 0.050)
+    host.process()
+    came_s = host.now_s
+    host.wait()
+    assert host.pacer.results_s == came_s < host.now_s
+
+
+def test_an_idle_engine_waits_for_nothing(host: Host) -> None:
+    host.process()
+    before_s = host.now_s
+    host.wait()
+    assert host.now_s == before_s
+
+
+def test_the_receiver_waits_first(host: Host) -> None:
+    seen = []
+    inner = SimpleNamespace(recv_requests=lambda: seen.append(host.now_s), other=3)
+    receiver = PacedReceiver(inner, host.pacer)
+    receiver.recv_requests()
+    assert seen == [host.now_s]
+    assert host.now_s > 0.02
+    assert receiver.other == 3
