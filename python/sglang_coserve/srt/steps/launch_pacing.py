@@ -16,7 +16,7 @@ from typing import Any, Final
 
 __all__ = ["LaunchPacer", "PacedReceiver"]
 
-_POLL_S: Final = 5e-4
+_POLL_S: Final = 2e-3
 """Sleep between two looks at the device, which idles so long if the step ends before its time."""
 
 _REMEMBERED: Final = 16
