@@ -101,61 +101,54 @@ def _cells(
 
 
 def plot(loads: Sequence[Loaded], path: Path) -> None:
-    """Draw P99 TTFT and P99 gap ÷ alone, and offline tokens/s ÷ bound, for each traffic."""
+    """Draw, for each load, P99 TTFT and P99 gap against offline tokens/s of all systems.
+
+    Of the first requests, which all of them got.
+    """
     import matplotlib.pyplot as plt
 
-    kinds = [*dict.fromkeys(one["traffic"] for one in loads)]
-    figures = (
-        ("ttft_p99_ms", "P99 TTFT, ms"),
-        ("itl_p99_ms", "P99 gap, ms"),
-        ("offline_tokens_per_s", "offline tokens/s"),
-    )
+    ordered = sorted(loads, key=lambda one: (one["traffic"], one["load"]))
+    measures = (("ttft_p99_ms", "P99 TTFT, ms"), ("itl_p99_ms", "P99 gap, ms"))
     figure, axes = plt.subplots(
-        len(kinds), len(figures), figsize=(13, 3.1 * len(kinds)), squeeze=False, sharex=True
+        len(measures), len(ordered), figsize=(3.1 * len(ordered), 6), squeeze=False, sharex="col"
     )
-    for line, kind in zip(axes, kinds, strict=True):
-        of_kind = sorted((one for one in loads if one["traffic"] == kind), key=lambda o: o["load"])
-        for axis, (key, label) in zip(line, figures, strict=True):
-            for name, style in _series(of_kind):
-                points = [
-                    (100 * one["load"], value)
-                    for one in of_kind
-                    if (value := _value(one, name, key)) is not None
-                ]
-                if points:
-                    axis.plot(*zip(*points, strict=True), style, label=name, markersize=5)
-            if key == "offline_tokens_per_s":
-                bounds = [statistics.mean(one["bound_tokens_per_s"]) for one in of_kind]
-                shares = [100 * one["load"] for one in of_kind]
-                axis.plot(shares, bounds, "k:", label="bound")
+    for line, (key, label) in zip(axes, measures, strict=True):
+        for axis, one in zip(line, ordered, strict=True):
+            axis.axhline(_first(one, PLAIN, key), color="k", linestyle="--", label=PLAIN)
+            for name, style in _styles(one).items():
+                tokens_per_s = _first(one, name, "offline_tokens_per_s")
+                axis.plot(tokens_per_s, _first(one, name, key), style, label=name, clip_on=False)
             axis.set_ylim(bottom=0)
-            axis.set_title(f"{kind}: {label}", fontsize=9)
+            axis.set_xlim(left=0)
             axis.grid(alpha=0.3)
+        line[0].set_ylabel(label)
+    for axis, one in zip(axes[0], ordered, strict=True):
+        axis.set_title(f"{one['traffic']}, {one['load']:.0%}", fontsize=9)
     for axis in axes[-1]:
-        axis.set_xlabel("online load, % of what plain SGLang serves")
-    handles, labels = axes[0][-1].get_legend_handles_labels()
-    more, names = axes[0][0].get_legend_handles_labels()
-    shown = {**dict(zip(names, more, strict=True)), **dict(zip(labels, handles, strict=True))}
+        axis.set_xlabel("offline tokens/s", fontsize=9)
+    shown = {}
+    for axis in axes[0]:
+        handles, names = axis.get_legend_handles_labels()
+        shown |= dict(zip(names, handles, strict=True))
     figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=4, fontsize=8)
     figure.suptitle(f"Emulated: {loads[0]['emulated']}. No GPU was measured.", fontsize=11)
-    figure.tight_layout(rect=(0, 0.06, 1, 0.98))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _series(loads: Sequence[Loaded]) -> list[tuple[str, str]]:
-    ours = dict.fromkeys(
-        one["system"] for load in loads for one in load["rows"] if one["system"].startswith("ours")
-    )
-    styles = ("C3o-", "C1s-", "C2^-", "C4v-", "C5d-")
-    return [(PLAIN, "k.--"), (STOCK, "C0x-"), *zip(ours, styles, strict=False)]
+def _styles(loaded: Loaded) -> dict[str, str]:
+    """Return the systems with offline work, ours filled and stock SGLang's settings crossed."""
+    names = dict.fromkeys(one["system"] for one in loaded["rows"] if one["system"] != PLAIN)
+    ours = [name for name in names if not name.startswith(STOCK)]
+    stock = [name for name in names if name.startswith(STOCK)]
+    filled, crossed = ("C3o", "C1s", "C2^", "C4v", "C5d"), ("C0x", "C0+", "C0*", "C0|", "C0_")
+    return {
+        **dict(zip(ours, filled, strict=False)),
+        **dict(zip(stock, crossed, strict=False)),
+    }
 
 
-def _value(loaded: Loaded, name: str, key: str) -> float | None:
-    """Return the mean over repeats; ``STOCK`` is the setting that counts."""
-    wanted = loaded["stock_that_counts"] if name == STOCK else name
-    values = [one[key] for one in loaded["rows"] if one["system"] == wanted]
-    if not values or (name == PLAIN and key == "offline_tokens_per_s"):
-        return None
-    return float(statistics.mean(values))
+def _first(loaded: Loaded, name: str, key: str) -> float:
+    return float(next(o[key] for o in loaded["rows"] if (o["system"], o["repeat"]) == (name, 0)))

@@ -11,7 +11,7 @@ import pytest
 
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
 from emulated_bench.figures import bound_per_s, full_rate_per_s, held_share, row
-from emulated_bench.report import table
+from emulated_bench.report import plot, table
 from interference_bench.load import Load
 from interference_bench.outcome import OnlineOutcome, RunOutcome
 from interference_bench.traces import TRACES, TraceTraffic, fit_of, traffic_of
@@ -143,3 +143,13 @@ def test_the_table_has_the_stock_setting_that_counts_and_the_one_with_most_token
     assert systems == [*names[:5], most]
     default = next(line for line in lines if DEFAULT in line)
     assert f"| 11,000 | {11_000 / tokens[most]:.2f} | 0.55 |" in default
+
+
+def test_the_table_and_the_picture_of_the_stored_runs_are_made_of_them(tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "benchmark/results/emulated/llama-3.1-8b-h100"
+    loads = [json.loads(path.read_text()) for path in sorted(results.glob("*-load-*.json"))]
+    assert table(loads) in (results / "table.md").read_text()
+    plot(loads, tmp_path / "plots.svg")
+    drawn = (tmp_path / "plots.svg").read_text()
+    for one in loads[0]["rows"]:
+        assert f"<!-- {one['system']} -->" in drawn
