@@ -134,7 +134,8 @@ def plot(loads: Sequence[Loaded], path: Path) -> None:
     figure.suptitle(f"Emulated: {loads[0]['emulated']}. No GPU was measured.", fontsize=11)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with plt.rc_context({"svg.fonttype": "none"}):  # Text instead of outlines: a third of the size.
+        figure.savefig(path)
     plt.close(figure)
 
 

@@ -152,4 +152,4 @@ def test_the_table_and_the_picture_of_the_stored_runs_are_made_of_them(tmp_path:
     plot(loads, tmp_path / "plots.svg")
     drawn = (tmp_path / "plots.svg").read_text()
     for one in loads[0]["rows"]:
-        assert f"<!-- {one['system']} -->" in drawn
+        assert one["system"] in drawn
