@@ -83,6 +83,28 @@ def test_the_times_of_steps_are_rank_0s() -> None:
     assert alone.take_parts() == (0.5,)
 
 
+def test_what_runs_ahead_and_when_results_came_is_rank_0s() -> None:
+    """Each rank's host waits for its own device."""
+
+    class Pacer:
+        def __init__(self, results_s: float) -> None:
+            self.results_s = results_s
+
+        def ahead_s(self, _now_s: float) -> float:
+            return 0.1 * self.results_s
+
+    source, follower = (RankClock(is_shared=True, is_source=first) for first in (True, False))
+    source.pacer, follower.pacer = Pacer(3.0), Pacer(4.0)  # type: ignore[assignment]
+    (tick,) = source.carried_by(None).handle([])
+    for clock in (source, follower):
+        clock.take(tick)
+        assert (clock.ahead_s(), clock.results_s()) == (pytest.approx(0.3), 3.0)
+    alone = RankClock(is_shared=False, is_source=True)
+    assert (alone.ahead_s(), alone.results_s()) == (0.0, None)
+    alone.pacer = follower.pacer
+    assert (alone.ahead_s(), alone.results_s()) == (pytest.approx(0.4), 4.0)
+
+
 def test_rank_0_puts_a_tick_before_what_it_received() -> None:
     carried = RankClock(is_shared=True, is_source=True).carried_by(Blocker())
     first, second = request("a", created_s=1.0), request("b", created_s=2.0)
