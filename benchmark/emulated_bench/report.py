@@ -126,7 +126,7 @@ def plot(loads: Sequence[Loaded], path: Path) -> None:
         axis.set_title(f"{one['traffic']}, {one['load']:.0%}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("offline tokens/s", fontsize=9)
-    shown = {}
+    shown: dict[str, Any] = {}
     for axis in axes[0]:
         handles, names = axis.get_legend_handles_labels()
         shown |= dict(zip(names, handles, strict=True))
