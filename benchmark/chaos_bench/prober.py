@@ -164,7 +164,7 @@ async def _stream(
 ) -> None:
     """Ask for an answer; note the gaps between its parts, and what became of it last."""
     start_s = last_s = time.monotonic()
-    text, status, detail, is_whole, is_aborted = "", 0, "", False, False
+    text, status, detail, is_whole, reason = "", 0, "", False, None
     body = answer.body(stream=True)
     try:
         async with client.stream("POST", answer.path, json=body, timeout=timeout_s) as response:
@@ -181,10 +181,11 @@ async def _stream(
                     last_s = now_s
                     choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
                     text += answered_text(choices[0])
-                    is_aborted |= choices[0].get("finish_reason") == "abort"
+                    reason = choices[0].get("finish_reason") or reason
     except httpx.HTTPError as error:
         detail = repr(error)
-    if status == 200 and (is_aborted or not is_whole):
+    # A stream whose engine was killed may come through a router with an end, but without a reason.
+    if status == 200 and (not is_whole or reason in (None, "abort")):
         status, detail = 0, detail or "the stream ended early"
     is_different = status == 200 and text != answer.text
     end_s = time.monotonic()
