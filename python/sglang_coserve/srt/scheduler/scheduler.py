@@ -6,7 +6,6 @@ method on where needed.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -211,11 +210,7 @@ class CoserveScheduler(Scheduler):
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
-        began_s = time.perf_counter()
-        result = self.parts.runner.run(batch, self.parts.admission.until_s, forward)
-        if self._rank_clock.pacer is not None:
-            self._rank_clock.pacer.launched(result, began_s)
-        return result
+        return self.parts.runner.run(batch, self.parts.admission.until_s, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""

@@ -91,4 +91,4 @@ class EngineParts:
                 self.events,
                 answer_aborted,
             )
-        self.runner = StepRunner(scheduler, installed, self.lane, clock.timer)
+        self.runner = StepRunner(scheduler, installed, self.lane, clock.timer, clock.pacer)

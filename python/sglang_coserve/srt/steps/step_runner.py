@@ -11,6 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.clocks import PartTimer
+from sglang_coserve.srt.steps.launch_pacing import LaunchPacer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
 __all__ = ["SUSPENDED", "StepRunner"]
@@ -33,13 +34,15 @@ class StepRunner:
         installed: Installed,
         lane: OfflineLane | None,
         timer: PartTimer | None,
+        pacer: LaunchPacer | None,
     ) -> None:
         """``lane`` is None if steps cannot be suspended. ``timer`` times what is run, if that is
-        asked for and the host does not wait for it."""
+        asked for and the host does not wait for it; ``pacer`` is told of it."""
         self.safepoints = installed.safepoints
         self.why_no_safepoints = installed.why_not
         self.lane = lane
         self.timer = timer
+        self._pacer = pacer
         self._scheduler = scheduler
 
     # --- Before a step -------------------------------------------------------------------
@@ -75,11 +78,15 @@ class StepRunner:
         ``until_s`` is when it must have stopped, on the clock that all ranks share; None for one
         that runs to its end. Returns the result, or ``SUSPENDED``.
         """
+        began_s = time.perf_counter()
         try:
-            return self._run(batch, until_s, forward)
+            result = self._run(batch, until_s, forward)
         finally:
             if self.timer is not None:
                 self.timer.launched()
+        if self._pacer is not None:
+            self._pacer.launched(result, began_s)
+        return result
 
     def _run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
         safepoints, lane = self.safepoints, self.lane
