@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -33,6 +34,7 @@ _TAIL_LINES: Final = 40
 _TRIES: Final = 3
 """Most attempts at one step in one run; only one that was partial is tried again."""
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -141,7 +143,7 @@ class Driver:
             KeyboardInterrupt: the step under way has ended and its record is written.
         """
         # Orphans become our children, whatever they did to their session.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         end_s = time.monotonic() + seconds
         tries: dict[str, int] = {}
         excluded: set[str] = set()
@@ -265,7 +267,7 @@ def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes])
     At the limit it gets SIGINT, which it should answer by ending its own processes and keeping
     its results, and ``grace_s`` later SIGKILL. A KeyboardInterrupt does the same, and is raised
     again. What is left of its descendants is killed: a server that stayed would keep the GPU's
-    memory.
+    memory. If this process is killed, the command gets SIGINT, too.
     """
     paths = [str(_BENCHMARKS), str(_BENCHMARKS.parent / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -277,6 +279,7 @@ def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes])
         env=environment,
         # A terminal's Ctrl-C reaches only us, and we pass it on.
         start_new_session=True,
+        preexec_fn=partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGINT),
     )
     try:
         return process.wait(limit_s)
@@ -294,6 +297,10 @@ def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes])
                     child.kill()
             psutil.wait_procs(left)
         process.wait()
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _tail(path: Path) -> tuple[str, ...]:

@@ -61,7 +61,8 @@ def parts_of(page_tokens: int, options: argparse.Namespace) -> dict[str, Part]:
         sizes = {"bulk": 512, "rows": 4, "steps": 3, "reclaim": 1024, "resume": 512, "repeats": 1}
     else:
         shape = KvShape(page_tokens=page_tokens)
-        sizes = {"bulk": 8192, "rows": 64, "steps": 100}
+        # With larger pages each step adds more, and the pool holds them all.
+        sizes = {"bulk": 8192, "rows": 64, "steps": 100 if page_tokens == 1 else 24}
         sizes |= {"reclaim": 40_000, "resume": 8192, "repeats": 5}
     engine, repeats = KvEngine(shape), sizes["repeats"]
     parts: dict[str, Part] = {

@@ -14,7 +14,9 @@ from gpu.layer_stack import decoder_layers, device_ms
 __all__ = ["decode_interference", "late_write"]
 
 _REQUESTS: Final = 64
-_STEPS: Final = 60
+_STEPS: Final = 24
+"""The pool holds what they add, with pages of 16 tokens too."""
+
 _SLEEP_CYCLES: Final = 40_000_000
 """About 20 ms of the GPU: longer than a load."""
 

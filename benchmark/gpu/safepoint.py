@@ -97,13 +97,39 @@ def percentiles(values: Sequence[float]) -> dict[str, float | int]:
     return {"n": len(values), "p50": float(p50), "p99": float(p99)}
 
 
-def measure_stream(args: argparse.Namespace) -> dict[str, Any]:
+class LonePasses:
+    """The parts without an engine, in a process of its own: its end gives the memory back."""
+
+    def __init__(self, model_path: Path) -> None:
+        self._model_path = model_path
+
+    def close(self) -> None:
+        """See ``OwnProcess``."""
+
+    def stream(self) -> dict[str, Any]:
+        """Measure the part "stream"."""
+        return measure_stream(self._model_path)
+
+    def decode(self) -> dict[str, Any]:
+        """Measure the part "decode"."""
+        from gpu.decode_graphs import measure_decode_graphs
+
+        return measure_decode_graphs(self._model_path)
+
+
+def measure_alone(part: str, model_path: Path) -> dict[str, Any]:
+    """Measure a part of ``LonePasses``."""
+    with OwnProcess(LonePasses, model_path) as passes:
+        return dict(passes.call(part))
+
+
+def measure_stream(model_path: Path) -> dict[str, Any]:
     """Measure the part "stream"."""
     import torch
 
     from gpu.layer_stack import Stack, decoder_layers, safepoint_us
 
-    layers = decoder_layers(args.model_path)
+    layers = decoder_layers(model_path)
     rows = []
     for tokens in PASS_TOKENS:
         x = torch.randn(tokens, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
@@ -247,19 +273,16 @@ def main() -> int:
 
     is_complete, kinds = True, ["eager"]
     if cpu.has_cuda():
-        from gpu.decode_graphs import measure_decode_graphs
-
         kinds = ["breakable", "eager"]
         parts = {
-            "stream": partial(measure_stream, args),
-            "decode": partial(measure_decode_graphs, args.model_path),
+            part: partial(measure_alone, part, args.model_path) for part in ("stream", "decode")
         }
         is_complete = measure_missing(parts, results, write)
     sizes = TINY if args.tiny else EngineSizes()
     engines = {
         f"{kind}, {interval}": partial(measure_engine, args, sizes, kind, interval)
         for kind in kinds
-        for interval in (0, sizes.interval)
+        for interval in (sizes.interval, 0)
     }
     is_complete &= measure_missing(engines, results.setdefault("engine", {}), write)
     print(as_markdown(results))

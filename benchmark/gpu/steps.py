@@ -92,7 +92,7 @@ class CoLoad:
     systems: tuple[str, ...] = ("alone", "coserve-slo", "coserve", "stock-priority")
     """In this order: what is stopped early has what matters most, and goes on with the rest."""
 
-    window_s: int = 50
+    window_s: int = 40
     kv_tokens: int | None = None
     """Of every server, where its memory is not to be used up."""
 
@@ -120,7 +120,8 @@ class CoLoad:
         command += ["--num-prompts", str(round(self.rate_per_s * window_s))]
         command += _random_ids(*((64, 8) if dry else (4096, 256)))
         command += ["--offline", "--max-concurrency", "4" if dry else "96"]
-        command += ["--num-prompts", "2000" if dry else "2500"]
+        # Far more than run in the time; the more there are, the longer their prompts take to make.
+        command += ["--num-prompts", "2000" if dry else "800"]
         return [[*command, *_random_ids(*((128, 8) if dry else (4096, 128)))]]
 
 
@@ -134,7 +135,7 @@ def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
     command = [sys.executable, "-m", "sglang_coserve", "profile", "--resume"]
     command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
     command += ["--plot", str(folder / "profile.png"), "--quiet"]
-    command += ["--time-limit", "12" if setting.dry_run else "240"]
+    command += ["--time-limit", "12" if setting.dry_run else "75"]
     command += ["--max-shapes", "30" if setting.dry_run else "400"]
     return [[*command, "--log-level", "error", *setting.server_flags()]]
 

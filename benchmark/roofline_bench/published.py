@@ -1,4 +1,4 @@
-"""Published times of steps, each with its source.
+"""Published times of steps and some of our own, each with its source.
 
 Only times of one step, or from which one follows, with its batch and lengths stated, of 16-bit
 weights on devices that the roofline knows.
@@ -113,6 +113,12 @@ SOURCES: Final = MappingProxyType(
             "03d01adcbcf8f85b0e61bef84957013b89e6902f/torchao/quantization/README.md",
             "1 ÷ tokens/s, as gpt-fast; the A100's memory is not stated, it reads 1.44 TB/s",
         ),
+        "ours": Source(
+            "Profile of one H200, of 2026-11-26",
+            "SGLang 0.5.17, FlashInfer, bf16, random weights",
+            "https://github.com/sglang-coserve/sglang-coserve/tree/main/benchmark/results/gpu_h200",
+            "one step of the model runner with its sampling, median of three runs or more",
+        ),
     }
 )
 
@@ -152,6 +158,20 @@ PUBLISHED: Final = (
     Published("tokenomics", "h100", _70B, 4, 1, 32_803, (28_570.1 - 3266.8) / 999, 1000),
     Published("splitwise", "h100", _70B, 2, 1, 512, 37.00, 128, has_cuda_graphs=False),
     Published("splitwise", "h100", _70B, 4, 1, 512, 29.72, 128, has_cuda_graphs=False),
+    # H200, prefill and decode.
+    Published("ours", "h200", _8B, 1, 1, 512, 13.9),
+    Published("ours", "h200", _8B, 1, 1, 1024, 24.5),
+    Published("ours", "h200", _8B, 1, 1, 2048, 48.2),
+    Published("ours", "h200", _8B, 1, 1, 4096, 99.0),
+    Published("ours", "h200", _8B, 1, 1, 8192, 210.4),
+    Published("ours", "h200", _8B, 1, 1, 1467, 5.71, 2),
+    Published("ours", "h200", _8B, 1, 4, 256, 6.34, 2),
+    Published("ours", "h200", _8B, 1, 4, 16_384, 7.90, 2),
+    Published("ours", "h200", _8B, 1, 4, 32_703, 9.73, 2),
+    Published("ours", "h200", _8B, 1, 16, 256, 6.58, 2),
+    Published("ours", "h200", _8B, 1, 64, 256, 7.27, 2),
+    Published("ours", "h200", _8B, 1, 128, 256, 8.78, 2),
+    Published("ours", "h200", _8B, 1, 256, 256, 12.17, 2),
     # A100, prefill.
     Published("trt-llm 0.5", "a100", _7B, 1, 1, 128, 16),
     Published("trt-llm 0.5", "a100", _7B, 1, 1, 2048, 133),

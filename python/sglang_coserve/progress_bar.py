@@ -1,8 +1,11 @@
-"""The bar of long operations, the same for all of them."""
+"""The progress of long operations: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
-from typing import Self
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +20,9 @@ from rich.progress import (
 from sglang_coserve.interrupts import StopOnInterrupt
 
 __all__ = ["StoppableBar", "progress_bar"]
+
+_LINE_INTERVAL_S: Final = 10.0
+"""Interval of progress lines, as in ``coserve submit``."""
 
 
 def progress_bar(*, show: bool = True, shows_percent: bool = True) -> Progress:
@@ -41,10 +47,22 @@ class StoppableBar:
     main thread may enter it.
     """
 
-    def __init__(self, bar: Progress, task: str, total: float | None = None) -> None:
+    def __init__(
+        self,
+        bar: Progress,
+        task: str,
+        total: float | None = None,
+        *,
+        writes_lines: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``writes_lines``: where there is no bar, ``_line`` writes to standard error."""
         self._stop = StopOnInterrupt()
         self._bar = bar
         self._task = bar.add_task(task, total=total)
+        self._clock = clock
+        self._writes_lines = writes_lines and bar.disable
+        self._line_s = clock()
 
     def __enter__(self) -> Self:
         self._stop.__enter__()
@@ -59,3 +77,10 @@ class StoppableBar:
     def is_interrupted(self) -> bool:
         """True after SIGINT."""
         return self._stop.is_interrupted
+
+    def _line(self, text: Callable[[], str]) -> None:
+        """Write a line, if none was written for a while."""
+        if self._writes_lines and self._clock() >= self._line_s + _LINE_INTERVAL_S:
+            self._line_s = self._clock()
+            sys.stderr.write(f"{text()}\n")
+            sys.stderr.flush()

@@ -77,6 +77,7 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
     (results,) = json.loads((out / "results.json").read_text())["loads"]
     assert "does not answer" in results["failed"]["alone"]
     assert "failed: alone at 6/s:" in output
+    assert "6 requests/s, coserve-slo (2 of 2): both loads" in output  # Without a terminal.
     ((name, run),) = results["systems"].items()
     assert (name, run["plan"]["command"]) == ("coserve-slo", [server.base_url])
     assert "| coserve-slo |" in output

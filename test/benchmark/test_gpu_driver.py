@@ -240,3 +240,26 @@ def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) 
     assert [found.name for found in select(["profile", "smoke"])] == ["smoke", "profile"]
     with pytest.raises(ValueError, match="nothing"):
         select(["nothing"])
+
+
+def test_a_killed_driver_leaves_no_step_running(
+    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
+) -> None:
+    # Its process group is its own: only the system can tell it.
+    write_step(
+        "long",
+        """
+(folder / "pid").write_text(str(os.getpid()))
+try:
+    wait()
+except KeyboardInterrupt:
+    figures(cleaned=True)
+""",
+    )
+    driver = start([("long", 1, 50)])
+    pid = tmp_path / "out" / "work" / "long" / "pid"
+    until(lambda: pid.exists() and pid.read_text() != "")
+    driver.kill()
+    driver.wait(TIMEOUT_S)
+    until(lambda: not is_alive(int(pid.read_text())))
+    assert json.loads((pid.parent / "found.json").read_text()) == {"cleaned": True}

@@ -69,7 +69,7 @@ def test_one_a100_is_predicted_as_closely_as_docs_say() -> None:
 
 
 def test_what_is_chosen_is_what_the_datasheets_roofline_has() -> None:
-    chosen = Choice(h100_memory=0.7, grouped_kv_memory=0.4, all_reduce_s=25e-6)
+    chosen = Choice(hopper_memory=0.7, grouped_kv_memory=0.4, all_reduce_s=25e-6)
     for row in PUBLISHED:
         expected = datasheet_model(row).coefficients
         assert chosen.of(row).coefficients == pytest.approx(expected, rel=1e-12)

@@ -13,6 +13,7 @@ from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler import ExecutorLimits, ShapeTiming, StepShape, measure, repeat_error
 from sglang_coserve.profiler.latency import CostBound
+from sglang_coserve.profiler.progress import ProfileProgress
 
 SHAPE = StepShape(prefills=((64, 0),))
 
@@ -109,3 +110,14 @@ def test_cost_bound_holds_for_any_prices(
     else:
         assert bound.seconds(batch) == 0
     assert bound.seconds(measured[0]) == pytest.approx(model.predict(measured[0]))
+
+
+def test_progress_shows_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    # Read twice at the start, then once for its share of the time and once or twice for the line.
+    times_s = iter([0.0, 0.0, 4.0, 4.0, 11.0, 11.0, 11.0, 12.0, 12.0])
+    with ProfileProgress(40, 100.0, clock=lambda: next(times_s)) as progress:
+        for _ in range(3):
+            progress.advance(ShapeTiming(SHAPE, (0.5,)))
+    assert capfd.readouterr().err.splitlines() == [
+        "profiling: 11%, 2 measured; P 64 × 1, decodes 0: 500.0 ms"
+    ]

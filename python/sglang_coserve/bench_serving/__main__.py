@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -12,6 +13,9 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.extras import require
 from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.printable import printable
+
+if TYPE_CHECKING:
+    from sglang_coserve.bench_serving.compare import Comparison
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,10 +26,20 @@ def main(argv: Sequence[str]) -> int:
         said = printable(f"bench_serving: {text}")
         console.print(said, highlight=False, markup=False, soft_wrap=True)
 
+    def tell_failures() -> int:
+        failures = [
+            (name if rate is None else f"{name} at {rate:g}/s", reason)
+            for rate, comparison in comparisons.items()
+            for name, reason in comparison.failed.items()
+        ]
+        for name, reason in failures:
+            tell(f"failed: {name}: {reason}")
+        return len(failures)
+
+    comparisons: dict[float | None, Comparison] = {}
     try:
         require("engine", "bench_serving")
-        from sglang_coserve.bench_serving import report
-        from sglang_coserve.bench_serving.compare import Comparison
+        from sglang_coserve.bench_serving import compare, report
         from sglang_coserve.bench_serving.options import Options, parse_options
 
         options = parse_options(argv)
@@ -33,14 +47,18 @@ def main(argv: Sequence[str]) -> int:
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
             task = progress.add_task("")
 
-            def compared(rate: float | None, of_rate: Options) -> Comparison:
+            def show(text: str) -> None:
+                if console.is_terminal:
+                    progress.update(task, description=printable(text))
+                else:
+                    tell(text)
+
+            def compared(rate: float | None, of_rate: Options) -> compare.Comparison:
                 at = "" if rate is None else f"{rate:g} requests/s, "
-                return Comparison(
-                    of_rate, lambda text: progress.update(task, description=printable(at + text))
-                )
+                return compare.Comparison(of_rate, lambda text: show(at + text))
 
             loads = options.of_each_rate()
-            comparisons = {rate: compared(rate, of_rate) for rate, of_rate in loads.items()}
+            comparisons |= {rate: compared(rate, of_rate) for rate, of_rate in loads.items()}
             try:
                 with terminate_as_interrupt():
                     for comparison in comparisons.values():
@@ -51,14 +69,11 @@ def main(argv: Sequence[str]) -> int:
         tell(str(error))
         return 2
     except KeyboardInterrupt:
+        tell_failures()
         tell("interrupted; every process has ended, the same command goes on")
         return 130
     sys.stdout.write(report.table(comparisons) + "\n")
-    failed = 0
-    for rate, comparison in comparisons.items():
-        for name, reason in comparison.failed.items():
-            failed += 1
-            tell(f"failed: {name if rate is None else f'{name} at {rate:g}/s'}: {reason}")
+    failed = tell_failures()
     tell(f"written: {options.out} (table.md, results.json; logs and SGLang's own output in runs)")
     return 1 if failed else 0
 

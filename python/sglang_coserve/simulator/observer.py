@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_coserve.progress_bar import StoppableBar, progress_bar
 from sglang_coserve.simulator.request import SimRequest
@@ -80,10 +79,6 @@ class SimulationObserver(Protocol):
         ...
 
 
-_LINE_INTERVAL_S: Final = 10.0
-"""Interval of progress lines, as in ``coserve submit``."""
-
-
 class RunControl(StoppableBar):
     """A bar whose ``tick`` says whether the run is to stop."""
 
@@ -102,11 +97,8 @@ class RunControl(StoppableBar):
                 lines.
             clock: Real time in seconds.
         """
-        super().__init__(progress_bar(show=show), "")
-        self._clock = clock
+        super().__init__(progress_bar(show=show), "", writes_lines=show, clock=clock)
         self._end_s = clock() + time_limit_s
-        self._writes_lines = show and self._bar.disable
-        self._line_s = clock()
         self._name = ""
         self._interval_s = math.inf
 
@@ -124,11 +116,11 @@ class RunControl(StoppableBar):
     def tick(self, simulated_s: float) -> bool:
         """Show the progress of the run; return True if it should stop."""
         self._bar.update(self._task, completed=simulated_s)
-        if self._writes_lines and self._clock() >= self._line_s + _LINE_INTERVAL_S:
-            self._line_s = self._clock()
-            of = ""
-            if math.isfinite(self._interval_s):
-                of = f" of {self._interval_s:,.0f} ({simulated_s / self._interval_s:.0%})"
-            sys.stderr.write(f"simulating {self._name}: {simulated_s:,.0f}{of} simulated s\n")
-            sys.stderr.flush()
+        self._line(lambda: self._progress(simulated_s))
         return self.should_stop
+
+    def _progress(self, simulated_s: float) -> str:
+        of = ""
+        if math.isfinite(self._interval_s):
+            of = f" of {self._interval_s:,.0f} ({simulated_s / self._interval_s:.0%})"
+        return f"simulating {self._name}: {simulated_s:,.0f}{of} simulated s"

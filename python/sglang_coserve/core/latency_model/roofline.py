@@ -32,12 +32,15 @@ _DECODE_ATTENTION_COMPUTE: Final = 0.3
 _MEMORY: Final = 0.8
 """Decodes of 7B and 8B models on one A100: gpt-fast, torchao, LMDeploy, TensorRT-LLM 0.5."""
 
-_MEMORY_OF: Final[Mapping[str, float]] = {"h100": 0.7}
-"""Decodes of the same on one H100: LLM-Inference-Bench, Tokenomics."""
+_MEMORY_OF: Final[Mapping[str, float]] = {"h100": 0.7, "h200": 0.7}
+"""Decodes of the same on one H100: LLM-Inference-Bench, Tokenomics; on one H200: our profile."""
 
 _GROUPED_KV_MEMORY: Final = 0.4
 """Of attention with fewer KV heads than query heads. 8B and 70B with much KV: LMDeploy,
 LLM-Inference-Bench, Tokenomics."""
+
+_GROUPED_KV_MEMORY_OF: Final[Mapping[str, float]] = {"h200": 0.7}
+"""The same of 8B: our profile, with SGLang 0.5.17 and FlashInfer; the others are of 2023 to 2025."""
 
 _ALL_REDUCE_S: Final = 25e-6
 """Beside its bytes. 70B at batch 1: TensorRT-LLM (in LLM-Inference-Bench), vLLM (in Tokenomics),
@@ -151,7 +154,8 @@ class RooflineModel:
         """
         memory = _MEMORY_OF.get(hardware.name, _MEMORY)
         has_groups = shape.num_kv_heads < shape.num_query_heads
-        kv_memory = min(memory, _GROUPED_KV_MEMORY) if has_groups else memory
+        grouped = _GROUPED_KV_MEMORY_OF.get(hardware.name, _GROUPED_KV_MEMORY)
+        kv_memory = min(memory, grouped) if has_groups else memory
         all_reduces = 2 * shape.num_layers if tp_size > 1 else 0
         step_s = _STEP_S + all_reduces * _ALL_REDUCE_S
         return cls(
