@@ -28,7 +28,7 @@ LLAMA_WEIGHT_BYTES = 2 * (8.03e9 - 128256 * 4096)
 
 def share_of_memory(device: str) -> float:
     """Of its peak bandwidth, as docs state it."""
-    return 0.7 if device == "h100" else 0.8
+    return 0.7 if device in ("h100", "h200") else 0.8
 
 
 @pytest.mark.parametrize("name", HARDWARE)

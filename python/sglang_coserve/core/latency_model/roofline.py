@@ -40,7 +40,7 @@ _GROUPED_KV_MEMORY: Final = 0.4
 LLM-Inference-Bench, Tokenomics."""
 
 _GROUPED_KV_MEMORY_OF: Final[Mapping[str, float]] = {"h200": 0.7}
-"""The same of 8B: our profile, with SGLang 0.5.17 and FlashInfer; the others are of 2023 to 2025."""
+"""The same of 8B: our profile, with SGLang 0.5.17 of 2026; the others are of 2023 to 2025."""
 
 _ALL_REDUCE_S: Final = 25e-6
 """Beside its bytes. 70B at batch 1: TensorRT-LLM (in LLM-Inference-Bench), vLLM (in Tokenomics),

@@ -39,7 +39,7 @@ def why_off(config: CoserveConfig, *, on_cpu: bool) -> str | None:
         return None
     if on_cpu:
         return "on a CPU the same memory does more as KV memory (--max-total-tokens)"
-    return "on a GPU, where they have not run yet, only with --kv-checkpoint eager"
+    return "on a GPU, where no engine ran with them yet, only with --kv-checkpoint eager"
 
 
 def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     run_ahead = RUN_AHEAD if runs_beside_host(scheduler.device) else 0
     if reason is None and is_cuda:
         if config.safepoint_interval is None:
-            reason = "on a GPU, where they have not run yet, only with --safepoint-interval"
+            reason = "on a GPU, where outputs were not compared yet, only with --safepoint-interval"
         else:
             reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
     if reason is not None:
