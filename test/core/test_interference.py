@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.interference import Interference
-from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.control.slo_monitor import SloMonitor, SloReport
 from sglang_coserve.core.request import Ending, RequestClass
@@ -150,30 +150,27 @@ def test_offline_requests_are_not_followed() -> None:
     assert len(found) == 0
 
 
-def late_and_alone(*token_times_s: float, has_baseline: bool = True) -> Allowance:
-    """Of a request whose tokens come every 125 ms alone; TTFT 300 ms, gaps of 200 ms."""
-    found = followed(has_baseline=has_baseline)
-    serve(found, *token_times_s)
-    found.advance(predict, 9.0)
-    return found.allowance
-
-
-def test_the_allowance_learns_of_first_tokens_and_gaps_once_they_are_known_in_both() -> None:
-    kept = late_and_alone(0.25, 0.375)
-    assert late_and_alone(0.5).arrival_s < kept.arrival_s
-    assert late_and_alone(0.25, 0.75).gap_share < kept.gap_share
+def test_the_allowance_learns_what_the_baseline_had() -> None:
     found = followed()
-    found.arrived(info())
-    found.produced("a", 0.5)
-    unknown_s = found.allowance.arrival_s
+    before_s = found.allowance.arrival_s
+    serve(found, 0.5, 0.75, 1.0)
+    assert (found.allowance.arrival_s, found.allowance.gap_share) == (before_s, 0.3)
     found.advance(predict, 9.0)
-    assert found.allowance.arrival_s > unknown_s
+    # Alone tokens come every 125 ms; the targets are 300 ms, and gaps of 200 ms.
+    assert found.allowance.arrival_s == pytest.approx(0.15, rel=0.01)
+    assert found.allowance.gap_share == pytest.approx(0.075 / 0.2, rel=0.02)
 
 
-def test_without_a_baseline_what_is_late_counts_as_harmed() -> None:
-    kept = late_and_alone(0.25, 0.375, has_baseline=False)
-    assert late_and_alone(0.5, has_baseline=False).arrival_s < kept.arrival_s
-    assert late_and_alone(0.25, 0.75, has_baseline=False).gap_share < kept.gap_share
+def test_without_a_baseline_targets_of_requests_count_as_a_whole() -> None:
+    found = followed(has_baseline=False)
+    for number in range(50):
+        own = replace(info(str(number)), ttft_target_s=0.1, tpot_target_s=0.05)
+        found.arrived(own)
+        for now_s in (0.5, 0.75):
+            found.produced(own.rid, now_s)
+        found.ended(own.rid, Ending.COMPLETE)
+    assert found.allowance.arrival_s == pytest.approx(0.3 / 22)  # Less than the requests' own.
+    assert found.allowance.gap_s(1.0) == pytest.approx(0.05, rel=0.01)
 
 
 @pytest.mark.parametrize("target_s", [5e-324 / 1e3, 5e-324, 1e-313, 1e-309, 1e-6, 1e308])

@@ -322,9 +322,7 @@ class Scheduler:
             targets=self._allowance.targets,
             step=self._next_step,
             arrival_s=arrival_s,
-            prompt_s=max(min(self._allowance.prompt_s, arrival_s) - self._added_s, 0.0),
-            prompt_share=self._allowance.prompt_share,
-            mixing_s=max(arrival_s - self._added_s, 0.0),
+            prompt_s=max(arrival_s - self._added_s, 0.0),
             gap_s=self._allowance.gap_s,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative

@@ -153,12 +153,11 @@ def scheduler(
 
 
 def _open_gaps(brain: Scheduler) -> None:
-    """Let offline work fill all of the decodes' slack, as after many tokens in time."""
-    info = RequestInfo("in time", RequestClass.ONLINE, 1, 2, arrival_s=0.0)
+    """Let offline work fill all of the decodes' slack: alone, tokens come one after the other."""
+    info = RequestInfo("alone", RequestClass.ONLINE, 1, 2, arrival_s=0.0)
     allowance = brain.interference.allowance
-    while allowance.gap_share < 1.0:
-        allowance.gaps([(info, 0.0, 0.0)], 0.0)
-        allowance.finished(info, 0.0, 0.0, 0.0)
+    allowance.gaps([(info, 0.0)], 0.0)
+    allowance.finished(info, 0.0, 0.0)
 
 
 def ran(

@@ -6,7 +6,7 @@ import pytest
 
 from core.scheduler.scenarios import NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
-from sglang_coserve.core.control.latency_account import Allowance
+from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import RequestInfo
@@ -80,7 +80,7 @@ def arrivals(allowance: Allowance, *own_ttft_s: float | None, alone_s: float = 0
     """Tell of first tokens that took as long as alone; return how long an arrival may wait."""
     for target_s in own_ttft_s:
         info = RequestInfo("r", RequestClass.ONLINE, 10, 10, 0.0, ttft_target_s=target_s)
-        allowance.first_token(info, alone_s, alone_s, 0.0)
+        allowance.first_token(info, alone_s, 0.0)
     return allowance.arrival_s
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
-from sglang_coserve.core.control.latency_account import Allowance
 from sglang_coserve.core.control.pipeline_baseline import PipelineBaseline, baseline_of
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
@@ -42,8 +41,6 @@ class _Watched:
     alone_last_s: float = 0.0
     alone_tokens: int = 0
     is_finished: bool = False
-    gaps_s: deque[float] = field(default_factory=deque)
-    """Measured gaps that the baseline has not reached yet."""
 
 
 class Interference:
@@ -60,11 +57,10 @@ class Interference:
         baseline: Baseline | PipelineBaseline | None,
         allowance: Allowance,
     ) -> None:
-        """Start without requests; ``allowance`` gets each latency once it is known in both."""
+        """Start without requests; ``allowance`` gets the latencies of the baseline."""
         self._monitor = monitor
         self._baseline = baseline
         self._allowance = allowance
-        self._needs_gaps = monitor.needs_gaps or allowance.needs_gaps
         self._bill = Bill()
         self._live: dict[str, _Watched] = {}
         """By rid: those that have not ended in the engine."""
@@ -169,9 +165,13 @@ class Interference:
         if watched.tokens == 1:
             watched.first_s = now_s
             watched.first_work = self._bill.mark()
-            self._learn_first_token(watched)
-        elif self._needs_gaps:
-            self._measure_gap(watched, now_s)
+            if self._baseline is None:
+                self._allowance.first_token(watched.info, None, now_s)
+        else:
+            if self._monitor.needs_gaps:
+                self._monitor.gap(watched.info, watched.last_s, now_s)
+            if self._baseline is None and self._allowance.needs_gaps:
+                self._allowance.gaps([(watched.info, None)], now_s)
         watched.last_s = now_s
         if self._baseline is not None:
             self._baseline.produced(watched.number)
@@ -201,7 +201,7 @@ class Interference:
         if self._baseline is None:
             return
         monitor, allowance = self._monitor, self._allowance
-        gaps: list[tuple[RequestInfo, float, float | None]] = []
+        gaps: list[tuple[RequestInfo, float | None]] = []
         get = self._watched.get
         for key, position, at_s in self._baseline.advance(predict, now_s):
             watched = get(key)
@@ -209,14 +209,12 @@ class Interference:
                 continue
             if position == 1:
                 watched.alone_first_s = at_s
-                watched.alone_tokens = 1
-                self._learn_first_token(watched)
+                allowance.first_token(watched.info, at_s - watched.info.arrival_s, self._now_s)
             else:
                 if monitor.needs_gaps:
                     monitor.gap_alone(watched.info, watched.alone_last_s, at_s)
-                if watched.gaps_s:
-                    alone_s = at_s - watched.alone_last_s
-                    gaps.append((watched.info, watched.gaps_s.popleft(), alone_s))
+                if allowance.needs_gaps:
+                    gaps.append((watched.info, at_s - watched.alone_last_s))
             watched.alone_last_s = at_s
             watched.alone_tokens = position
             if watched.is_finished:
@@ -231,28 +229,6 @@ class Interference:
         else:
             self._baseline.ended(watched.number)
             self._judge_if_complete(watched)
-
-    def _learn_first_token(self, watched: _Watched) -> None:
-        """Pass the TTFT to the allowance once the first token is known in both."""
-        if not watched.tokens:
-            return
-        info, ttft_s = watched.info, watched.first_s - watched.info.arrival_s
-        if self._baseline is None:
-            self._allowance.first_token(info, ttft_s, None, self._now_s)
-        elif watched.alone_tokens:
-            alone_s = watched.alone_first_s - info.arrival_s
-            self._allowance.first_token(info, ttft_s, alone_s, self._now_s)
-
-    def _measure_gap(self, watched: _Watched, now_s: float) -> None:
-        if self._monitor.needs_gaps:
-            self._monitor.gap(watched.info, watched.last_s, now_s)
-        if not self._allowance.needs_gaps:
-            return
-        gap_s = now_s - watched.last_s
-        if self._baseline is None:
-            self._allowance.gaps([(watched.info, gap_s, None)], now_s)
-        else:
-            watched.gaps_s.append(gap_s)
 
     def _judge_if_complete(self, watched: _Watched) -> None:
         if watched.alone_tokens >= watched.tokens:
@@ -277,7 +253,7 @@ class Interference:
             return  # Its delay may have any reason: nothing is learned from it.
         if measured.tokens > 1:
             tpot_alone_s = None if alone is None else alone.tpot_s
-            self._allowance.finished(watched.info, measured.tpot_s, tpot_alone_s, self._now_s)
+            self._allowance.finished(watched.info, tpot_alone_s, self._now_s)
 
 
 def _monitor(slos: Sequence[Slo]) -> SloMonitor:

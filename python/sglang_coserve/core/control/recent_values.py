@@ -76,10 +76,6 @@ class RecentValues:
         found = int(np.searchsorted(sums, _QUANTILES[statistic] * sums[-1]))
         return _LEAST_S * math.exp((found + 0.5) / _BINS_PER_E)
 
-    def share_above(self, value_s: float) -> float:
-        """Return the share of values above ``value_s``; not to be called while empty. O(bins)."""
-        return float(self._bins()[_bin(value_s) + 1 :].sum() / self.count)
-
     def _begin_part(self, now_s: float) -> None:
         first_s = now_s - self._part_s * (_NUM_PARTS - 1)
         while (

@@ -69,7 +69,7 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     they can, and then join the prompts: that delays first tokens less than a step of their own, or
     than joining every step. The step is as long as the decodes can wait, so that prompts spread
     over several steps, with the decodes in each. Prompts go first if that delays them by more than
-    offline work may add (``mixing_s``), and makes a first token late. O(requests), and of those
+    offline work may add (``prompt_s``), and makes a first token late. O(requests), and of those
     that wait only as many as fit a step: those behind are taken to be as long.
     """
     requests, memory = batch.requests, batch.memory
@@ -98,11 +98,12 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
         return True
     token_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
     all_tokens = tokens * requests.num_online_prompts / len(first)
-    if all_tokens * (token_s - prompts_s / step_tokens) <= context.mixing_s:
+    if all_tokens * (token_s - prompts_s / step_tokens) <= context.prompt_s:
         return False
-    share = context.timely * context.prompt_share
     ends = accumulate(token_s * one.tokens_to_compute for one in first)
-    return any(end_s > slack_s(batch, one) * share for one, end_s in zip(first, ends, strict=True))
+    return any(
+        end_s > slack_s(batch, one) * context.timely for one, end_s in zip(first, ends, strict=True)
+    )
 
 
 def decode_online(batch: StepBuilder) -> None:

@@ -37,13 +37,6 @@ class PlanContext:
     prompt_s: float
     """Longest time, in seconds, that the step may add to the TTFT of the requests that wait."""
 
-    prompt_share: float
-    """Share of the time until a first token is due that it may take with decodes in the same
-    steps: 1, or less with a debt."""
-
-    mixing_s: float
-    """Longest time, in seconds, that decodes in the same step may."""
-
     gap_s: Callable[[float], float]
     """Returns the longest time, in seconds, that offline work may add to a step whose online
     decodes could wait so much longer: see ``Allowance``."""

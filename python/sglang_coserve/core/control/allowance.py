@@ -1,0 +1,198 @@
+"""What offline work may add to the latencies of online requests, by their SLOs.
+
+It is what a target leaves above the latencies of the no-interference baseline. Nothing is learned
+from the latencies that offline work was beside: a controller that answers rare late values swings
+with every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from sglang_coserve.core.control.recent_values import RecentValues
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.metrics import SloTargets
+
+__all__ = ["Allowance"]
+
+_WINDOW_S: Final = 300.0
+_LEAST_VALUES: Final = 400
+"""The baseline's latencies of the last five minutes count, and at least so many, four of which are
+in the tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md,
+"Changing traffic", also for what shorter ones cost."""
+
+_RENEWED_SHARE: Final = 1 / 128
+"""Statistics are computed again when this share of the values is new."""
+
+_LEAST_ADDED: Final[Mapping[Latency, float]] = MappingProxyType(
+    {Latency.TTFT: 1 / 22, Latency.TPOT: 0.3, Latency.TBT: 0.3}
+)
+"""Least share of an absolute target that offline work may add where the baseline leaves less. A
+TTFT that cannot be met must not end offline work, which is not why: half of what +10% adds. Decodes
+have deadlines, which keep a target that plain SGLang misses: simulated (H100, Azure's
+conversations at 50 and 80% load, 500 and 50 ms), offline work has 0.92 and 1.02 of the steady bound
+with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at P99 TTFTs of 1.35 and 1.79, 1.41
+and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
+
+_MISSED_ADDED: Final = 0.1
+"""An absolute target that half of the baseline's values miss counts as +10%."""
+
+_LEAST_S: Final = 1e-6
+
+
+class _Value(NamedTuple):
+    """A TTFT, TPOT or gap in the baseline, in seconds."""
+
+    own_target_s: float | None
+    """The target that the request brought along, if any."""
+
+    alone_s: float | None
+    """None without a baseline."""
+
+
+class _Headroom:
+    """An SLO's target, and what it leaves above the same statistic of the baseline.
+
+    Whatever adds no more to any latency keeps the SLO.
+    """
+
+    def __init__(self, slo: Slo, prior_s: float) -> None:
+        """Start without values; ``prior_s`` is the baseline's statistic until one is known."""
+        self._slo = slo
+        self._least_share = _LEAST_ADDED[slo.latency]
+        self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        self._strictness = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        """Inverse of what each request's own target leaves; 0 for none."""
+
+        self._has_own = False
+        self._num_new = 0
+        self._left_s = math.inf
+        self._own_left_s = math.inf
+        """What the own targets of all but the strictest hundredth of requests leave."""
+
+        self.target_s = math.inf
+        """Limit of a latency that is in time; infinite without one."""
+
+        self._renew(prior_s, 0.0)
+
+    @property
+    def added_s(self) -> float:
+        """What offline work may add to any latency; infinite if nothing bounds it."""
+        return min(self._left_s, self._own_left_s)
+
+    def observe(self, values: Mapping[_Value, int], now_s: float) -> None:
+        """Record values that became known together, with the count of each. Amortized O(values)."""
+        for (own_s, alone_s), count in values.items():
+            if own_s is not None and (alone_s or 0.0) > own_s:
+                own_s = None  # It could not be met.
+            if alone_s is not None:
+                self._alone.add(alone_s, now_s, count)
+            self._num_new += count
+            self._has_own |= own_s is not None
+            if self._has_own:
+                strictness = 0.0
+                if own_s is not None:
+                    least_s = max(own_s * self._least_share, _LEAST_S)
+                    strictness = 1 / max(own_s - (alone_s or 0.0), least_s)
+                self._strictness.add(strictness, now_s, count)
+        if self._num_new > _RENEWED_SHARE * max(self._alone.count, self._strictness.count):
+            self._num_new = 0
+            if self._alone.count:
+                statistic_s = self._alone.statistic(self._slo.statistic)
+                self._renew(statistic_s, self._alone.statistic(Statistic.P50))
+            if self._has_own:
+                self._own_left_s = 1 / self._strictness.statistic(Statistic.P99)
+
+    def _renew(self, alone_s: float, median_s: float) -> None:
+        limit_s = self._slo.limit_over_value(alone_s)
+        if self._slo.limit_s is None:
+            self._left_s = limit_s - alone_s
+        elif median_s > limit_s:
+            self._left_s = alone_s * _MISSED_ADDED
+            limit_s = alone_s + self._left_s
+        else:
+            self._left_s = max(limit_s - alone_s, limit_s * self._least_share)
+        self.target_s = limit_s
+
+
+_NO_SLO: Final = Slo(Latency.TTFT, Statistic.P99, limit_s=math.inf)
+"""Only the targets that requests bring along count."""
+
+
+class Allowance:
+    """Limits the time that offline work adds to steps, by what each SLO leaves.
+
+    The deadlines of running requests already bound each step (``online_phase``). They cannot
+    account for requests that arrive during the step, nor for prompts that stall the decodes after
+    it. For these, what offline work may *add* is bounded: ``arrival_s`` and ``gap_s``.
+    """
+
+    def __init__(self, slos: Sequence[Slo], *, ttft_prior_s: float, gap_prior_s: float) -> None:
+        """Start without requests.
+
+        Args:
+            slos: Absolute limits, and tolerances relative to the no-interference baseline.
+            ttft_prior_s: Baseline TTFT assumed until one is known.
+            gap_prior_s: Baseline gap assumed until one is known.
+        """
+
+        def of(latency: Latency, prior_s: float) -> list[_Headroom]:
+            return [_Headroom(slo, prior_s) for slo in slos if slo.latency is latency]
+
+        self._ttft = of(Latency.TTFT, ttft_prior_s) or [_Headroom(_NO_SLO, ttft_prior_s)]
+        self._tpot = of(Latency.TPOT, gap_prior_s)
+        self._tbt = of(Latency.TBT, gap_prior_s)
+        self.needs_gaps: Final = bool(self._tbt)
+        """True when an SLO bounds gaps, so that ``gaps`` must be called."""
+
+        self.is_relative: Final = all(slo.limit_s is None for slo in slos)
+        """True when no SLO asks for other latencies than those without offline work."""
+
+    @property
+    def arrival_s(self) -> float:
+        """Longest time, in seconds, that offline work may add to the TTFT of a request that
+        arrives now."""
+        # It waits for the rest of a step, and is served in another one as long.
+        return min([min(one.added_s, one.target_s / 2) for one in self._ttft])
+
+    def gap_s(self, slack_s: float) -> float:
+        """Return the longest time, in seconds, that offline work may add to a step whose online
+        decodes could wait ``slack_s`` longer."""
+        slack_s = max(slack_s, 0.0)
+        return min([slack_s, *[one.added_s for one in self._tpot + self._tbt]])
+
+    @property
+    def gap_share(self) -> float:
+        """The share of the TPOT target that offline work may take of a step: 1 without one."""
+        target_s = self.targets.tpot_s
+        return 1.0 if target_s is None else self.gap_s(target_s) / target_s
+
+    @property
+    def targets(self) -> SloTargets:
+        """TTFT and TPOT targets of a request that brought none of its own."""
+        ttft_s = min([one.target_s for one in self._ttft])
+        tpot_s = min((one.target_s for one in self._tpot + self._tbt), default=None)
+        return SloTargets(None if math.isinf(ttft_s) else ttft_s, tpot_s)
+
+    def first_token(self, info: RequestInfo, alone_s: float | None, now_s: float) -> None:
+        """Record the baseline's TTFT of a request; None without a baseline."""
+        values = {_Value(info.ttft_target_s, alone_s): 1}
+        for one in self._ttft:
+            one.observe(values, now_s)
+
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float | None]], now_s: float) -> None:
+        """Record the baseline's gaps that became known together. O(gaps)."""
+        # Gaps that end with the same step are mostly equal.
+        values = Counter([_Value(info.tpot_target_s, alone_s) for info, alone_s in gaps])
+        for one in self._tbt:
+            one.observe(values, now_s)
+
+    def finished(self, info: RequestInfo, alone_s: float | None, now_s: float) -> None:
+        """Record the baseline's TPOT of a request that has ended."""
+        for one in self._tpot:
+            one.observe({_Value(info.tpot_target_s, alone_s): 1}, now_s)
