@@ -141,16 +141,19 @@ class RankClock:
         self._tick = tick
         self._parts_s += tick.parts_s
 
+    def measured(self, now_s: float) -> RankTime:
+        """Return what this rank knows at ``now_s``, and take out the parts that have ended."""
+        parts_s = () if self.timer is None else self.timer.take()
+        if self.pacer is None:
+            return RankTime(now_s, parts_s)
+        return RankTime(now_s, parts_s, self.pacer.ahead_s(now_s), self.pacer.results_s)
+
     def take_parts(self) -> tuple[float, ...]:
         """Take out and return the times of the parts of steps that have ended, in order."""
         if not self._is_shared:
-            return self.measured_parts()
+            return () if self.timer is None else self.timer.take()
         parts_s, self._parts_s = tuple(self._parts_s), []
         return parts_s
-
-    def measured_parts(self) -> tuple[float, ...]:
-        """Take out and return those that have ended on this rank."""
-        return () if self.timer is None else self.timer.take()
 
     def now_s(self) -> float:
         """Return the current time: that of the last tick, if the clock is shared."""
@@ -160,21 +163,13 @@ class RankClock:
         """Return the predicted rest of the step that runs, in seconds."""
         if self._tick is not None:
             return self._tick.ahead_s
-        return self.measured_ahead_s(time.perf_counter())
+        return 0.0 if self.pacer is None else self.pacer.ahead_s(time.perf_counter())
 
     def results_s(self) -> float | None:
         """Return when the last results came; None if the host has not waited since then."""
         if self._tick is not None:
             return self._tick.results_s
-        return self.measured_results_s()
-
-    def measured_results_s(self) -> float | None:
-        """Return the same as this rank knows it."""
         return None if self.pacer is None else self.pacer.results_s
-
-    def measured_ahead_s(self, now_s: float) -> float:
-        """Return the same as this rank knows it."""
-        return 0.0 if self.pacer is None else self.pacer.ahead_s(now_s)
 
     def arrival_s(self, req: Req, now_s: float) -> float:
         """Return when a request arrived at the server; ``now_s`` if unknown.
@@ -204,10 +199,7 @@ class _TickSource:
             now_s = time.perf_counter()
             for request in _requests(recv_reqs):
                 mark_arrival(request, arrival_s(request, now_s))
-            clock = self._clock
-            ahead_s, results_s = clock.measured_ahead_s(now_s), clock.measured_results_s()
-            tick = RankTime(now_s, clock.measured_parts(), ahead_s, results_s)
-            return [tick, *recv_reqs]
+            return [self._clock.measured(now_s), *recv_reqs]
         return recv_reqs
 
 
