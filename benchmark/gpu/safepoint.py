@@ -108,7 +108,32 @@ class LonePasses:
 
     def stream(self) -> dict[str, Any]:
         """Measure the part "stream"."""
-        return measure_stream(self._model_path)
+        import torch
+
+        from gpu.layer_stack import Stack, decoder_layers, safepoint_us
+
+        layers = decoder_layers(self._model_path)
+        rows = []
+        for tokens in PASS_TOKENS:
+            x = torch.randn(tokens, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
+            plain_ms = Stack(layers, 1, None).pass_ms(x, REPEATS)
+            for interval, depth in itertools.product(INTERVALS, RUN_AHEADS):
+                stack = Stack(layers, interval, depth)
+                pass_ms = stack.pass_ms(x, REPEATS)
+                delays = stack.delays_ms(x, pass_ms, 3 * REPEATS)
+                stack.close()
+                rows.append(
+                    {
+                        "tokens": tokens,
+                        "interval": interval,
+                        "depth": depth,
+                        "plain_ms": plain_ms,
+                        "pass_ms": pass_ms,
+                        "overhead_share": pass_ms / plain_ms - 1.0,
+                        "flag_to_free_ms": percentiles(delays) if delays else None,
+                    }
+                )
+        return {"safepoint_us": safepoint_us(), "passes": rows}
 
     def decode(self) -> dict[str, Any]:
         """Measure the part "decode"."""
@@ -121,36 +146,6 @@ def measure_alone(part: str, model_path: Path) -> dict[str, Any]:
     """Measure a part of ``LonePasses``."""
     with OwnProcess(LonePasses, model_path) as passes:
         return dict(passes.call(part))
-
-
-def measure_stream(model_path: Path) -> dict[str, Any]:
-    """Measure the part "stream"."""
-    import torch
-
-    from gpu.layer_stack import Stack, decoder_layers, safepoint_us
-
-    layers = decoder_layers(model_path)
-    rows = []
-    for tokens in PASS_TOKENS:
-        x = torch.randn(tokens, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
-        plain_ms = Stack(layers, 1, None).pass_ms(x, REPEATS)
-        for interval, depth in itertools.product(INTERVALS, RUN_AHEADS):
-            stack = Stack(layers, interval, depth)
-            pass_ms = stack.pass_ms(x, REPEATS)
-            delays = stack.delays_ms(x, pass_ms, 3 * REPEATS)
-            stack.close()
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "interval": interval,
-                    "depth": depth,
-                    "plain_ms": plain_ms,
-                    "pass_ms": pass_ms,
-                    "overhead_share": pass_ms / plain_ms - 1.0,
-                    "flag_to_free_ms": percentiles(delays) if delays else None,
-                }
-            )
-    return {"safepoint_us": safepoint_us(), "passes": rows}
 
 
 def measure_engine(

@@ -19,49 +19,48 @@ from rich.progress import (
 
 from sglang_coserve.interrupts import StopOnInterrupt
 
-__all__ = ["StoppableBar", "progress_bar"]
+__all__ = ["StoppableBar"]
 
 _LINE_INTERVAL_S: Final = 10.0
 """Interval of progress lines, as in ``coserve submit``."""
 
 
-def progress_bar(*, show: bool = True, shows_percent: bool = True) -> Progress:
-    """Return a bar on standard error that leaves nothing behind; silent off a terminal."""
-    console = Console(stderr=True)
-    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), BarColumn()]
-    if shows_percent:
-        columns.append(TaskProgressColumn())
-    return Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not (show and console.is_terminal),
-    )
-
-
 class StoppableBar:
     """A context manager with a bar for one task, during which SIGINT asks for a stop.
 
-    The first SIGINT requests a stop, a second one interrupts as usual. Only the
+    The bar is on standard error and leaves nothing behind. Where that is no terminal there are
+    lines instead. The first SIGINT requests a stop, a second one interrupts as usual. Only the
     main thread may enter it.
     """
 
     def __init__(
         self,
-        bar: Progress,
         task: str,
         total: float | None = None,
         *,
-        writes_lines: bool = False,
+        show: bool = True,
+        shows_percent: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``writes_lines``: where there is no bar, ``_line`` writes to standard error."""
+        """``show``: without it there are neither bar nor lines."""
+        console = Console(stderr=True)
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+        ]
+        if shows_percent:
+            columns.append(TaskProgressColumn())
+        self._bar = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (show and console.is_terminal),
+        )
+        self._task = self._bar.add_task(task, total=total)
         self._stop = StopOnInterrupt()
-        self._bar = bar
-        self._task = bar.add_task(task, total=total)
         self._clock = clock
-        self._writes_lines = writes_lines and bar.disable
+        self._writes_lines = show and not console.is_terminal
         self._line_s = clock()
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from sglang_coserve.profiler.latency import ShapeTiming
-from sglang_coserve.progress_bar import StoppableBar, progress_bar
+from sglang_coserve.progress_bar import StoppableBar
 
 __all__ = ["ProfileProgress"]
 
@@ -23,8 +23,7 @@ class ProfileProgress(StoppableBar):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``show``: on standard error, a bar on a terminal and otherwise occasional lines."""
-        bar = progress_bar(show=show, shows_percent=False)
-        super().__init__(bar, "profiling", total=1.0, writes_lines=show, clock=clock)
+        super().__init__("profiling", total=1.0, show=show, shows_percent=False, clock=clock)
         self._num_shapes = num_shapes
         self._time_limit_s = time_limit_s
         self._start_s = clock()

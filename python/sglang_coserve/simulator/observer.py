@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from sglang_coserve.progress_bar import StoppableBar, progress_bar
+from sglang_coserve.progress_bar import StoppableBar
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["RequestEvent", "RunControl", "SimulationObserver", "StepRecord"]
@@ -97,7 +97,7 @@ class RunControl(StoppableBar):
                 lines.
             clock: Real time in seconds.
         """
-        super().__init__(progress_bar(show=show), "", writes_lines=show, clock=clock)
+        super().__init__("", show=show, clock=clock)
         self._end_s = clock() + time_limit_s
         self._name = ""
         self._interval_s = math.inf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +19,8 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.planning.offline_candidates import last_admitted_first
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policies.bros import BrosPolicy
-from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
@@ -32,22 +30,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING
-
-
-@dataclass
-class Probe(CoservePolicy):
-    """The default policy, which keeps what it was shown last."""
-
-    context: PlanContext = field(init=False)
-
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
-        self.context = context
-        super().compose(batch, context)
-
-
-def shown(brain: Scheduler, probe: Probe, now_s: float = 100.0) -> PlanContext:
-    brain.plan(snapshot(now_s=now_s), NO_CACHE)
-    return probe.context
 
 
 # --- A step runs once ---------------------------------------------------------------------
@@ -164,7 +146,7 @@ def attainment(brain: Scheduler, *rids: str) -> float | None:
 
 @pytest.mark.parametrize("late_s", [-0.01, 0.01])
 def test_a_first_token_is_judged_by_when_it_came(late_s: float) -> None:
-    brain = scheduler(Probe())
+    brain = scheduler("coserve")
     prompt = online(100, arrival_s=50.0)
     brain.arrived(prompt.info)
     seen = snapshot(prompt, now_s=50.0)
@@ -178,7 +160,7 @@ def test_a_first_token_is_judged_by_when_it_came(late_s: float) -> None:
 
 
 def test_what_a_step_without_a_plan_served_is_judged_as_well() -> None:
-    brain = scheduler(Probe())
+    brain = scheduler("coserve")
     prompt = online(100, arrival_s=1.0)
     brain.arrived(prompt.info)
     brain.update(StepResult(None, 1.0, served=(ServedRequest(prompt.info, None, 3.0),)))
@@ -188,7 +170,7 @@ def test_what_a_step_without_a_plan_served_is_judged_as_well() -> None:
 def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
     """The first is dropped, so it has no first token; the second, which began when the first
     was late already, is in time for the request that it serves."""
-    brain = scheduler(Probe())
+    brain = scheduler("coserve")
     plans = []
     for now_s in (0.0, 5.0):
         brain.add_offline(queued(500, rid=f"q{now_s}", first=int(1000 * now_s)))
@@ -204,6 +186,18 @@ def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
     brain.update(StepResult(first.step, first_seen.now_s, dropped=everyone))
     brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
     assert attainment(brain, "p5.0") == 1.0
+
+
+def test_a_gap_is_judged_by_when_its_token_came() -> None:
+    brain = scheduler("coserve", slos=("tbt p99 <= 100ms",))
+    request = online(10, DECODING, last_token_s=50.0, arrival_s=49.0)
+    brain.arrived(request.info)
+    brain.interference.produced(request.info.rid, 50.0)
+    seen = snapshot(request, offline(10, DECODING), now_s=50.0)
+    ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.5)  # Planned in time.
+    (standing,) = brain.interference.monitor.report(60.0).standings
+    assert standing.measured.measured_s == pytest.approx(0.5)
+    assert not standing.measured.is_met
 
 
 def test_the_average_iteration_is_the_one_that_was_measured() -> None:

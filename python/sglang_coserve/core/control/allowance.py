@@ -67,9 +67,8 @@ class _Headroom:
         self._least_share = _LEAST_ADDED[slo.latency]
         self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
         self._strictness = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
-        """Inverse of what each request's own target leaves; 0 for none."""
+        """Inverse of what each request's own target leaves; 0 for none. Empty before the first."""
 
-        self._has_own = False
         self._num_new = 0
         self._left_s = math.inf
         self._own_left_s = math.inf
@@ -93,8 +92,7 @@ class _Headroom:
             if alone_s is not None:
                 self._alone.add(alone_s, now_s, count)
             self._num_new += count
-            self._has_own |= own_s is not None
-            if self._has_own:
+            if own_s is not None or self._strictness.count:
                 strictness = 0.0
                 if own_s is not None:
                     least_s = max(own_s * self._least_share, _LEAST_S)
@@ -105,7 +103,7 @@ class _Headroom:
             if self._alone.count:
                 statistic_s = self._alone.statistic(self._slo.statistic)
                 self._renew(statistic_s, self._alone.statistic(Statistic.P50))
-            if self._has_own:
+            if self._strictness.count:
                 self._own_left_s = 1 / self._strictness.statistic(Statistic.P99)
 
     def _renew(self, alone_s: float, median_s: float) -> None:
