@@ -5,18 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, Final
 
-from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
-from sglang_coserve.core.planning.offline_candidates import last_admitted_first
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.planning.step_requests import StepRequests
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "yields_first"]
+
+_RANK: Final = MappingProxyType(
+    {
+        RequestState.PARKED: 0,
+        RequestState.PAUSED: 1,
+        RequestState.PREFILLING: 2,
+        RequestState.DECODING: 2,
+    }
+)
+
+
+def yields_first(request: Request) -> int:
+    """Return the retraction rank of a request: parked (0), then paused (1), then running (2)."""
+    return _RANK[request.state]
 
 
 class Policy(ABC):
@@ -39,13 +52,18 @@ class Policy(ABC):
         """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
         return replace(OfflineQueueConfig.fcfs(), seed=seed)
 
-    def victims(
-        self,
-        requests: StepRequests,
-        model: LatencyModel,  # noqa: ARG002
-    ) -> Sequence[Request]:
-        """Return the offline requests that may be retracted, the first to retract first."""
-        return last_admitted_first(requests)
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
+        """Return the offline requests that may be retracted, the first to retract first.
+
+        Here parked ones, then paused ones, then those that run; of these the last admitted first,
+        since the oldest are closest to their end. O(requests log requests); called only when KV
+        is short.
+        """
+        places = {request.info.rid: place for place, request in enumerate(batch.snapshot.admitted)}
+        return sorted(
+            batch.offline,
+            key=lambda request: (yields_first(request), -places[request.info.rid]),
+        )
 
     def update(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027
         """Learn from the result of a step, of which at least a part ran."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
@@ -19,18 +18,17 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
     is_stuck,
     longest_s,
-    offline_until_s,
+    offline_left_s,
     reaches_safepoint,
     stop_share,
 )
-from sglang_coserve.core.planning.offline_candidates import OfflineCandidates
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
-from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
 
@@ -155,29 +153,29 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        if snapshot.stop_share < 1.0:
-            resume_s = self._resume_cost.seconds(snapshot.resume_s)
-            snapshot = replace(snapshot, resume_s=resume_s)
         context = self._context(snapshot, cache)
-        shared = self._builder(snapshot, context)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
-            return self._build(self._compose(shared, context))
-        until_s = offline_until_s(shared, context)
-        if until_s is not None:
-            plan = self._plan_before(until_s, snapshot, context)
-            if plan is not None:
-                return plan
-        if snapshot.suspended is not None:
-            has_prompts = shared.requests.has_online_prompts
-            can_resume = not is_stuck(shared, context)
-            # Otherwise no part of the suspended step fits between two decodes, and paused
-            # offline decodes may join the online ones.
-            if has_prompts or can_resume:
-                shared = self._builder(snapshot, context, rides=False)
-            if can_resume and not has_prompts:
-                shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
-        self._compose(shared, context)
-        if snapshot.suspended is not None and shared.memory.lacks_kv:
+            return self._build(self._compose(self._builder(snapshot, context), context))
+        resume_s = self._resume_cost.seconds(snapshot.resume_s)
+        snapshot = replace(snapshot, resume_s=resume_s)
+        shared = self._builder(snapshot, context)
+        left_s = offline_left_s(shared, context)
+        if snapshot.suspended is None:
+            if left_s is None:
+                return self._build(self._compose(shared, context))
+            alone = self._compose_offline(shared, context)
+            return self._build(alone, snapshot.begins_s + left_s)
+        if left_s is not None and reaches_safepoint(shared, left_s):
+            return self._resume(snapshot.suspended, snapshot.begins_s + left_s)
+        has_prompts = shared.has_online_prompts
+        can_resume = not is_stuck(shared, context)
+        # Otherwise no part of the suspended step fits between two decodes, and paused
+        # offline decodes may join the online ones.
+        if has_prompts or can_resume:
+            shared.keep_paused()
+        if can_resume and not has_prompts:
+            shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
+        if self._compose(shared, context).memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return self._build(shared)
 
@@ -252,63 +250,43 @@ class Scheduler:
         elif rid in self.queue:
             self.queue.remove(rid)
 
-    def _plan_before(
-        self, until_s: float, snapshot: EngineSnapshot, context: PlanContext
-    ) -> StepPlan | None:
-        """Return the plan of an offline-lane step that may run until ``until_s``; None if a
-        suspended one reaches no safepoint until then."""
-        suspended = snapshot.suspended
-        if suspended is None:
-            return self._build(self._compose_offline(snapshot, context), until_s)
-        whole_s = self.model.predict(suspended.batch)
-        left_s = until_s - snapshot.begins_s
-        if not reaches_safepoint(suspended.batch, whole_s, snapshot, left_s):
-            return None
+    def _resume(self, suspended: SuspendedStep, until_s: float) -> StepPlan:
+        """Return the plan that resumes a suspended step, which may run until ``until_s``."""
         return StepPlan(
             step=suspended.step,
             lane=Lane.OFFLINE,
             resumes=True,
             until_s=until_s,
             batch=suspended.batch,
-            predicted_s=(1 - suspended.done_share) * whole_s,
+            predicted_s=(1 - suspended.done_share) * self.model.predict(suspended.batch),
         )
 
-    def _compose_offline(self, snapshot: EngineSnapshot, context: PlanContext) -> StepBuilder:
-        """Compose a step of the offline lane."""
-        most_s = longest_s(self.model, context.targets, context.arrival_s, snapshot)
-        alone = self._builder(snapshot, context, Lane.OFFLINE)
-        alone.offline_budget_s = most_s / snapshot.stop_share
-        self._compose(alone, context)
-        if alone.work.predicted_s > most_s and stop_share(alone.work.stats, snapshot) == 1:
+    def _compose_offline(self, shared: StepBuilder, context: PlanContext) -> StepBuilder:
+        """Compose a step of the offline lane, where nothing of the shared one is there."""
+        seen = shared.snapshot
+        most_s = longest_s(shared, context)
+
+        def within(budget_s: float) -> StepBuilder:
+            batch = self._builder(seen, context, Lane.OFFLINE)
+            batch.offline_budget_s = budget_s
+            return self._compose(batch, context)
+
+        alone = within(most_s / seen.stop_share)
+        if alone.predicted_s > most_s and stop_share(alone.stats, seen) == 1:
             # Without a prefill it cannot be suspended and would run to its end.
-            alone = self._builder(snapshot, context, Lane.OFFLINE)
-            alone.offline_budget_s = most_s
-            self._compose(alone, context)
-        if alone.work.stats.is_empty and (snapshot.admitted or len(self.queue)):
+            alone = within(most_s)
+        if alone.stats.is_empty and (seen.admitted or len(self.queue)):
             # Even the smallest batch exceeds the budget, and one has to run.
-            alone = self._compose(self._builder(snapshot, context, Lane.OFFLINE), context)
+            alone = within(math.inf)
         return alone
 
     def _builder(
-        self,
-        snapshot: EngineSnapshot,
-        context: PlanContext,
-        lane: Lane = Lane.SHARED,
-        *,
-        rides: bool = True,
+        self, snapshot: EngineSnapshot, context: PlanContext, lane: Lane = Lane.SHARED
     ) -> StepBuilder:
-        return StepBuilder(
-            snapshot,
-            self.model,
-            context.targets,
-            partial(self._policy.victims, model=self.model),
-            lane,
-            rides=rides,
-        )
+        return StepBuilder(snapshot, self.model, context.targets, self._policy.victims, lane)
 
     def _compose(self, batch: StepBuilder, context: PlanContext) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
-        batch.memory.spare_elsewhere()
         self._policy.compose(batch, context)
         return batch
 
@@ -317,7 +295,8 @@ class Scheduler:
         return PlanContext(
             config=self._config,
             queue=self.queue,
-            candidates=OfflineCandidates(self.queue, cache, snapshot.now_s),
+            cache=cache,
+            now_s=snapshot.now_s,
             waiting=self._waiting_order.ordered(snapshot.waiting),
             targets=self._allowance.targets,
             step=self._next_step,

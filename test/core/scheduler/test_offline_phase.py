@@ -261,3 +261,26 @@ def test_a_request_whose_kv_is_being_loaded_does_not_hold_up_the_others() -> Non
     decodes = [online(500, DECODING) for _ in range(4)]
     plan = brain.plan(snapshot(*decodes, now_s=0.0), Cache({"loading": None}))
     assert [chunk.rid for chunk in plan.prefills][:1] == ["q1"]
+
+
+# --- What is looked up --------------------------------------------------------------------
+
+
+class CountedCache(Cache):
+    """An empty prefix cache that remembers whose prompts were looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def cached_tokens(self, rid: str) -> int | None:
+        self.asked.append(rid)
+        return super().cached_tokens(rid)
+
+
+def test_only_those_that_a_plan_reaches_are_looked_up() -> None:
+    """A lookup costs more than all the rest of admitting a request."""
+    cache = CountedCache()
+    waiting = [queued(100, rid=rid, first=1000 * place) for place, rid in enumerate("abc")]
+    plan = scheduler("conserve", *waiting).plan(snapshot(max_batch_tokens=150), cache)
+    assert [chunk.rid for chunk in plan.prefills] == cache.asked == ["a", "b"]

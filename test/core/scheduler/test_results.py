@@ -18,7 +18,6 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.planning.offline_candidates import last_admitted_first
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.request import RequestState
@@ -211,7 +210,7 @@ def test_the_average_iteration_is_the_one_that_was_measured() -> None:
 
 
 def builder(*requests: Request) -> StepBuilder:
-    return StepBuilder(snapshot(*requests), MODEL, TARGETS, last_admitted_first)
+    return StepBuilder(snapshot(*requests), MODEL, TARGETS, BrosPolicy().victims)
 
 
 def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:

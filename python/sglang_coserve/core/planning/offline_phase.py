@@ -40,8 +40,8 @@ def efficient_tokens(batch: StepBuilder) -> int:
     sizes = [batch.free_tokens]
     while sizes[-1] > _FEWEST_TOKENS:
         sizes.append(int(sizes[-1] / _RATIO))
-    decodes = batch.work.stats.compute_tokens
-    rates = [(decodes + size) / batch.work.predict_with_prefill(size, 0) for size in sizes]
+    decodes = batch.stats.compute_tokens
+    rates = [(decodes + size) / batch.predict_with_prefill(size, 0) for size in sizes]
     enough = _ENOUGH * max(rates)
     return min(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
 
@@ -58,18 +58,18 @@ def serve_offline(batch: StepBuilder, context: PlanContext, *, efficiently: bool
     it would stop the engine and help nobody.
     """
     free_tokens = batch.free_tokens
-    if efficiently and not batch.requests.has_online:
+    if efficiently and not batch.has_online:
         batch.offline_budget_s = max(batch.offline_budget_s, least_offline_s(batch.model))
-    decode_offline(batch, batch.requests.offline_decodes)
+    decode_offline(batch, batch.offline_decodes)
     if efficiently:
         batch.limit_tokens(efficient_tokens(batch))
     prefill_offline(batch, context)
-    if batch.work.stats.is_empty and not batch.requests.has_online:
+    if batch.stats.is_empty and not batch.has_online:
         batch.offline_budget_s = math.inf
         # A chunk has at least one page.
         least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
         batch.free_tokens = min(free_tokens, least_tokens)
-        decode_offline(batch, batch.requests.offline_decodes)
+        decode_offline(batch, batch.offline_decodes)
         prefill_offline(batch, context)
 
 
@@ -101,13 +101,13 @@ def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
     """Return how many of the first requests fit the latency and token budgets, by bisection."""
     limit = min(len(requests), batch.free_tokens)
     tokens = [request.computed_tokens for request in requests[:limit]]
-    if limit == 0 or batch.work.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
+    if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
         return limit
     contexts = list(accumulate(tokens, initial=0))
     return bisect_right(
         range(1, limit),
         batch.offline_budget_s,
-        key=lambda count: batch.work.predict_with_decodes(count, contexts[count]),
+        key=lambda count: batch.predict_with_decodes(count, contexts[count]),
     )
 
 
@@ -126,12 +126,12 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
 
 def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
     memory = batch.memory
-    for request in batch.requests.offline_prefills:
+    for request in batch.offline_prefills:
         if memory.is_retracted(request):
             continue
         rest_tokens = request.tokens_to_compute
         kv_tokens = memory.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
-        while not memory.has_room(kv_tokens) and batch.work.stats.is_empty:
+        while not memory.has_room(kv_tokens) and batch.stats.is_empty:
             # No request runs that would free KV by ending, so another unfinished one is retracted.
             victim = memory.next_victim()
             if victim is None or victim is request:
@@ -151,7 +151,7 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
     # Return early: looking up the prefix cache costs as much as the rest of the function.
     if batch.memory.free_slots <= 0 or batch.free_tokens <= 0:
         return
-    if batch.work.predicted_s >= batch.offline_budget_s:
+    if batch.predicted_s >= batch.offline_budget_s:
         return
     seen = batch.snapshot
     num_requests = len(seen.admitted) + len(seen.elsewhere) + len(batch.chunks)
@@ -162,7 +162,7 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
-    for request, cached_tokens in islice(context.candidates, picks):
+    for request, cached_tokens in islice(context.candidates(), picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(cached_tokens, length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
@@ -207,8 +207,8 @@ def _is_worth_a_step(
 ) -> bool:
     """Return whether computing the shared tokens costs more than the fixed cost of a step."""
     least_s = batch.model.predict(StepStats().with_prefill(1, 0))
-    whole_s = batch.work.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
-    rest_s = batch.work.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
+    whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
+    rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
     return whole_s - rest_s > least_s
 
 

@@ -12,7 +12,7 @@ from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Lane
 
-__all__ = ["decode_online", "prefill_online", "serve_online", "slack_s"]
+__all__ = ["decode_online", "prefill_online", "serve_online"]
 
 
 def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
@@ -23,25 +23,26 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
     bounded by the slack of the decodes and by what a request that arrives during the step may
     wait (``Allowance``).
     """
+    slack_s = batch.slack_s  # Of the decodes that are retracted here, too.
     if _is_prompts_first(batch, context):
         _prefill_before_decodes(batch, context)
     else:
         decode_online(batch)
-        left_s = math.inf if context.is_plain else batch.deadlines.slack_s
+        left_s = math.inf if context.is_plain else slack_s
         prefill_online(batch, context, min(budget_s, left_s) * context.timely)
-    online_s = batch.online_part_s = batch.work.predicted_s
+    online_s = batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # No online request waits for the end of such a step.
-    added_s = context.gap_s(batch.deadlines.slack_s * context.timely - online_s)
+    added_s = context.gap_s(slack_s * context.timely - online_s)
     arrival_s = context.arrival_s
-    if batch.requests.has_online_prompts:
-        stats = batch.work.stats._replace(decode_requests=0, decode_context_tokens=0)
+    if batch.has_online_prompts:
+        stats = batch.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
         arrival_s = max(context.prompt_s - (online_s - batch.prompts_s), 0.0)
         if batch.offline_budget_s > 0:
             # Where memory was short, thousands may wait: those behind wait for later steps, too.
-            first = batch.requests.first_prompts(batch.snapshot.max_batch_tokens)
-            due_s = min([slack_s(batch, one) for one in first])
+            first = batch.first_prompts(batch.snapshot.max_batch_tokens)
+            due_s = min([batch.left_s(one) for one in first])
             batch.offline_budget_s = min(batch.offline_budget_s, due_s * context.timely)
     batch.offline_budget_s = min(
         batch.offline_budget_s, budget_s * context.timely, online_s + min(added_s, arrival_s)
@@ -50,11 +51,11 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
 
 def _prefill_before_decodes(batch: StepBuilder, context: PlanContext) -> None:
     """Add online prefills without decodes; only the decodes if no prompt finds memory."""
-    decodes_kv = batch.memory.kv_to_decode(batch.requests.online_decodes)
+    decodes_kv = batch.memory.kv_to_decode(batch.online_decodes)
     batch.memory.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
     prefill_online(batch, context, math.inf)
     batch.memory.free_kv_tokens += decodes_kv
-    if batch.work.stats.is_empty:
+    if batch.stats.is_empty:
         decode_online(batch)
     else:
         batch.skips_decodes = True
@@ -72,37 +73,36 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     offline work may add (``prompt_s``), and makes a first token late. O(requests), and of those
     that wait only as many as fit a step: those behind are taken to be as long.
     """
-    requests, memory = batch.requests, batch.memory
-    decodes = requests.online_decodes
+    decodes, memory = batch.online_decodes, batch.memory
     sheds = context.config.overload is Overload.SHED
-    if not decodes or not requests.has_online_prompts or sheds:
+    if not decodes or not batch.has_online_prompts or sheds:
         return False
     if not memory.has_room(memory.kv_to_decode(decodes), requests=len(decodes)):
         return False
     if context.is_plain:
         return not context.mixes_decodes
-    step_s = batch.deadlines.slack_s * context.timely
+    step_s = batch.slack_s * context.timely
     if math.isinf(step_s) or batch.free_tokens <= 0:
         return False
-    first = requests.first_prompts(batch.free_tokens)
+    first = batch.first_prompts(batch.free_tokens)
     tokens = sum([one.tokens_to_compute for one in first])
     step_tokens = min(tokens, batch.free_tokens)
     if not step_tokens:
         return False
-    mixed = requests.online_decode_stats
-    prompts_s = batch.work.predict_with_prefill(step_tokens, 0)
+    mixed = batch.online_decode_stats
+    prompts_s = batch.predict_with_prefill(step_tokens, 0)
     if prompts_s + batch.model.predict(mixed) <= step_s:
         return True
     chunk_tokens = batch.model.max_prefill_tokens(mixed, 0, step_tokens, step_s)
     if not chunk_tokens:
         return True
     token_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
-    all_tokens = tokens * requests.num_online_prompts / len(first)
+    all_tokens = tokens * batch.num_online_prompts / len(first)
     if all_tokens * (token_s - prompts_s / step_tokens) <= context.prompt_s:
         return False
     ends = accumulate(token_s * one.tokens_to_compute for one in first)
     return any(
-        end_s > slack_s(batch, one) * context.timely for one, end_s in zip(first, ends, strict=True)
+        end_s > batch.left_s(one) * context.timely for one, end_s in zip(first, ends, strict=True)
     )
 
 
@@ -112,9 +112,9 @@ def decode_online(batch: StepBuilder) -> None:
     If KV is short, offline requests are retracted, then unfinished online prefills, then
     the last of the decodes themselves.
     """
-    requests, memory = batch.requests.online_decodes, batch.memory
+    requests, memory = batch.online_decodes, batch.memory
     while not memory.reclaim(needed := memory.kv_to_decode(requests), requests=len(requests)):
-        memory.retract((batch.requests.online_prefills or requests).pop(), needed)
+        memory.retract((batch.online_prefills or requests).pop(), needed)
     batch.decode(requests)
 
 
@@ -134,23 +134,18 @@ def prefill_online(
         # A request of another tenant may arrive, wait for this step and then take a step as long.
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (measurements-1).
         more_s = batch.targets.ttft_s / 2 * context.timely
-    # If all prompts together fit, this one prediction replaces one for each request.
-    all_s = batch.work.predict_with_whole(batch.requests.online_prompts(), batch.free_tokens)
     for request, is_new in _prefills(batch, context):
         rest_tokens = request.tokens_to_compute
         cached_tokens = request.computed_tokens or request.cached_tokens
         if sheds and is_new and request.generated_tokens == 0:
-            whole_s = batch.work.predict_with_prefill(rest_tokens, cached_tokens)
-            if whole_s > slack_s(batch, request) * context.timely:
+            whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
+            if whole_s > batch.left_s(request) * context.timely:
                 batch.shed(request)
                 continue
         if batch.chunks:
             budget_s = min(budget_s, more_s)
-        if all_s <= budget_s and rest_tokens <= batch.free_tokens:
-            tokens = rest_tokens
-        else:
-            tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
-        if tokens == 0 and batch.work.stats.is_empty:
+        tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
+        if tokens == 0 and batch.stats.is_empty:
             # A budget that even the smallest batch exceeds must not stop the engine.
             tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
         if tokens == 0:
@@ -166,26 +161,13 @@ def prefill_online(
             batch.reserve_rest_for_online()
             return
         if request.info.ttft_target_s is not None:
-            due_s = slack_s(batch, request) * context.timely
+            due_s = batch.left_s(request) * context.timely
             batch.offline_budget_s = min(batch.offline_budget_s, due_s)
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
 
 
-def slack_s(batch: StepBuilder, request: Request) -> float:
-    """Return how long the step may take before a request's next token misses its target.
-
-    Negative if it misses it before the step begins.
-    """
-    info, targets, begins_s = request.info, batch.targets, batch.snapshot.begins_s
-    start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
-    if request.generated_tokens:
-        start_s = begins_s if request.last_token_s is None else request.last_token_s
-        target_s = info.tpot_target_s or targets.tpot_s
-    return math.inf if target_s is None else start_s + target_s - begins_s
-
-
 def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
-    for request in batch.requests.online_prefills:
+    for request in batch.online_prefills:
         yield request, False
     for request in context.waiting:
         yield request, True

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from sglang_coserve.core.offline_queue import OfflineQueue
-from sglang_coserve.core.planning.offline_candidates import OfflineCandidates
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import Request
+from sglang_coserve.core.snapshot import PrefixCache, Request
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["PlanContext"]
@@ -20,7 +19,8 @@ class PlanContext:
 
     config: SchedulerConfig
     queue: OfflineQueue
-    candidates: OfflineCandidates
+    cache: PrefixCache
+    now_s: float
     waiting: Iterable[Request]
     """Waiting online requests in the order to serve them; may be iterated over only once."""
 
@@ -50,3 +50,11 @@ class PlanContext:
 
     mixes_decodes: bool
     """Plain SGLang would run decodes in the same step as prompts, instead of after them."""
+
+    def candidates(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the offline requests that may be admitted, each with its tokens in the prefix
+        cache; without those whose KV is being loaded. Looks each up when it is reached."""
+        for request in self.queue.candidates(self.now_s):
+            cached_tokens = self.cache.cached_tokens(request.rid)
+            if cached_tokens is not None:
+                yield request, cached_tokens

@@ -1,16 +1,17 @@
-"""Builds the plan of one step from the work that a policy adds to it."""
+"""The step being planned: who may be in it, the work added so far, and how long it takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.planning.planned_step import StepMemory, StepWork, VictimOrder
-from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.planning.step_memory import StepMemory
+from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 __all__ = ["StepBuilder"]
@@ -18,56 +19,14 @@ __all__ = ["StepBuilder"]
 _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING
-_WAITING = RequestState.WAITING
-
-
-class DecodeDeadlines:
-    """Tells how long a step may take before online decodes miss their TPOT targets."""
-
-    def __init__(self, requests: StepRequests, tpot_s: float | None) -> None:
-        """Look up when each decode is due. O(requests).
-
-        Args:
-            requests: The requests of the engine.
-            tpot_s: Target of requests without their own.
-        """
-        begins_s = requests.snapshot.begins_s
-        self._decodes = requests.online_decodes
-        due_s = [
-            (begins_s if last_s is None else last_s) + target_s
-            for info, _, _, _, _, last_s in requests.online_decodes
-            if (target_s := info.tpot_target_s or tpot_s) is not None
-        ]
-        self.elsewhere_s = math.inf
-        if requests.snapshot.elsewhere:
-            targets_s = [
-                request.info.tpot_target_s or tpot_s
-                for request in requests.snapshot.elsewhere
-                if request.info.is_online
-            ]
-            self.elsewhere_s = min([s for s in targets_s if s is not None], default=math.inf)
-        """The strictest TPOT target of the online requests in other micro-batches."""
-        self.slack_s = min(min(due_s, default=math.inf) - begins_s, self.elsewhere_s)
-        """How long the step may take before the first online decode misses its TPOT target. A
-        decode in another micro-batch is assumed to have got its last token just now."""
-
-    def least_tpot_s(self, default_s: float) -> float:
-        """Return the strictest TPOT target of the online decodes, in seconds. O(requests).
-
-        ``default_s`` is the target of requests without their own, and the result if no online
-        request decodes.
-        """
-        targets_s = [request.info.tpot_target_s or default_s for request in self._decodes]
-        return min(min(targets_s, default=default_s), self.elsewhere_s)
+_ONLINE = RequestClass.ONLINE
 
 
 class StepBuilder:
     """Collects the work of one step during a call of ``Scheduler.plan``.
 
-    A policy adds work to it: of ``requests`` and from the queues, as long as there are tokens
-    left here, and KV and request slots in ``memory``. The sums and the predicted latency are
-    ``work``. Latency limits are up to the policy, which finds in ``deadlines`` when online decodes
-    are due.
+    A policy adds work of the requests here, and of the queues, as long as there are tokens left,
+    and KV and request slots in ``memory``. Latency limits are up to the policy.
     """
 
     def __init__(
@@ -75,27 +34,45 @@ class StepBuilder:
         snapshot: EngineSnapshot,
         model: LatencyModel,
         targets: SloTargets,
-        victim_order: VictimOrder,
+        victims: Callable[[StepBuilder], Sequence[Request]],
         lane: Lane = Lane.SHARED,
-        *,
-        rides: bool = True,
     ) -> None:
-        """Start with an empty batch. O(requests).
+        """Start with an empty batch, and sort the admitted requests. O(requests).
 
         Args:
-            snapshot: The engine; for the offline lane, without online requests.
+            snapshot: The engine.
             model: Predicts the latency of the batch.
             targets: TTFT and TPOT targets of online requests without their own.
-            victim_order: Order in which offline requests are retracted.
-            lane: Lane of the step.
-            rides: Paused offline decodes may join a step of the shared lane.
+            victims: Returns the offline requests in the order in which they are to be retracted.
+            lane: Lane of the step. In that of offline requests, no online one holds KV.
         """
         self.snapshot = snapshot
         self.lane = lane
         self.model = model
         self.targets = targets
 
+        self.online_decodes: list[Request] = []
+        """Online requests that decode or are paused."""
+        self.online_prefills: list[Request] = []
+        """Online requests whose prefill is unfinished, the running one first."""
+        self.offline_decodes: list[Request] = []
+        """Offline requests that decode or are paused, in order of admission; those that cannot
+        pause before the others."""
+        self.offline_prefills: list[Request] = []
+        """Offline requests whose prefill is unfinished, the running one first."""
+        self._staying: list[Request] = []
+        """Paused offline decodes that do not join this step."""
+        self._prefills: list[Request] = []
+        """All whose prefill is unfinished, in order of admission."""
+        self._has_paused = False
+        self._sort()
+
+        self.stats = StepStats()
+        """Sums over the batch so far."""
+        self._asked: tuple[StepStats, float] = (self.stats, 0.0)
+        """The last batch that was predicted, and its latency."""
         self.offline_budget_s = math.inf
+        """Latency budget of the whole batch, once it has offline work."""
         self.has_left_over_online = False
         """An online prompt got fewer tokens than it could use, so offline work gets none."""
         self.is_deadline_bound = False
@@ -107,12 +84,152 @@ class StepBuilder:
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
-
         self._shed: list[str] = []
-        self.requests = StepRequests(snapshot, lane, rides=rides)
-        self.work = StepWork(model)
-        self.memory = StepMemory(self.requests, victim_order)
-        self.deadlines = DecodeDeadlines(self.requests, targets.tpot_s)
+        self.memory = StepMemory(snapshot, lambda: victims(self))
+
+    def _sort(self) -> None:
+        online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
+        is_alone = self.lane is Lane.OFFLINE
+        num_steady = 0
+        for request in self.snapshot.admitted:
+            info, state, _, _, _, _ = request
+            is_online = info.request_class is _ONLINE
+            if state is _PAUSED:
+                self._has_paused = True
+            elif state is not _DECODING:
+                self._prefills.append(request)
+                prefills = self.online_prefills if is_online else self.offline_prefills
+                # The engine runs one unfinished prefill at a time: it continues first.
+                prefills.insert(0 if state is _PREFILLING else len(prefills), request)
+                continue
+            if is_online:
+                online_decodes.append(request)
+            elif info.can_pause:
+                offline_decodes.append(request)
+            elif state is _PAUSED and not is_alone:
+                # It would have to be retracted whenever it does not fit.
+                self._staying.append(request)
+            else:
+                offline_decodes.insert(num_steady, request)
+                num_steady += 1
+
+    # --- who is there ---
+
+    @property
+    def has_online(self) -> bool:
+        """True when an online request waits or runs, in this or another micro-batch."""
+        return (
+            bool(self.online_decodes)
+            or self.has_online_prompts
+            or any(request.info.is_online for request in self.snapshot.elsewhere)
+        )
+
+    @property
+    def has_online_prompts(self) -> bool:
+        """True when an online prompt waits, or is computed in part."""
+        return bool(self.online_prefills or self.snapshot.waiting)
+
+    @property
+    def num_online_prompts(self) -> int:
+        """How many online requests have no first token."""
+        return len(self.online_prefills) + len(self.snapshot.waiting)
+
+    def first_prompts(self, tokens: int) -> list[Request]:
+        """Return the first online prompts that have so many tokens together, or all. O(tokens).
+
+        In order of arrival. Those that wait are described when they are reached.
+        """
+        first: list[Request] = []
+        for requests in (self.online_prefills, self.snapshot.waiting):
+            for request in requests:
+                first.append(request)
+                tokens -= request.tokens_to_compute
+                if tokens <= 0:
+                    return first
+        return first
+
+    @property
+    def offline(self) -> list[Request]:
+        """All offline requests that hold KV."""
+        return self.offline_decodes + self._staying + self.offline_prefills
+
+    def keep_paused(self) -> None:
+        """Let no paused offline decode join this step. O(requests)."""
+        self._staying += [one for one in self.offline_decodes if one.state is _PAUSED]
+        self.offline_decodes = [one for one in self.offline_decodes if one.state is not _PAUSED]
+
+    # --- when online decodes are due ---
+
+    @cached_property
+    def elsewhere_s(self) -> float:
+        """The strictest TPOT target of the online requests in other micro-batches; infinite
+        without one."""
+        infos = [request.info for request in self.snapshot.elsewhere if request.info.is_online]
+        targets_s = [info.tpot_target_s or self.targets.tpot_s for info in infos]
+        return min([target_s for target_s in targets_s if target_s is not None], default=math.inf)
+
+    @cached_property
+    def slack_s(self) -> float:
+        """How long the step may take before the first online decode misses its TPOT target.
+
+        A decode in another micro-batch is assumed to have got its last token just now. O(requests).
+        """
+        begins_s, tpot_s = self.snapshot.begins_s, self.targets.tpot_s
+        due_s = [
+            (begins_s if last_s is None else last_s) + target_s
+            for info, _, _, _, _, last_s in self.online_decodes
+            if (target_s := info.tpot_target_s or tpot_s) is not None
+        ]
+        return min(min(due_s, default=math.inf) - begins_s, self.elsewhere_s)
+
+    def left_s(self, request: Request) -> float:
+        """Return how long the step may take before a request's next token misses its target.
+
+        Negative if it misses it before the step begins.
+        """
+        info, targets, begins_s = request.info, self.targets, self.snapshot.begins_s
+        start_s, target_s = info.arrival_s, info.ttft_target_s or targets.ttft_s
+        if request.generated_tokens:
+            start_s = begins_s if request.last_token_s is None else request.last_token_s
+            target_s = info.tpot_target_s or targets.tpot_s
+        return math.inf if target_s is None else start_s + target_s - begins_s
+
+    def least_tpot_s(self, default_s: float) -> float:
+        """Return the strictest TPOT target of the online decodes, in seconds. O(requests).
+
+        ``default_s`` is the target of requests without their own, and the result if no online
+        request decodes.
+        """
+        targets_s = [request.info.tpot_target_s or default_s for request in self.online_decodes]
+        return min(min(targets_s, default=default_s), self.elsewhere_s)
+
+    # --- how long it takes ---
+
+    @cached_property
+    def online_decode_stats(self) -> StepStats:
+        """Sums over a step of the online decodes alone. O(requests)."""
+        return _with_decodes(StepStats(), self.online_decodes)
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted latency of the batch so far, in seconds; 0 while it is empty."""
+        return self._predict(self.stats)
+
+    def predict_with_decodes(self, count: int, context_tokens: int) -> float:
+        """Return the latency in seconds with ``count`` more decodes, whose contexts sum up to
+        ``context_tokens``."""
+        return self._predict(_more_decodes(self.stats, count, context_tokens))
+
+    def predict_with_prefill(self, tokens: int, context_tokens: int) -> float:
+        """Return the latency in seconds with one more prefill request."""
+        return self._predict(self.stats.with_prefill(tokens, context_tokens))
+
+    def _predict(self, stats: StepStats) -> float:
+        if stats != self._asked[0]:
+            self._asked = stats, self.model.predict(stats)
+        return self._asked[1]
+
+    # --- what is added ---
 
     def reserve_rest_for_online(self) -> None:
         """Leave no budget for offline work, since an online prompt got less than it could use."""
@@ -123,27 +240,21 @@ class StepBuilder:
         """Add at most ``tokens`` more tokens to the batch."""
         self.free_tokens = min(self.free_tokens, tokens)
 
-    # --- decodes ---
-
     def decode(self, requests: Sequence[Request]) -> None:
         """Add decodes; the caller has checked that there is KV for them. O(requests)."""
         if not requests:
             return
-        self.work.add_decodes(requests)
+        self.stats = _with_decodes(self.stats, requests)
         self.memory.take_for_decodes(requests)
         self.free_tokens -= len(requests)
-
-    # --- prefills ---
 
     def longest_chunk(self, context_tokens: int, rest_tokens: int, budget_s: float) -> int:
         """Return the longest chunk that keeps the batch within the latency budget."""
         tokens = min(rest_tokens, self.free_tokens)
         may_be_cut = tokens > 0 and budget_s < math.inf
         # Mostly it fits whole; the prediction is kept for when it is added.
-        if may_be_cut and self.work.predict_with_prefill(tokens, context_tokens) > budget_s:
-            tokens = self.model.max_prefill_tokens(
-                self.work.stats, context_tokens, tokens, budget_s
-            )
+        if may_be_cut and self.predict_with_prefill(tokens, context_tokens) > budget_s:
+            tokens = self.model.max_prefill_tokens(self.stats, context_tokens, tokens, budget_s)
         return self.memory.align_chunk(context_tokens, rest_tokens, tokens)
 
     def prefill(
@@ -151,8 +262,9 @@ class StepBuilder:
     ) -> None:
         """Add a chunk of ``tokens`` prompt tokens, and reserve ``kv_tokens`` of KV for it."""
         assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
-        self.work.add_prefill(tokens, context_tokens)
-        self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new)
+        self.stats = self.stats.with_prefill(tokens, context_tokens)
+        decodes = self.offline_decodes
+        self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new, beside=decodes)
         self.free_tokens -= tokens
 
     def shed(self, request: Request) -> None:
@@ -177,75 +289,70 @@ class StepBuilder:
         A decode that cannot pause is retracted instead. All but its last page stays in the prefix
         cache as long as there is room, so that little is computed again.
         """
-        memory, seen = self.memory, self.requests
+        memory, is_alone = self.memory, self.lane is Lane.OFFLINE
         assert memory.free_kv_tokens >= 0, f"KV over capacity by {-memory.free_kv_tokens} tokens"
         num_decodes = sum(map(len, memory.decodes))
-        if self.lane is Lane.OFFLINE and not num_decodes:
+        if is_alone and not num_decodes:
             self.skips_decodes = True
-        all_go_on = self.lane is Lane.SHARED and num_decodes == seen.num_decodes
-        all_stay = self.skips_decodes or (all_go_on and not seen.has_paused)
-        decoding = set[str]() if all_stay else memory.decoding()
+        # In the offline lane it is the paused requests that decode.
+        runs_as, joins_from = (_PAUSED, _DECODING) if is_alone else (_DECODING, _PAUSED)
+        all_go_on = num_decodes == len(self.snapshot.admitted) - len(self._prefills)
+        all_stay = all_go_on and not is_alone and not self._has_paused
+        only_prefills = self.skips_decodes or all_stay
+        decoding = set[str]() if only_prefills else memory.decoding()
         pause: list[str] = []
         resume: list[str] = []
         park: list[str] = []
-        retractions = memory.retractions
-        stays_as = _PAUSED if self.lane is Lane.OFFLINE else _DECODING
-        for request in seen.prefills if all_stay else self.snapshot.admitted:
+        for request in self._prefills if only_prefills else self.snapshot.admitted:
             info, state, _, _, _, _ = request
             rid = info.rid
-            if state is stays_as and rid in decoding:
+            if rid in memory.retractions:
                 continue
-            if rid in retractions:
-                continue
-            if state is _DECODING or state is _PAUSED:
-                move = self._move(request, is_added=rid in decoding)
-                if move is _PAUSED:
-                    pause.append(rid)
-                elif move is _DECODING:
-                    resume.append(rid)
-                elif move is _WAITING:
+            if state is runs_as:
+                if rid in decoding:
+                    continue
+                if is_alone or not info.can_pause:
                     memory.retract(request, 0)
+                else:
+                    pause.append(rid)
+            elif state is joins_from:
+                if rid in decoding:
+                    (pause if is_alone else resume).append(rid)
             elif state is _PREFILLING and rid not in memory.chunks:
                 park.append(rid)
+        has_prompts = self.has_online_prompts
+        added_s = self.predicted_s - (self.prompts_s if has_prompts else self.online_part_s)
         return StepPlan(
             step=step,
             lane=self.lane,
             until_s=until_s,
             shed=tuple(self._shed),
-            retract=tuple(retractions.values()),
+            retract=tuple(memory.retractions.values()),
             pause=tuple(pause),
             resume=tuple(resume),
             park=tuple(park),
             prefills=self.chunks,
             skips_decodes=self.skips_decodes,
-            batch=self.work.stats,
-            predicted_s=self.work.predicted_s,
+            batch=self.stats,
+            predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
             expected=ExpectedResult(
                 online_part_s=self.online_part_s,
                 is_deadline_bound=self.is_deadline_bound,
-                added_s=self._added_s(),
-                waits_online=self.requests.has_online_prompts,
+                added_s=max(added_s, 0.0),
+                waits_online=has_prompts,
                 waiting_users=waiting_users,
             ),
         )
 
-    # --- inside ---
 
-    def _added_s(self) -> float:
-        """Return what the step adds to first tokens: all but its prompts, or its online work."""
-        online_s = self.prompts_s if self.requests.has_online_prompts else self.online_part_s
-        return max(self.work.predicted_s - online_s, 0.0)
+def _with_decodes(stats: StepStats, requests: Sequence[Request]) -> StepStats:
+    context_tokens = sum([request.computed_tokens for request in requests])
+    return _more_decodes(stats, len(requests), context_tokens)
 
-    def _move(self, request: Request, *, is_added: bool) -> RequestState | None:
-        """Return the state that a decode request enters; None if its state does not change."""
-        is_paused = request.state is _PAUSED
-        if self.lane is Lane.OFFLINE:
-            if is_added:
-                return None if is_paused else _PAUSED
-            return _WAITING if is_paused else None
-        if is_paused:
-            return _DECODING if is_added else None
-        if is_added:
-            return None
-        return _PAUSED if request.info.can_pause else _WAITING
+
+def _more_decodes(stats: StepStats, count: int, context_tokens: int) -> StepStats:
+    prefills, tokens, context, pairs, decodes, keys = stats
+    return StepStats(
+        prefills, tokens, context, pairs, decodes + count, keys + context_tokens + count
+    )

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.planning.offline_phase import decode_offline, prefill_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.planning.step_requests import StepRequests
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
 
@@ -58,7 +56,7 @@ class FcfsPolicy(Policy):
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
-        for prefilling in batch.requests.online_prefills + batch.requests.offline_prefills:
+        for prefilling in batch.online_prefills + batch.offline_prefills:
             if not batch.memory.is_retracted(prefilling) and not self._prefill(
                 batch,
                 prefilling.info.rid,
@@ -82,10 +80,7 @@ class FcfsPolicy(Policy):
             num_requests += 1
 
     def _decode(self, batch: StepBuilder) -> None:
-        requests, memory = (
-            batch.requests.online_decodes + batch.requests.offline_decodes,
-            batch.memory,
-        )
+        requests, memory = batch.online_decodes + batch.offline_decodes, batch.memory
         last_first = list(reversed(batch.snapshot.admitted))
         while not memory.has_room(needed := memory.kv_to_decode(requests), requests=len(requests)):
             request = last_first.pop(0)
@@ -131,7 +126,7 @@ class FcfsPolicy(Policy):
                 request.num_prompt_tokens + request.num_generated_tokens,
                 cached_tokens,
             )
-            for request, cached_tokens in context.candidates
+            for request, cached_tokens in context.candidates()
         )
         return heapq.merge(online, offline, key=lambda request: request.arrival_s)
 
@@ -148,13 +143,13 @@ def serve_by_priority(
     decode_online(batch)
     # Tokens are reserved for the offline decodes, because prefills must not stall them. They are
     # added after the online prefills, because those may still retract them.
-    reserved_tokens = len(batch.requests.offline_decodes)
-    batch.limit_tokens(max(max_tokens - batch.work.stats.decode_requests - reserved_tokens, 0))
+    reserved_tokens = len(batch.offline_decodes)
+    batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
     prefill_online(batch, context, math.inf, may_retract=may_retract)
     left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens
-    decode_offline(batch, batch.requests.offline_decodes)
+    decode_offline(batch, batch.offline_decodes)
     batch.free_tokens = left_tokens
     prefill_offline(batch, context)
 
@@ -239,19 +234,11 @@ class PriorityPolicy(Policy):
     chunk_tokens: int = 8192
     """Prefill tokens of a step (``--chunked-prefill-size``)."""
 
-    def victims(
-        self,
-        requests: StepRequests,
-        model: LatencyModel,  # noqa: ARG002
-    ) -> Sequence[Request]:
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """See ``Policy.victims``: the last admitted first."""
-        return [
-            request
-            for request in reversed(requests.snapshot.admitted)
-            if not request.info.is_online
-        ]
+        return [one for one in reversed(batch.snapshot.admitted) if not one.info.is_online]
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        decodes = len(batch.requests.online_decodes) + len(batch.requests.offline_decodes)
+        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
         serve_by_priority(batch, context, self.chunk_tokens + decodes, may_retract=True)

@@ -42,8 +42,8 @@ class ConservePolicy(Policy):
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
         decode_online(batch)
-        if batch.requests.has_online:
-            tbt_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
+        if batch.has_online:
+            tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
             budget_s = tbt_s * context.timely
             prefill_online(batch, context, budget_s)
-        serve_offline(batch, context, efficiently=not batch.requests.has_online)
+        serve_offline(batch, context, efficiently=not batch.has_online)

@@ -62,9 +62,9 @@ class HygenPolicy(Policy):
         """See ``Policy.compose``."""
         config = context.config
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
-        budget_s = min(budget_s, batch.deadlines.least_tpot_s(budget_s))
+        budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
         # Decodes do not count towards the chunk size: leave tokens for the offline ones.
-        batch.limit_tokens(self.chunk_tokens + len(batch.requests.offline_decodes))
+        batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
         prefill_online(batch, context, budget_s * context.timely)
         serve_offline(batch, context)

@@ -10,8 +10,6 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from sglang_coserve.core.bottleneck import is_compute_saturated
-from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.planning.offline_candidates import yields_first
 from sglang_coserve.core.planning.offline_phase import (
     decode_offline,
     longest_prefix,
@@ -20,8 +18,7 @@ from sglang_coserve.core.planning.offline_phase import (
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.planning.step_requests import StepRequests
-from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.policy import Policy, yields_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 
@@ -74,20 +71,20 @@ class OocoPolicy(Policy):
     _retraction_rate: float = field(default=0.0, init=False)
     """Moving average of the share of offline admissions that end in a retraction, 0 to 1."""
 
-    def victims(self, requests: StepRequests, model: LatencyModel) -> Sequence[Request]:
+    def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """See ``Policy.victims``: parked and paused first, then by bottleneck (§3.4.1)."""
-        decodes = len(requests.online_decodes) + len(requests.offline_decodes)
-        sign = -1 if is_compute_saturated(model, decodes) else 1
+        decodes = len(batch.online_decodes) + len(batch.offline_decodes)
+        sign = -1 if is_compute_saturated(batch.model, decodes) else 1
         return sorted(
-            requests.offline,
+            batch.offline,
             key=lambda request: (yields_first(request), sign * request.computed_tokens),
         )
 
     def compose(self, batch: StepBuilder, context: PlanContext) -> None:
         """See ``Policy.compose``."""
-        tpot_s = batch.deadlines.least_tpot_s(batch.targets.tpot_s or math.inf)
+        tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
         budget_s = tpot_s * context.timely
-        if self.role is Role.RELAXED or not batch.requests.has_online:
+        if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
         decode_online(batch)
         if self.role is not Role.STRICT:
@@ -111,7 +108,7 @@ class OocoPolicy(Policy):
 
     def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
         """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
-        requests = batch.memory.without_retracted(batch.requests.offline_decodes)
+        requests = batch.memory.without_retracted(batch.offline_decodes)
         if longest_prefix(batch, requests) < len(requests):
             draws = random.Random(context.config.seed << 32 | context.step)
             draws.shuffle(requests)
@@ -119,7 +116,7 @@ class OocoPolicy(Policy):
             context_tokens = 0
             for request in requests[: self.random_picks]:
                 longer_tokens = context_tokens + request.computed_tokens
-                predicted_s = batch.work.predict_with_decodes(len(chosen) + 1, longer_tokens)
+                predicted_s = batch.predict_with_decodes(len(chosen) + 1, longer_tokens)
                 if predicted_s <= batch.offline_budget_s:
                     chosen.append(request)
                     context_tokens = longer_tokens
@@ -139,12 +136,12 @@ def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float
     cost is one more prefill, times the probability that it is retracted.
     """
     request = context.queue.peek(batch.snapshot.now_s)
-    decodes = batch.work.stats.decode_requests
+    decodes = batch.stats.decode_requests
     if request is None or decodes == 0:
         return True
     length_tokens = request.num_prompt_tokens + request.num_generated_tokens
     now = StepStats(
-        decode_requests=decodes, decode_context_tokens=batch.work.stats.decode_context_tokens
+        decode_requests=decodes, decode_context_tokens=batch.stats.decode_context_tokens
     )
     before_s = batch.model.predict(now) * (decodes + 1) / decodes
     after_s = batch.model.predict(now.with_decode(now.decode_context_tokens // decodes))
