@@ -93,10 +93,14 @@ def test_a_part_that_reaches_no_safepoint_in_time_is_not_begun() -> None:
         assert plan_of(scheduler("coserve"), engine).resumes is resumes
 
 
-def test_without_a_deadline_a_decode_is_always_next() -> None:
+def test_a_decode_without_a_deadline_waits_for_the_suspended_step_and_for_no_other() -> None:
     targets = SloTargets(ttft_s=1.0, tpot_s=None)
-    core = scheduler("coserve", targets=targets)
-    assert not plan_of(core, seen(online(100, DECODING), done_share=0.5)).resumes
+    core = scheduler("coserve", queued(500), targets=targets)
+    plan = plan_of(core, seen(online(100, DECODING), done_share=0.5))
+    assert (plan.resumes, plan.until_s) == (True, math.inf)
+    plan = plan_of(core, seen(online(100, DECODING)))
+    assert (plan.lane, plan.batch.decode_requests) == (Lane.SHARED, 1)
+    assert plan.prefills
 
 
 def test_a_suspended_step_is_dropped_only_if_all_else_is_not_enough() -> None:

@@ -17,8 +17,7 @@ def offline_left_s(batch: StepBuilder, context: PlanContext) -> float | None:
     """Return how long a step of the offline lane may run now; None if online work is next.
 
     Online prompts are computed at once. Decodes leave time only to a suspended step, for as long
-    as offline work may delay them: a new one runs beside them. Without a TPOT target they
-    would wait forever, as one offline step would follow the other, so then the decodes are next.
+    as offline work may delay them, without a TPOT target to its end: a new one runs beside them.
 
     Args:
         batch: An empty batch of the shared lane.
@@ -31,7 +30,7 @@ def offline_left_s(batch: StepBuilder, context: PlanContext) -> float | None:
     if batch.snapshot.suspended is None:
         return None
     left_s = _left_s(batch, context, batch.slack_s)
-    return left_s if 0 < left_s < math.inf else None
+    return left_s if left_s > 0 else None
 
 
 def is_stuck(batch: StepBuilder, context: PlanContext) -> bool:
