@@ -21,7 +21,7 @@ from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl import file_estimate
 from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, LineFault, check_file
 from sglang_coserve.jsonl.file_estimate import estimate_file
-from sglang_coserve.jsonl.request_line import estimate_tokens
+from sglang_coserve.jsonl.request_line import estimate_tokens, mended_json, parse_request_line
 
 LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5)
 
@@ -32,7 +32,7 @@ def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
 
 def validate(path: Path) -> Validated | Failed:
     batch = a_batch(endpoint=ENDPOINT)
-    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits()))
+    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), 4000))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
@@ -67,30 +67,29 @@ def test_endings_marks_and_blank_lines_do_not_matter(
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"{", "invalid_json"),
-        (b'{"custom_id": NaN}', "invalid_json"),
-        (b'{"custom_id": 1e999}', "invalid_json"),
-        (b'{"custom_id":"\xff"}', "invalid_utf8"),
-        (b'{"custom_id":"\\ud800"}', "invalid_json"),
-        (b"\x00\x01\x02", "invalid_json"),
-        (b"[" * 2000 + b"]" * 2000, "invalid_json"),
-        (b'{"a":' * 500 + b"1" + b"}" * 500, "missing_field"),
-        (b"[]", "invalid_line"),
-        (b"null", "invalid_line"),
-        (b'"text"', "invalid_line"),
+        (b"{", "invalid_json_line"),
+        (b'{"custom_id": NaN}', "invalid_json_line"),
+        (b'{"custom_id": 1e999}', "invalid_json_line"),
+        (b'{"custom_id":"\xff"}', "invalid_json_line"),
+        (b"\x00\x01\x02", "invalid_json_line"),
+        (b"[" * 2000 + b"]" * 2000, "invalid_json_line"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "invalid_request"),
+        (b"[]", "invalid_json_line"),
+        (b"null", "invalid_json_line"),
+        (b'"text"', "invalid_json_line"),
         *(
-            (a_line(**{name: ...}), "missing_field")
+            (a_line(**{name: ...}), "invalid_request")
             for name in ("custom_id", "method", "url", "body")
         ),
-        (a_line(custom_id=7), "invalid_custom_id"),
-        (a_line(custom_id=""), "invalid_custom_id"),
-        (a_line(method="GET"), "invalid_method"),
-        (a_line(url="/v1/chat/completions"), "mismatched_url"),
-        (a_line(url=["/v1/completions"]), "mismatched_url"),
-        (a_line(body="{}"), "invalid_body"),
-        (a_line(body=None), "invalid_body"),
-        (a_line(body=[]), "invalid_body"),
-        (b"x" * 5000, "line_too_long"),
+        (a_line(custom_id=7), "invalid_request"),
+        (a_line(custom_id=""), "invalid_request"),
+        (a_line(method="GET"), "invalid_request"),
+        (a_line(url="/v1/chat/completions"), "url_mismatch"),
+        (a_line(url=["/v1/completions"]), "url_mismatch"),
+        (a_line(body="{}"), "invalid_request"),
+        (a_line(body=None), "invalid_request"),
+        (a_line(body=[]), "invalid_request"),
+        (b"x" * 3000, "invalid_json_line"),
     ],
 )
 def test_a_bad_line_is_named(content: bytes, code: str) -> None:
@@ -98,12 +97,75 @@ def test_a_bad_line_is_named(content: bytes, code: str) -> None:
     assert codes(b"\n".join([good, b"", content, line("last").encode()])) == [(code, 3)]
 
 
-def test_a_short_line_of_too_many_values_is_never_parsed() -> None:
-    bomb = b'{"custom_id":"a","body":{"prompt":[' + b"[]," * 1_000_000 + b"[]]}}"
-    limits = CheckLimits(10, 1 << 30, 10)
-    assert codes(bomb, limits) == [("line_too_complex", 1)]
-    text = a_line(body={"prompt": "x" * 2_000_000})
-    assert codes(text, limits) == []
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "x" * 5000}, {"prompt": [[]] * 1_000_001}, {"prompt": "x" * 5000 + "\ud83d"}],
+    ids=["long", "many values", "half a pair"],
+)
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["", "bom"])
+def test_a_line_that_is_too_large_fails_alone(
+    tmp_path: Path, body: dict[str, Any], start: bytes
+) -> None:
+    large = a_line(custom_id="large", body=body)
+    path = tmp_path / "in"
+    path.write_bytes(start + large + b"\r\n" + lines(2) + large.replace(b"large", b"id-1"))
+    with path.open("rb") as file:
+        report = check_file(file, ENDPOINT, LIMITS)
+    assert report.requests == 4
+    (fault,) = report.faults
+    assert (fault.code, fault.line) == ("duplicate_custom_id", 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"x" * 5000, "invalid_json_line"),
+        (a_line(body=["x" * 5000]), "invalid_request"),
+        (a_line(body={"prompt": "x" * 5000}, url="/v1/embeddings"), "url_mismatch"),
+        (a_line(body={"prompt": "x" * 5000}, custom_id=[]), "invalid_request"),
+    ],
+)
+def test_a_large_line_is_checked_but_for_its_body(
+    tmp_path: Path, content: bytes, code: str
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(lines(1) + content)
+    with path.open("rb") as file:
+        (fault,) = check_file(file, ENDPOINT, LIMITS).faults
+    assert (fault.code, fault.line) == (code, 2)
+
+
+def test_half_a_surrogate_pair_becomes_a_character() -> None:
+    cut = a_line(body={"prompt": "cut \ud83d", "x": ["\ude00", {"\ud800": "a\\ud83d \U0001f600"}]})
+    assert codes(cut) == []
+    body = parse_request_line(cut, ENDPOINT).body
+    assert body == {
+        "prompt": "cut \ufffd",
+        "x": ["\ufffd", {"\ufffd": "a\\ud83d \U0001f600"}],
+    }
+
+
+@pytest.mark.parametrize("content", [b'["\\\\ud83d"]', b'["\\ud83d\\ude00"]', b'["\\ud83d'])
+def test_other_json_is_not_touched(content: bytes) -> None:
+    assert mended_json(content) is content
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_a_separator_of_text_ends_no_line(separator: str) -> None:
+    text = f"a{separator}b"
+    content = json.dumps(
+        {"custom_id": text, "method": "POST", "url": ENDPOINT, "body": {"prompt": text}},
+        ensure_ascii=False,
+    ).encode()
+    assert codes(content) == []
+    assert parse_request_line(content, ENDPOINT).custom_id == text
+
+
+def test_azures_paths_are_openais() -> None:
+    assert codes(a_line(url="/completions") + b"\n" + a_line(custom_id="b")) == []
+    assert codes(a_line(url="/chat/completions")) == [("url_mismatch", 1)]
+    request = parse_request_line(a_line(url="/completions"), None)
+    assert request.url == ENDPOINT
 
 
 def test_the_second_of_two_lines_with_an_id_is_the_duplicate() -> None:
@@ -112,8 +174,10 @@ def test_the_second_of_two_lines_with_an_id_is_the_duplicate() -> None:
 
 
 def test_faults_and_lines_are_limited() -> None:
-    assert [code for code, _ in codes(b"x\n" * 100)] == ["invalid_json"] * 5 + ["too_many_errors"]
-    assert codes(lines(1001)) == [("too_many_requests", None)]
+    assert [code for code, _ in codes(b"x\n" * 100)] == ["invalid_json_line"] * 5 + [
+        "too_many_errors"
+    ]
+    assert codes(lines(1001)) == [("too_many_tasks", None)]
     assert codes(lines(1000)) == []
 
 
@@ -123,7 +187,7 @@ def test_an_empty_file(content: bytes) -> None:
 
 
 def test_utf16_is_named_once() -> None:
-    assert codes("{}\n{}".encode("utf-16")) == [("invalid_utf8", None)]
+    assert codes("{}\n{}".encode("utf-16")) == [("invalid_json_line", None)]
 
 
 @settings(deadline=None)
@@ -149,7 +213,7 @@ def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
     assert isinstance(found, Failed)
     (fault,) = found.faults
     assert isinstance(fault, LineFault)
-    assert (fault.code, fault.line) == ("invalid_json", 2)
+    assert (fault.code, fault.line) == ("invalid_json_line", 2)
 
 
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:

@@ -45,6 +45,15 @@ def test_a_record_is_one_line_and_decodes_to_its_result(
     assert decode_record(record) == BatchResult(line, custom_id, response)
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_readers_that_split_at_every_separator_get_whole_records(separator: str) -> None:
+    text = f"a{separator}b"
+    record = encode_record(255, 7, text, LineResult(200, "rid", {"text": text}))
+    (line,) = record.decode().splitlines()
+    assert json.loads(line)["custom_id"] == text
+    assert decode_record(record) == BatchResult(7, text, Response(200, "rid", {"text": text}))
+
+
 def test_a_served_line_has_the_four_fields_of_the_format() -> None:
     record = json.loads(encode_record(255, 7, "a", LineResult(200, "rid", {"x": 1})))
     assert record == {
@@ -91,7 +100,7 @@ def test_a_line_without_an_answer_says_why() -> None:
         ),
         (
             b'{"id":"batch_req_3_8b58ad4b603ee27d","custom_id":null,"response":null,'
-            b'"error":{"code":"invalid_json","message":"expected value"},"line":3}\n',
+            b'"error":{"code":"invalid_json_line","message":"expected value"},"line":3}\n',
             3,
             0x8B58AD4B603EE27D,
         ),
@@ -101,7 +110,7 @@ def test_what_older_versions_wrote_is_read(older: bytes, line: int, digest: int)
     assert record_identity(older) == (digest, line)
     result = decode_record(older)
     assert result.line == line
-    codes = {1: None, 2: "http_400", 3: "invalid_json"}
+    codes = {1: None, 2: "http_400", 3: "invalid_json_line"}
     assert (result.error.code if result.error else None) == codes[line]
 
 

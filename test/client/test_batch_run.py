@@ -128,11 +128,11 @@ def test_bad_lines_become_records_and_the_rest_goes_on(
     assert (status.ok, status.failed) == (2, 8)
     codes = {n: each.error.code for n, each in results_by_line(output).items() if each.error}
     assert codes == {
-        2: "invalid_json",
-        4: "missing_field",
+        2: "invalid_json_line",
+        4: "invalid_request",
         5: "duplicate_custom_id",
         6: "http_400",
-        7: "invalid_utf8",
+        7: "invalid_json_line",
         8: "line_too_long",
         9: "invalid_response",
         10: "http_404",
@@ -279,7 +279,7 @@ def test_an_output_of_an_older_version_is_continued(
             "id": f"batch_req_2_{digests[1]}",
             "custom_id": None,
             "response": None,
-            "error": {"code": "invalid_json", "message": "expected value"},
+            "error": {"code": "invalid_json_line", "message": "expected value"},
             "line": 2,
         },
         {
@@ -300,7 +300,7 @@ def test_an_output_of_an_older_version_is_continued(
     assert output.read_text().startswith(ok + '{"id":"batch_req_00000000')
     results = results_by_line(output)
     codes = {n: each.error.code if each.error else each.text for n, each in results.items()}
-    assert codes == {1: "a", 2: "invalid_json", 3: "b", 4: "http_400"}
+    assert codes == {1: "a", 2: "invalid_json_line", 3: "b", 4: "http_400"}
     again = submit(server.base_url, source, retry_failed=True)
     assert (again.ok, again.failed, again.resumed) == (2, 2, 2)
     assert server.prompts() == {"b": 1, "c": 1}

@@ -164,10 +164,10 @@ def test_a_body_is_sent_as_it_was_meant() -> None:
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"not json", "invalid_json"),
-        (valid(method=...), "missing_field"),
-        (valid(url="/v1/models"), "invalid_url"),
-        (valid(url="http://elsewhere/v1/completions"), "invalid_url"),
+        (b"not json", "invalid_json_line"),
+        (valid(method=...), "invalid_request"),
+        (valid(url="/v1/models"), "url_mismatch"),
+        (valid(url="http://elsewhere/v1/completions"), "url_mismatch"),
         (valid(body={"stream": True}), "stream_not_supported"),
     ],
 )
@@ -213,7 +213,7 @@ def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
         valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
     )
     codes = [code_of(line) for line in checked if isinstance(line, UnservedLine)]
-    assert codes == ["invalid_url", "duplicate_custom_id", "duplicate_custom_id"]
+    assert codes == ["url_mismatch", "duplicate_custom_id", "duplicate_custom_id"]
     assert isinstance(checked[2], RequestLine)
 
 

@@ -60,8 +60,8 @@ async def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
         assert answers[-1] == ("z", answer(request("z")))
         codes = [each.result.body["error"]["code"] for each in answers[1:-1]]
         assert codes == [
-            *("invalid_line", "invalid_json", "invalid_utf8", "invalid_line"),
-            *("invalid_url", "invalid_body", "invalid_method", "missing_field"),
+            *("invalid_json_line", "invalid_json_line", "invalid_json_line", "invalid_json_line"),
+            *("url_mismatch", "invalid_request", "invalid_request", "invalid_request"),
             "line_too_large",
         ]
         assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]

@@ -12,6 +12,7 @@ from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
+from sglang_coserve.jsonl.request_line import endpoint_of
 
 __all__ = [
     "check_limit",
@@ -111,7 +112,8 @@ def new_batch(
         BatchRequestError: the endpoint, the window or the key cannot be used.
     """
     endpoints = context.backend.endpoints
-    if request.endpoint not in endpoints:
+    endpoint = endpoint_of(request.endpoint)
+    if endpoint not in endpoints:
         message = f"endpoint must be one of {', '.join(sorted(endpoints))}"
         raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
     if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_CHARS:
@@ -122,7 +124,7 @@ def new_batch(
     return JobRecord(
         id=new_id("batch_", rng),
         owner=owner,
-        endpoint=request.endpoint,
+        endpoint=endpoint,
         input_file_id=request.input_file_id,
         output_file_id=new_id("file-", rng),
         error_file_id=new_id("file-", rng),

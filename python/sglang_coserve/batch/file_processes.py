@@ -40,14 +40,16 @@ class FileProcesses:
         self._turns = FairSlots(_MOST, max_bytes=1)
 
     async def validate(
-        self, batch: JobRecord, path: Path, limits: BatchLimits
+        self, batch: JobRecord, path: Path, limits: BatchLimits, max_line_bytes: int
     ) -> Validated | Failed:
         """Return a summary of the input, or the errors for which it cannot be used.
+
+        Lines over ``max_line_bytes`` are not parsed, and are no error of the input.
 
         Raises:
             StorageError: the check itself failed; the file may be good.
         """
-        wanted = CheckLimits(limits.max_lines, limits.max_line_bytes, limits.max_reported_errors)
+        wanted = CheckLimits(limits.max_lines, max_line_bytes, limits.max_reported_errors)
         async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
             report = await run_module(
                 f"checking {path}", _MODULE, str(path), batch.endpoint, json.dumps(asdict(wanted))

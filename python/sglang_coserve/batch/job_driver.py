@@ -134,7 +134,8 @@ class JobDriver:
     async def _check_input(self, batch: JobRecord) -> Validated | Failed:
         context = self._context
         path = context.directory.file(batch.input_file_id)
-        return await context.file_processes.validate(batch, path, context.limits)
+        most_bytes = context.backend.limits.max_bytes
+        return await context.file_processes.validate(batch, path, context.limits, most_bytes)
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._lines(batch).serve(), self._left_s(batch))

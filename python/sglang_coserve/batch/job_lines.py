@@ -14,7 +14,12 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Progressed, ServedBy
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
-from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_request_line
+from sglang_coserve.jsonl.request_line import (
+    BadLineError,
+    LineTooLargeError,
+    RequestLine,
+    parse_request_line,
+)
 from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
@@ -65,11 +70,14 @@ class LineParser:
             )
 
     def _parse(self, line: InputLine) -> RequestLine:
+        limits = self._context.backend.limits
         if line.content is None:
-            raise StorageError(f"{self._path} has changed since it was checked")
-        check_body(line.content, self._context.backend.limits)
+            raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
+        check_body(line.content, limits)
         try:
             return parse_request_line(line.content, self._batch.endpoint)
+        except LineTooLargeError as error:
+            raise BodyTooLargeError(str(error)) from None
         except BadLineError as error:
             raise StorageError(
                 f"line {line.number} of {self._path} has changed: {error}"
@@ -213,7 +221,7 @@ class JobLines:
         self, is_wanted: Callable[[int], bool]
     ) -> tuple[Path, int, Callable[[int], bool], WorkerThreads]:
         context = self._context
-        return self._input, context.limits.max_line_bytes, is_wanted, context.threads
+        return self._input, context.backend.limits.max_bytes, is_wanted, context.threads
 
     async def _find_order(self) -> None:
         # The engine orders by itself what it has at once.

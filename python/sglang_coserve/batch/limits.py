@@ -30,9 +30,6 @@ class BatchLimits:
     max_lines: int = 50_000
     """Requests in one input file."""
 
-    max_line_bytes: int = 16 * _MIB
-    """Size of one line; a longer one fails its batch and is never held in memory."""
-
     max_reported_errors: int = 100
     """Validation stops after this many offending lines."""
 

@@ -4,11 +4,12 @@
 checks the whole of it and prints one JSON object: ``requests``, ``estimated_tokens`` and ``faults``
 of ``code``, ``message``, ``line`` and ``param``. A file is good when it has no faults. With an
 offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins there,
-which has been checked before, and is too large to be parsed in the server.
+which has been checked before, and is too large to be served.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,14 @@ from typing import BinaryIO
 import orjson
 
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, is_blank, read_lines
-from sglang_coserve.jsonl.request_line import BadLineError, estimate_tokens, parse_request_line
+from sglang_coserve.jsonl.request_line import (
+    BadLineError,
+    LineTooLargeError,
+    RequestLine,
+    estimate_tokens,
+    line_head,
+    parse_request_line,
+)
 from sglang_coserve.jsonl.seen_ids import SeenIds
 
 __all__ = ["CheckLimits", "FileReport", "LineFault", "check_file", "main"]
@@ -35,6 +43,8 @@ class CheckLimits:
     """Requests; blank lines are not counted."""
 
     max_line_bytes: int
+    """A longer line is not parsed: it gets an error record, and fails alone."""
+
     max_faults: int
     """The check ends after this many."""
 
@@ -62,23 +72,32 @@ class FileReport:
 
 
 def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport:
-    """Check every line of ``file``, from its beginning, in bounded memory."""
+    """Check every line of ``file``, from its beginning, in bounded memory.
+
+    Without lines over the limit it may be any stream of bytes.
+    """
     report = FileReport()
     if file.read(2) in UTF16_BOMS:
-        report.faults.append(LineFault("invalid_utf8", "the file is UTF-16: save it as UTF-8"))
+        message = "the file is UTF-16: save it as UTF-8"
+        report.faults.append(LineFault("invalid_json_line", message))
         return report
     file.seek(0)
-    seen = SeenIds()
+    seen, next_offset = SeenIds(), 0
     for line in read_lines(file, limits.max_line_bytes):
+        offset, next_offset = next_offset, next_offset + line.size_bytes
         if is_blank(line.content):
             continue
         report.requests += 1
         if report.requests > limits.max_lines:
             message = f"more than {limits.max_lines:,} requests: split the file"
-            report.faults.append(LineFault("too_many_requests", message))
+            report.faults.append(LineFault("too_many_tasks", message))
             break
         try:
-            report.estimated_tokens += _check_line(line, endpoint, limits, seen)
+            request = _request(file, line, offset, endpoint)
+            if not seen.add(request.custom_id):
+                message = "an earlier line has the same custom_id: make it unique"
+                raise BadLineError("duplicate_custom_id", message, "custom_id")
+            report.estimated_tokens += estimate_tokens(line.size_bytes, request.body)
         except BadLineError as error:
             report.faults.append(LineFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:
@@ -90,16 +109,22 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
     return report
 
 
-def _check_line(line: FileLine, endpoint: str, limits: CheckLimits, seen: SeenIds) -> int:
-    """Return the estimated tokens of a line, or raise BadLineError."""
+def _request(file: BinaryIO, line: FileLine, offset: int, endpoint: str) -> RequestLine:
+    """Return what a line asks for, or raise BadLineError."""
     if line.content is None:
-        message = f"{line.size_bytes:,} bytes: the limit is {limits.max_line_bytes:,}"
-        raise BadLineError("line_too_long", message)
-    request = parse_request_line(line.content, endpoint)
-    if not seen.add(request.custom_id):
-        message = "an earlier line has the same custom_id: make it unique"
-        raise BadLineError("duplicate_custom_id", message, "custom_id")
-    return estimate_tokens(line.size_bytes, request.body)
+        return _large_request(file, offset, endpoint)
+    try:
+        return parse_request_line(line.content, endpoint)
+    except LineTooLargeError:
+        return line_head(line.content, endpoint)
+
+
+def _large_request(file: BinaryIO, offset: int, endpoint: str) -> RequestLine:
+    """The same of a line that must not be held in memory: the system maps it and drops it."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end = mapped.find(b"\n", offset)
+    line = memoryview(mapped)[offset : len(mapped) if end < 0 else end]
+    return line_head(line[3:] if offset == 0 and line[:3] == _UTF8_BOM else line, endpoint)
 
 
 def main(path: str, endpoint: str, wanted: str) -> None:
@@ -108,9 +133,7 @@ def main(path: str, endpoint: str, wanted: str) -> None:
     found: object
     with Path(path).open("rb", buffering=_READ_BYTES) as file:
         if wanted.isdecimal():
-            file.seek(int(wanted))
-            line = file.readline().removeprefix(_UTF8_BOM).rstrip(b"\r\n")
-            found = parse_request_line(line, endpoint).custom_id
+            found = _large_request(file, int(wanted), endpoint).custom_id
         else:
             found = asdict(check_file(file, endpoint, CheckLimits(**orjson.loads(wanted))))
     sys.stdout.buffer.write(orjson.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,9 +13,13 @@ from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, chec
 
 __all__ = [
     "BadLineError",
+    "LineTooLargeError",
     "RequestLine",
     "custom_id_of",
+    "endpoint_of",
     "estimate_tokens",
+    "line_head",
+    "mended_json",
     "output_limit",
     "parse_json",
     "parse_request_line",
@@ -22,7 +27,10 @@ __all__ = [
 ]
 
 _ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_ENDPOINTS: Final = (*_ANY_ENDPOINT, "/v1/responses")
+_FIELDS: Final = ("custom_id", "method", "url", "body")
 
+_SURROGATE_STARTS: Final = (b"\\ud", b"\\uD")
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
 _DEFAULT_OUTPUT_TOKENS: Final = 256
@@ -33,12 +41,16 @@ and it must not make its batch look too long for its window."""
 
 
 class BadLineError(ValueError):
-    """A line is not OpenAI's batch input format."""
+    """A line is not OpenAI's batch input format. ``code`` is what OpenAI calls the fault."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.param = param
+
+
+class LineTooLargeError(BadLineError):
+    """A line has too many values to be held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,15 @@ class RequestLine:
 
     custom_id: str
     url: str
+    """The path of the endpoint, in OpenAI's form."""
+
     body: dict[str, Any]
+
+
+def endpoint_of(url: str) -> str:
+    """Return OpenAI's path of an endpoint that is named as OpenAI or, without ``/v1``, Azure names
+    it; any other ``url`` as it is."""
+    return f"/v1{url}" if f"/v1{url}" in _ENDPOINTS else url
 
 
 def parse_request_line(content: bytes, endpoint: str | None) -> RequestLine:
@@ -69,49 +89,115 @@ def request_of(fields: object, endpoint: str | None) -> RequestLine:
             server has.
     """
     if not isinstance(fields, dict):
-        raise BadLineError("invalid_line", "the line is not a JSON object")
-    for name in ("custom_id", "method", "url", "body"):
+        raise BadLineError("invalid_json_line", "the line is not a JSON object")
+    for name in _FIELDS:
         if name not in fields:
-            raise BadLineError("missing_field", f"{name} is missing", name)
+            raise BadLineError("invalid_request", f"{name} is missing", name)
     if (custom_id := custom_id_of(fields)) is None:
-        raise BadLineError(
-            "invalid_custom_id", "custom_id must be a string, not empty", "custom_id"
-        )
+        message = "custom_id must be a string, not empty"
+        raise BadLineError("invalid_request", message, "custom_id")
     url, body = fields["url"], fields["body"]
+    if isinstance(url, str):
+        url = endpoint_of(url)
     if fields["method"] != "POST":
-        raise BadLineError("invalid_method", 'method must be "POST"', "method")
+        raise BadLineError("invalid_request", 'method must be "POST"', "method")
     if endpoint is None and url not in _ANY_ENDPOINT:
-        raise BadLineError("invalid_url", f"url must be one of {', '.join(_ANY_ENDPOINT)}", "url")
+        raise BadLineError("url_mismatch", f"url must be one of {', '.join(_ANY_ENDPOINT)}", "url")
     if endpoint is not None and url != endpoint:
-        raise BadLineError(
-            "mismatched_url", f'url must be the batch\'s endpoint, "{endpoint}"', "url"
-        )
+        message = f'url must be the batch\'s endpoint, "{endpoint}"'
+        raise BadLineError("url_mismatch", message, "url")
     if not isinstance(body, dict):
-        raise BadLineError("invalid_body", "body must be a JSON object", "body")
+        raise BadLineError("invalid_request", "body must be a JSON object", "body")
     return RequestLine(custom_id, url, body)
+
+
+class _Head(msgspec.Struct):
+    """The fields of a line as they stand in it."""
+
+    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    method: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    url: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    body: _Body | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Body(msgspec.Struct):
+    model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def line_head(content: bytes | memoryview, endpoint: str | None) -> RequestLine:
+    """Return the request in a line that is too large to be served, with nothing of its body but
+    the model. The line is scanned, not parsed.
+
+    Raises:
+        BadLineError: as ``parse_request_line``, but for what is wrong inside of the body.
+    """
+    try:
+        head = msgspec.json.decode(content, type=_Head)
+    except msgspec.ValidationError:
+        message = "the line and its body must be JSON objects"
+        raise BadLineError("invalid_request", message) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return request_of(parse_json(bytes(content)), endpoint)  # To say what is wrong, or mend it.
+    fields = _set_fields(head)
+    if isinstance(head.body, _Body):
+        fields["body"] = _set_fields(head.body)
+    return request_of(fields, endpoint)
+
+
+def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
+    return {
+        name: parse_json(bytes(value))
+        for name in struct.__struct_fields__
+        if isinstance(value := getattr(struct, name), msgspec.Raw)
+    }
 
 
 def parse_json(content: bytes) -> Any:
     """Return the JSON value of a line.
 
+    Half a surrogate pair becomes U+FFFD (``mended_json``).
+
     Raises:
-        BadLineError: it is not JSON in UTF-8, too deeply nested (about 1,000 levels), or of too
-            many values to be held in memory.
+        LineTooLargeError: it has too many values to be held in memory.
+        BadLineError: it is not JSON in UTF-8, or too deeply nested (about 1,000 levels).
     """
     # An empty list of 2 bytes becomes an object of 56: the size of a line does not bound it.
     if len(content) > _MAX_VALUES:
         try:
             check_body(content, BodyLimits(len(content), _MAX_VALUES, _MAX_VALUES, len(content)))
         except BodyTooLargeError:
-            raise BadLineError("line_too_complex", f"more than {_MAX_VALUES:,} values") from None
+            message = f"the request has more than {_MAX_VALUES:,} values: split it"
+            raise LineTooLargeError("line_too_complex", message) from None
     try:
-        return msgspec.json.decode(content)
+        return msgspec.json.decode(mended_json(content))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         try:
             content.decode()
         except UnicodeDecodeError as bad:
-            raise BadLineError("invalid_utf8", f"not valid UTF-8: {bad.reason}") from None
-        raise BadLineError("invalid_json", f"not valid JSON: {error}") from None
+            message = f"not valid UTF-8: {bad.reason}"
+        else:
+            message = f"not valid JSON: {str(error).partition(' - at ')[0]}"
+        raise BadLineError("invalid_json_line", message) from None
+
+
+def mended_json(content: bytes) -> bytes:
+    """Return JSON with U+FFFD in place of every half of a surrogate pair.
+
+    Text that was cut in UTF-16 ends in such a half (``"\ud83d"``). It is no character, so no
+    tokenizer takes it. Anything else, malformed JSON included, is returned as it is. O(n).
+    """
+    if not any(start in content for start in _SURROGATE_STARTS):
+        return content
+    try:
+        msgspec.json.decode(content, type=msgspec.Raw)
+        return content
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    try:
+        text = json.dumps(json.loads(content), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return content
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def custom_id_of(fields: object) -> str | None:

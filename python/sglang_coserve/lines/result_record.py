@@ -30,6 +30,11 @@ _HEAD: Final = re.compile(RECORD_START + rb'([0-9a-f]{24})_([1-9][0-9]{0,17})",'
 _OLDER_HEAD: Final = re.compile(RECORD_START + rb'([1-9][0-9]{0,17})_([0-9a-f]{16})",')
 """The format of ``coserve submit`` before it shared the server's format."""
 
+_ESCAPED: Final = tuple(
+    (char.encode(), f"\\u{ord(char):04x}".encode()) for char in ("\u2028", "\u2029", "\x85")
+)
+"""No line endings in JSON lines, but many readers split there (``str.splitlines``, Node)."""
+
 _MESSAGE_CHARS: Final = 500
 
 
@@ -61,10 +66,13 @@ def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult
         "error": error,
     }
     try:
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        encoded = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:
         # Lone surrogates and integers beyond 64 bits are valid JSON, but orjson refuses them.
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    for char, escape in _ESCAPED:
+        encoded = encoded.replace(char, escape)
+    return encoded
 
 
 def record_identity(record: bytes) -> tuple[int, int] | None:

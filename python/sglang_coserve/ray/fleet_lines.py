@@ -117,7 +117,9 @@ class FleetLines:
         custom_id: str | None = None
         try:
             if content is None:
-                raise BadLineError("invalid_line", "no text, or one longer than any engine takes")
+                raise BadLineError(
+                    "invalid_json_line", "no text, or one longer than any engine takes"
+                )
             check_body(content, self._fleet.limits)
             fields = parse_json(content)
             custom_id = custom_id_of(fields)
