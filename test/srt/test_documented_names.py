@@ -14,7 +14,7 @@ import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here imp
 from srt.own_process import printed_by
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -37,7 +37,7 @@ for family in REGISTRY.collect():
 """
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = LINK.findall(FENCED.sub("", page.read_text()))
     assert [link for link in links if not leads_somewhere(page, link)] == []
@@ -68,7 +68,7 @@ def words() -> set[str]:
     return {word for file in sources for word in re.findall(r"\w+", file.read_text())}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]) -> None:
     """With what it is asked for, as in ``StepPlan.until_s``; private names, too."""
     code = CODE.findall(FENCED.sub("", page.read_text()))

@@ -184,8 +184,8 @@ class CoserveConfig(BatchApiConfig):
         None,
         "Suspend a batch of offline requests for online ones in the middle of a forward pass, "
         "before every N-th layer of the model; at most a quarter of the layers. It goes on later, "
-        "and nothing is computed twice. By default 4 on a CPU, and 0 on a GPU, where it has not "
-        "run yet. 0: batches always run to their end, as with --offline-policy fifo.",
+        "and nothing is computed twice. By default 4 on a CPU, and 0 on a GPU, where outputs were "
+        "not compared yet. 0: batches always run to their end, as with --offline-policy fifo.",
         type=int,
         metavar="N",
         is_off_at_zero=True,
@@ -210,7 +210,7 @@ class CoserveConfig(BatchApiConfig):
         "at once and comes back without being computed again. eager: copy it as it is made. lazy: "
         "copy only what is reclaimed, while online requests wait. pressure: as eager, while the "
         "device's KV memory is nearly full. auto: off for now, on a CPU because the same memory "
-        "does more as KV memory, on a GPU because they have not run there yet.",
+        "does more as KV memory, on a GPU because no engine has run with them there yet.",
         choices=(_AUTO, *(mode.value for mode in CheckpointMode)),
     )
     kv_checkpoint_host_gb: Annotated[float | None, POSITIVE] = setting(

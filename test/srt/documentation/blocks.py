@@ -14,7 +14,7 @@ __all__ = ["PAGES", "ROOT", "Block", "blocks_of"]
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(
         page
         for page in (ROOT / "docs").rglob("*.md")

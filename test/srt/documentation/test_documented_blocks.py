@@ -64,6 +64,7 @@ def flags() -> dict[str, set[str]]:
 
     add("", get_command(app))
     found["serve"] = flags_of_server() | flags_of_sglang()
+    found["sglang.launch_server"] = flags_of_sglang()
     found["profile"] |= flags_of_sglang()
     found["gateway"] = options_of(_parser())
     found["sglang_coserve.launch_server"] = found["serve"]
