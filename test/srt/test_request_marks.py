@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import (
-    TTL_KEY,
+    GatewayHints,
     check_line_marks,
     check_marks,
-    check_targets_act,
     is_offline,
     said_by_client,
     targets_of,
@@ -72,13 +71,14 @@ def test_a_bad_deadline_is_refused_with_what_to_use(value: Any) -> None:
         check_marks(marks)
 
 
-@pytest.mark.parametrize("ttl_s", [1e-11, 1e60])
-def test_a_gateways_time_to_live_has_the_bounds_of_a_deadline(ttl_s: float) -> None:
-    with (
-        said_by_client({"coserve_class": "offline", TTL_KEY: ttl_s}),
-        pytest.raises(RequestError, match=r"coserve_deadline_s is .*: use a number of sec"),
-    ):
-        with_client_marks(None)
+@pytest.mark.parametrize(("ttl_s", "due_in_s"), [(1e-11, 1e-6), (1e60, 1e9), (90.0, 90.0)])
+def test_a_gateways_time_to_live_is_the_nearest_deadline_there_is(
+    ttl_s: float, due_in_s: float
+) -> None:
+    marks = {"coserve_class": "offline"}
+    with said_by_client(marks, GatewayHints(ttl_s=ttl_s)):
+        marked = with_client_marks(None, CoserveConfig())
+    assert marked == {**marks, "coserve_deadline_s": due_in_s}
 
 
 def test_an_online_request_has_no_deadline() -> None:
@@ -88,9 +88,9 @@ def test_an_online_request_has_no_deadline() -> None:
 
 def test_a_deadline_is_refused_where_it_would_not_be_kept() -> None:
     marks = {"coserve_class": "offline", "coserve_deadline_s": 60}
-    assert with_client_marks(marks) == marks
+    assert with_client_marks(marks, CoserveConfig()) == marks
     with pytest.raises(RequestError, match="fifo serves offline requests in order of arrival"):
-        with_client_marks(marks, keeps_deadlines=False)
+        with_client_marks(marks, CoserveConfig(offline_policy="fifo"))
 
 
 def test_a_line_of_a_batch_has_the_window_of_its_batch() -> None:
@@ -169,10 +169,10 @@ def test_what_passes_the_check_can_be_read(custom_params: Any) -> None:
 @pytest.mark.parametrize("policy", OFFLINE_POLICIES)
 def test_a_target_that_no_plan_looks_at_is_refused(policy: str, key: str) -> None:
     config = CoserveConfig(offline_policy=policy)
-    check_targets_act({"coserve_class": "online"}, config)
+    with_client_marks({"coserve_class": "online"}, config)
     if policy == "non_preemptive":
         with pytest.raises(RequestError, match=f"{key} has no effect .* {policy}: leave it out"):
-            check_targets_act({key: 50}, config)
-        check_targets_act({key: 50}, CoserveConfig(offline_policy=policy, overload="shed"))
+            with_client_marks({key: 50}, config)
+        with_client_marks({key: 50}, CoserveConfig(offline_policy=policy, overload="shed"))
     else:
-        check_targets_act({key: 50}, config)
+        with_client_marks({key: 50}, config)

@@ -127,9 +127,10 @@ class CoserveConfig(BatchApiConfig):
         choices=OVERLOADS,
     )
     offline_objectives: tuple[str, ...] = setting(
-        ("batch", "best-effort", "flex", "offline"),
-        "Requests with one of these in the header x-llm-d-inference-objective, which gateways set, "
-        "are offline; with any other they are online.",
+        (*("batch", "batch-*", "best-effort", "best-effort-*", "flex", "offline"), "sheddable*"),
+        "Requests with one of these in the header x-llm-d-inference-objective (or "
+        "x-gateway-inference-objective), which gateways set, are offline; with any other they are "
+        "online. * stands for any text.",
         nargs="+",
         metavar="NAME",
     )
@@ -297,6 +298,11 @@ class CoserveConfig(BatchApiConfig):
         docs/kv_checkpoint.md says what decided that."""
         is_auto = self.kv_checkpoint == _AUTO
         return CheckpointMode.OFF if is_auto else CheckpointMode(self.kv_checkpoint)
+
+    @property
+    def keeps_deadlines(self) -> bool:
+        """True when offline requests are served by their deadlines."""
+        return self.offline_policy != "fifo"
 
     @property
     def ignores_targets(self) -> bool:

@@ -201,7 +201,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     background = TaskSupervisor(count=counted)
     app.add_middleware(
         MarksMiddleware,
-        offline_objectives=frozenset(config.offline_objectives),
+        offline_objectives=config.offline_objectives,
         finds_tenants=config.online_order == "vtc",
     )
     # The middleware added last runs first.

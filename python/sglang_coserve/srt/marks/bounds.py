@@ -12,7 +12,15 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.errors import RequestError
 
-__all__ = ["FIELD_BOUNDS", "MARK_BOUNDS", "PARAM_BOUNDS", "Bound", "check_number", "excerpt"]
+__all__ = [
+    "FIELD_BOUNDS",
+    "MARK_BOUNDS",
+    "PARAM_BOUNDS",
+    "Bound",
+    "check_number",
+    "excerpt",
+    "nearest",
+]
 
 
 class Bound(NamedTuple):
@@ -89,6 +97,11 @@ FIELD_BOUNDS: Final[Mapping[str, Bound]] = {
 """Other fields of SGLang's requests."""
 
 _BOUNDS: Final = {**MARK_BOUNDS, **PARAM_BOUNDS, **FIELD_BOUNDS}
+
+
+def nearest(name: str, value: float) -> float:
+    """Return the value of a field of the table that is nearest to ``value``."""
+    return min(max(value, _BOUNDS[name].least), _BOUNDS[name].most)
 
 
 def check_number(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,9 +21,7 @@ from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import (
     CLASS_KEY,
     MARK_PREFIX,
-    TPOT_KEY,
-    TTFT_KEY,
-    TTL_KEY,
+    GatewayHints,
 )
 
 __all__ = [
@@ -118,17 +116,14 @@ def _class_of_tier(tier: object) -> RequestClass:
     return SERVICE_TIERS[tier]
 
 
-_OBJECTIVE: Final = b"x-llm-d-inference-objective"
-_TENANT: Final = b"x-llm-d-inference-fairness-id"
-_TARGETS: Final = MappingProxyType(
-    {
-        b"x-slo-ttft-ms": TTFT_KEY,  # Of earlier versions; the newer name comes after it and wins.
-        b"x-slo-tpot-ms": TPOT_KEY,
-        b"x-llm-d-slo-ttft-ms": TTFT_KEY,
-        b"x-llm-d-slo-tpot-ms": TPOT_KEY,
-    }
-)
-_TTL: Final = b"x-llm-d-inference-ttl"
+# Of one header the names, of which the first that is there counts: llm-d's, its older one, and that
+# of SGLang's router.
+_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_TENANT: Final = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+_TTL: Final = (b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl")
+_TTFT: Final = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms", b"x-sgl-ttft-slo-ms")
+_TPOT: Final = (b"x-llm-d-slo-tpot-ms", b"x-slo-tpot-ms")
+_TOKENS_PER_S: Final = (b"x-sgl-tps-slo",)
 _DURATION: Final = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:h|ms|us|µs|ns|m|s)", re.ASCII)
 _UNITS_S: Final = MappingProxyType(
     {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -140,41 +135,37 @@ _KEY_HEADERS: Final = (b"authorization", b"x-api-key")
 
 @dataclass(frozen=True, slots=True)
 class HeaderMarks:
-    """The marks and the tenant found in the headers, if any."""
+    """What the headers of a request say; None where they say nothing."""
 
-    marks: dict[str, Any] = field(default_factory=dict)
-    tenant: str | None = None
+    objective: str | None
+    tenant: str | None
+    hints: GatewayHints
 
 
-def marks_of_headers(
-    headers: Iterable[tuple[bytes, bytes]], offline_objectives: frozenset[str]
-) -> HeaderMarks:
-    """Return the marks in the headers of a request. O(headers).
-
-    Args:
-        headers: Names in lower case, and values.
-        offline_objectives: The objectives whose requests are offline; any other is online.
+def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
+    """Return what the headers of a request say; their names are in lower case. O(headers).
 
     Raises:
         RequestError: a target is not a number, the time to live is not a duration, or the
             tenant's name is too long.
     """
     found = {name: value for name, value in headers if name.startswith(b"x-")}
-    marks: dict[str, Any] = {}
-    if objective := found.get(_OBJECTIVE, b"").decode("latin-1").strip():
-        is_offline = objective in offline_objectives
-        marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
-    for name, key in _TARGETS.items():
-        if name in found:
-            marks[key] = _number(name, found[name])
-    if _TTL in found:
-        marks[TTL_KEY] = _duration_s(found[_TTL])
-    tenant = found.get(_TENANT, b"")
+    if not found:
+        return HeaderMarks(None, None, GatewayHints())
+    _, objective = _first(found, _OBJECTIVE)
+    name, tenant = _first(found, _TENANT)
     if len(tenant) > _MOST_TENANT_BYTES:
-        raise RequestError(
-            f"{_TENANT.decode()} has {len(tenant)} bytes: use at most {_MOST_TENANT_BYTES}"
-        )
-    return HeaderMarks(marks, tenant.decode("latin-1").strip() or None)
+        raise RequestError(f"{name} has {len(tenant)} bytes: use at most {_MOST_TENANT_BYTES}")
+    name, ttl = _first(found, _TTL)
+    hints = GatewayHints(
+        ttft_ms=_number(found, _TTFT, "of milliseconds"),
+        tpot_ms=_number(found, _TPOT, "of milliseconds"),
+        ttl_s=_duration_s(name, ttl) if name else None,
+    )
+    rate = _number(found, _TOKENS_PER_S, "of tokens per second")
+    if rate and hints.tpot_ms is None:
+        hints = replace(hints, tpot_ms=1e3 / rate)
+    return HeaderMarks(_text(objective), _text(tenant), hints)
 
 
 def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
@@ -197,22 +188,39 @@ def _tenant(key: bytes) -> str:
     return f"key {blake2b(key, digest_size=8).hexdigest()}"
 
 
-def _number(name: bytes, value: bytes) -> float:
+def _first(found: Mapping[bytes, bytes], names: Iterable[bytes]) -> tuple[str, bytes]:
+    """Return name and value of the first of ``names`` that is there; empty without any."""
+    return next(((name.decode(), found[name]) for name in names if name in found), ("", b""))
+
+
+def _text(value: bytes) -> str | None:
+    return value.decode("latin-1").strip() or None
+
+
+def _number(found: Mapping[bytes, bytes], names: Iterable[bytes], unit: str) -> float | None:
+    """Return the number in the first of ``names`` that is there, not below 0; None without any."""
+    name, value = _first(found, names)
+    if not name:
+        return None
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
+        number = math.nan
+    # In a header of SGLang's, zero is a mistake; llm-d's batches send it when their time is up.
+    if not 0 <= number < math.inf or (number == 0 and name.startswith("x-sgl-")):
         text = value.decode("latin-1")
-        raise RequestError(f"{name.decode()} is {text!r}: use a number of milliseconds") from None
+        raise RequestError(f"{name} is {text[:64]!r}: use a number {unit}, not below 0")
+    return number
 
 
-def _duration_s(value: bytes) -> float:
+def _duration_s(name: str, value: bytes) -> float:
     """Return a duration as llm-d's router reads it (Go's ``time.ParseDuration``), above 0."""
     text = value.decode("utf-8", errors="replace").strip()
     parts = _DURATION.findall(text) if len(value) <= _MOST_TTL_BYTES else []
     seconds = sum(float(part.rstrip("hmsuµn")) * _UNITS_S[_unit(part)] for part in parts)
     if "".join(parts) != text or not 0 < seconds < math.inf:
         raise RequestError(
-            f"{_TTL.decode()} is {text[:_MOST_TTL_BYTES]!r}: use a duration above 0 such as 90s, "
+            f"{name} is {text[:_MOST_TTL_BYTES]!r}: use a duration above 0 such as 90s, "
             "1m30s or 1500ms"
         )
     return seconds

@@ -10,7 +10,9 @@ names the class; those of OpenAI routes also name the tier used.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -29,7 +31,12 @@ from sglang_coserve.srt.marks.http_marks import (
     tier_used,
 )
 from sglang_coserve.srt.marks.offline_marks import sent_with, tenant_marks
-from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
+from sglang_coserve.srt.marks.request_marks import (
+    CLASS_KEY,
+    MARK_PREFIX,
+    GatewayHints,
+    said_by_client,
+)
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
 
@@ -62,7 +69,7 @@ class MarksMiddleware:
     def __init__(
         self,
         app: App,
-        offline_objectives: frozenset[str] = frozenset(),
+        offline_objectives: Iterable[str] = (),
         *,
         finds_tenants: bool = False,
     ) -> None:
@@ -70,11 +77,13 @@ class MarksMiddleware:
 
         Args:
             app: The ASGI app.
-            offline_objectives: Values of a gateway's header that make a request offline.
+            offline_objectives: Values of a gateway's header that make a request offline; ``*``
+                stands for any text.
             finds_tenants: Whether the tenant is also taken from the body or the API key.
         """
         self._app = app
-        self._offline_objectives = offline_objectives
+        patterns = [fnmatch.translate(each) for each in offline_objectives]
+        self._is_offline = re.compile("|".join(patterns) or r"(?!)").match
         self._finds_tenants = finds_tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,8 +93,9 @@ class MarksMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            in_headers = marks_of_headers(scope["headers"], self._offline_objectives)
-            marks, tenant = dict(in_headers.marks), in_headers.tenant
+            in_headers = marks_of_headers(scope["headers"])
+            marks: dict[str, Any] = {}
+            tenant = in_headers.tenant
             if self._finds_tenants:
                 tenant = tenant or tenant_of_key(scope["headers"])
             if not is_form(scope):
@@ -95,8 +105,7 @@ class MarksMiddleware:
                 fields = await _fields(body, needs_all=self._finds_tenants)
                 if self._finds_tenants and in_headers.tenant is None:
                     tenant = tenant_of_body(fields) or tenant
-                # A gateway's headers override the body.
-                marks = {**marks_of_body(fields), **marks}
+                marks = marks_of_body(fields)
                 if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
                     body = orjson.dumps({**fields, SERVICE_TIER: "auto"})
                     scope = dict(scope, headers=_with_length(scope["headers"], len(body)))
@@ -104,17 +113,19 @@ class MarksMiddleware:
         except RequestError as error:
             await send_error(send, 400, str(error))
             return
+        if in_headers.objective is not None:  # A gateway's headers override the body.
+            is_offline = self._is_offline(in_headers.objective)
+            marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
             send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
         send = OverloadAnswer(send)
-        with _in_context(marks, tenant):
+        with _in_context(marks, in_headers.hints, tenant):
             await self._app(scope, receive, send)
 
 
-def _in_context(marks: Mapping[str, Any], tenant: str | None) -> ExitStack:
+def _in_context(marks: Mapping[str, Any], hints: GatewayHints, tenant: str | None) -> ExitStack:
     stack = ExitStack()
-    if marks:
-        stack.enter_context(said_by_client(marks))
+    stack.enter_context(said_by_client(marks, hints))
     if tenant is not None:
         stack.enter_context(sent_with(tenant_marks(tenant)))
     return stack

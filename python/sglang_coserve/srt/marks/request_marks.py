@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.bounds import check_number
+from sglang_coserve.srt.marks.bounds import check_number, nearest
 
 __all__ = [
     "CLASS_KEY",
@@ -25,11 +26,10 @@ __all__ = [
     "MARK_PREFIX",
     "TPOT_KEY",
     "TTFT_KEY",
-    "TTL_KEY",
+    "GatewayHints",
     "arrival_s",
     "check_line_marks",
     "check_marks",
-    "check_targets_act",
     "is_offline",
     "said_by_client",
     "targets_of",
@@ -56,12 +56,40 @@ TPOT_KEY = "coserve_slo_tpot_ms"
 DEADLINE_KEY = "coserve_deadline_s"
 """Seconds from its arrival within which an offline request should be finished."""
 
-TTL_KEY: Final = "_coserve_ttl_s"
-"""The same, from a gateway, which may send it with requests of either class; ignored for online
-ones."""
 
-_SAID: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar(
-    "marks that the client gave the request being served", default=None
+@dataclass(frozen=True, slots=True)
+class GatewayHints:
+    """What a gateway says of a request whose class it may not know: what is of no use is ignored,
+    and what is out of bounds means the nearest value within."""
+
+    ttft_ms: float | None = None
+    """When its first token is due. The TTFT target of an online request, none if 0; an offline one
+    has its deadline then."""
+
+    tpot_ms: float | None = None
+    """The TPOT target of an online request, none if 0."""
+
+    ttl_s: float | None = None
+    """Within how many seconds an offline request should be finished."""
+
+    def marks(self, request_class: RequestClass, config: CoserveConfig) -> dict[str, float]:
+        """Return the marks of a request of this class. O(1)."""
+        if request_class is RequestClass.OFFLINE:
+            starts_in_s = None if self.ttft_ms is None else self.ttft_ms / 1e3
+            due_in_s = [each for each in (self.ttl_s, starts_in_s) if each is not None]
+            if not due_in_s or not config.keeps_deadlines:
+                return {}
+            return {DEADLINE_KEY: nearest(DEADLINE_KEY, min(due_in_s))}
+        targets = {TTFT_KEY: self.ttft_ms, TPOT_KEY: self.tpot_ms}
+        if config.ignores_targets:
+            return {}
+        return {key: nearest(key, value) for key, value in targets.items() if value}
+
+
+_NO_HINTS: Final = GatewayHints()
+
+_SAID: Final[ContextVar[tuple[Mapping[str, Any], GatewayHints]]] = ContextVar(
+    "what client and gateway say of the request being served", default=({}, _NO_HINTS)
 )
 
 _TARGET_KEYS: Final = (TTFT_KEY, TPOT_KEY)
@@ -69,47 +97,49 @@ _MARKS: Final = (CLASS_KEY, *_TARGET_KEYS, DEADLINE_KEY)
 
 
 @contextmanager
-def said_by_client(marks: Mapping[str, Any]) -> Iterator[None]:
-    """Make ``with_client_marks`` add ``marks``, which need no check before, in this context."""
-    token = _SAID.set(marks)
+def said_by_client(marks: Mapping[str, Any], hints: GatewayHints = _NO_HINTS) -> Iterator[None]:
+    """Make ``with_client_marks`` add ``marks``, which need no check before, and those of ``hints``
+    in this context."""
+    token = _SAID.set((marks, hints))
     try:
         yield
     finally:
         _SAID.reset(token)
 
 
-def with_client_marks(custom_params: object, *, keeps_deadlines: bool = True) -> object:
+def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
     """Return ``custom_params`` with the marks found elsewhere in the request added; check all.
-
-    Without ``keeps_deadlines``, i.e. if the server has none, a gateway's deadline is ignored.
 
     Raises:
         RequestError: a mark is invalid (``check_marks``), two marks contradict each other, or
-            the client asks for a deadline and the server keeps none.
+            the client asks for a deadline or a target that the server's policy ignores.
     """
-    said = _SAID.get()
-    ttl_s = None
-    if said and isinstance(custom_params, dict | None):
+    said, hints = _SAID.get()
+    if isinstance(custom_params, dict | None):
         within = custom_params or {}
-        marked = dict(said)
-        ttl_s = marked.pop(TTL_KEY, None)
-        for key, value in marked.items():
+        for key, value in said.items():
             if within.get(key) is not None and within[key] != value:
                 values = f"{value!r}, and {within[key]!r} in custom_params"
                 raise RequestError(f"contradicting values of {key}: {values}")
-        custom_params = {**within, **marked}
+        if said:
+            custom_params = {**within, **said}
     check_marks(custom_params)
     marks = _marks_in(custom_params)
-    if DEADLINE_KEY in marks and not keeps_deadlines:
+    if DEADLINE_KEY in marks and not config.keeps_deadlines:
         raise RequestError(
             f"this server keeps no {DEADLINE_KEY}: its --offline-policy fifo serves offline "
             "requests in order of arrival; leave it out, or start the server with another policy"
         )
-    has_deadline = ttl_s is not None and marks.get(CLASS_KEY) == RequestClass.OFFLINE.value
-    if has_deadline and keeps_deadlines:
-        assert isinstance(custom_params, dict)
-        check_number(DEADLINE_KEY, ttl_s)
-        custom_params = {**custom_params, DEADLINE_KEY: ttl_s}
+    for key in _TARGET_KEYS:
+        if key in marks and config.ignores_targets:
+            raise RequestError(
+                f"{key} has no effect on a server with --offline-policy {config.offline_policy}: "
+                "leave it out"
+            )
+    request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
+    hinted = hints.marks(request_class, config)
+    if hinted and isinstance(custom_params, dict | None):
+        custom_params = {**(custom_params or {}), **hinted}
     return custom_params
 
 
@@ -144,22 +174,6 @@ def check_marks(custom_params: object) -> None:
             f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
         )
     check_number(DEADLINE_KEY, marks[DEADLINE_KEY])
-
-
-def check_targets_act(custom_params: object, config: CoserveConfig) -> None:
-    """Check that the policy observes the targets that a request brings along, if any.
-
-    Raises:
-        RequestError: the request has a target, and the policy ignores targets.
-    """
-    if not config.ignores_targets:
-        return
-    for key in _TARGET_KEYS:
-        if key in _marks_in(custom_params):
-            raise RequestError(
-                f"{key} has no effect on a server with --offline-policy {config.offline_policy}: "
-                "leave it out"
-            )
 
 
 def check_line_marks(body: Mapping[str, Any]) -> None:

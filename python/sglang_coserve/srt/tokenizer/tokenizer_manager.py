@@ -24,7 +24,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
 from sglang_coserve.srt.marks.offline_marks import attach_marks
-from sglang_coserve.srt.marks.request_marks import check_targets_act, with_client_marks
+from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     metrics_if_configured,
     note_operation,
@@ -177,12 +177,8 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             await self._grammar_trials.check(tokenized.sampling_params)
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        config = config_of(self.server_args)
-        custom_params = with_client_marks(
-            obj.sampling_params.get("custom_params"),
-            keeps_deadlines=config.offline_policy != "fifo",
-        )
-        check_targets_act(custom_params, config)
+        given = obj.sampling_params.get("custom_params")
+        custom_params = with_client_marks(given, config_of(self.server_args))
         tokenized = _as_the_scheduler_reads(super()._create_tokenized_object(obj, *args, **kwargs))
         check_values(tokenized, self.model_config.vocab_size, obj.input_ids)
         tokenized.sampling_params.custom_params = custom_params
