@@ -81,6 +81,7 @@ class ScriptedBackend:
 
     delays_s: dict[str, float] | None = None
     is_changing: bool = False
+    stalled_by: str | None = None
     listeners: ChangeListeners = field(default_factory=ChangeListeners)
     leaves: MovedKv | None = None
     """What it leaves of a line that it hands back; None: it hands none back."""

@@ -45,6 +45,15 @@ class EngineThread:
         self._thread.join(READY_S)
         assert not self._thread.is_alive(), "the engine did not stop"
 
+    def generate_all(self, count: int) -> None:
+        """Generate ``count`` more tokens of each line that the engine has."""
+
+        def generate() -> None:
+            for held in self.backend.in_flight:
+                held.generate(count)
+
+        self._loop.call_soon_threadsafe(generate)
+
     def finish_all(self) -> None:
         """Answer what the engine has."""
 

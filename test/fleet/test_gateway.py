@@ -24,6 +24,9 @@ from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.local_server import LocalServer, free_port
 from waiting import eventually
 
+HEAD_BYTES = 34
+"""Of a journal; two tokens of a line take 20 more."""
+
 API_KEY, OPERATOR = "client's key", "operator's key"
 
 
@@ -194,22 +197,61 @@ def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> Non
             assert answers(client_of(second), batch_id) == texts(5)
 
 
-def test_it_waits_for_its_first_engine_and_says_so(tmp_path: Path) -> None:
+def required_per_s(server: LocalServer, model: str) -> float:
+    """What KEDA asks for."""
+    name = f'coserve_batch_required_tokens_per_second{{model_name="{model}"}} '
+    (line,) = (text for text in get(server, "/metrics").text.splitlines() if text.startswith(name))
+    return float(line.removeprefix(name))
+
+
+def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
     port = free_port()
-    late = gateway(tmp_path, "--engine-dns", f"http://localhost:{port}")
-    starting = threading.Thread(target=late.start)
-    starting.start()
-    try:
-        eventually(lambda: _says(f"{late.base_url}/health", "no engine has said"))
-        status = httpx.get(f"{late.base_url}/coserve/status").json()
-        assert {e["state"] for e in status["fleet"]["engines"]} == {"down"}
+    with gateway(tmp_path, "--engine-dns", f"http://localhost:{port}") as server:
+        client = client_of(server)
+        assert not client.models.list().data
+        batch_id = created(client, lines(3))
+        eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress")
+        batch = client.batches.retrieve(batch_id).to_dict()["coserve"]
+        assert "no engine takes lines now" in batch["warning"]  # type: ignore[index]
+        assert {e["state"] for e in fleet_of(server)["engines"]} == {"down"}
+        assert required_per_s(server, "") > 0
         with EngineThread(port=port):
-            starting.join(GIVE_UP_S)
-            client = client_of(late)
-            assert answers(client, created(client, lines(3))) == texts(3)
-    finally:
-        starting.join(GIVE_UP_S)
-        late.stop()
+            assert answers(client, batch_id) == texts(3)
+            assert [model.id for model in client.models.list()] == ["scripted", "adapter"]
+            kept = tmp_path / "data" / "served_model.json"
+            eventually(kept.exists)
+    # Engines are gone, and the gateway is another one: it knows what there was.
+    with gateway(tmp_path, "--engine-dns", f"http://localhost:{port}") as server:
+        client = client_of(server)
+        assert [model.id for model in client.models.list()] == ["scripted", "adapter"]
+        assert client.models.retrieve("adapter").id == "adapter"
+        with pytest.raises(openai.NotFoundError, match="served are scripted, adapter"):
+            client.models.retrieve("another")
+        batch_id = created(client, lines(2))
+        eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress")
+        warning = client.batches.retrieve(batch_id).to_dict()["coserve"]["warning"]  # type: ignore[index]
+        assert "more than one model" not in warning
+        assert required_per_s(server, "scripted") > 0
+        with EngineThread(port=port):
+            assert answers(client, batch_id) == texts(2)
+
+
+def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: Path) -> None:
+    port = free_port()
+    flags = ("--engine-dns", f"http://localhost:{port}")
+    with gateway(tmp_path, *flags) as first:
+        batch_id = created(client_of(first), lines(2))
+        eventually(lambda: client_of(first).batches.retrieve(batch_id).status == "in_progress")
+        with EngineThread(port=port, holds=True) as engine:
+            eventually(lambda: len(engine.backend.in_flight) == 2)
+            engine.generate_all(2)
+            journal = tmp_path / "data" / "journal" / batch_id
+            eventually(lambda: journal.exists() and journal.stat().st_size >= HEAD_BYTES + 2 * 20)
+            first.kill()
+            eventually(lambda: not engine.backend.in_flight)
+            with gateway(tmp_path, *flags):
+                eventually(lambda: len(engine.backend.in_flight) == 2)
+                assert all(len(held.request.generated) == 2 for held in engine.backend.in_flight)
 
 
 @pytest.mark.parametrize(

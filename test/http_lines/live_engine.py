@@ -52,6 +52,7 @@ def engine_load(
         age_s=0.0,
         is_draining=is_draining,
         model_name="scripted",
+        models=("scripted", "adapter"),
         model=model,
         kv_fingerprint="kv",
         kv_format=KvFormat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,37 @@ def test_engines_are_scaled_by_metrics_that_there_are() -> None:
     asked = set(re.findall(r"coserve_\w+", trigger["metadata"]["query"]))
     assert "coserve_batch_required_tokens_per_second" in asked
     assert asked <= set(documented())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+@pytest.mark.parametrize(
+    ("headroom", "engines"),
+    [
+        ({}, 4000 / 1e9),  # Before the first engine: one, whatever it will do.
+        ({"a": "1000 1000 stale", "b": "3000 3000 stale"}, 2.0),  # None any more.
+        ({"a": "1000 1000 stale", "b": "3000 3000 4000x9"}, 1.0),
+        ({"a": "0x9"}, 4000.0),  # Online requests leave nothing: as many as there may be.
+    ],
+)
+def test_what_batches_need_is_known_without_an_engine(
+    headroom: dict[str, str], engines: float, tmp_path: Path
+) -> None:
+    (trigger,) = objects()["ScaledObject", "coserve-engine"]["spec"]["triggers"]
+    series = [{"series": 'coserve_batch_required_tokens_per_second{pod="g"}', "values": "4000x9"}]
+    for pod, values in headroom.items():
+        name = f'coserve_headroom_tokens_per_second{{pod="{pod}"}}'
+        series.append({"series": name, "values": values})
+    query = {
+        "expr": trigger["metadata"]["query"],
+        "eval_time": "9m",
+        "exp_samples": [{"labels": "{}", "value": engines}],
+    }
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": [query]}]
+    file = tmp_path / "query.yml"
+    file.write_text(yaml.safe_dump({"tests": tests}))
+    command = ["promtool", "test", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

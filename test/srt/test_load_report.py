@@ -44,6 +44,11 @@ def load_of(http: httpx.Client) -> EngineLoad:
     return read_json(EngineLoad, http.get("/coserve/load").raise_for_status().text, "load")
 
 
+def test_names_are_those_that_requests_may_ask_for(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").raise_for_status().json()["data"]
+    assert list(load_of(http).models) == [model["id"] for model in listed] == ["m"]
+
+
 def sglangs_load(http: httpx.Client) -> dict[str, float]:
     (load,) = http.get("/v1/loads").raise_for_status().json()["loads"]
     assert isinstance(load, dict)

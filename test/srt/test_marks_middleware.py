@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, MarksMiddleware
 from sglang_coserve.srt.marks.offline_marks import attach_marks, user_of
@@ -82,6 +83,10 @@ def call(
 
 
 FLEX = json.dumps({"service_tier": "flex", "messages": []}).encode()
+
+
+def test_a_gateway_passes_on_every_request_that_may_be_marked() -> None:
+    assert set(ONLINE_PATHS) >= MARKED_PATHS
 
 
 @pytest.mark.parametrize("path", sorted(MARKED_PATHS))

@@ -138,7 +138,7 @@ class JobDriver:
         return await context.file_processes.validate(batch, path, context.limits, most_bytes)
 
     async def _serve(self, batch: JobRecord) -> None:
-        await self._uninterrupted(self._lines(batch).serve(), self._left_s(batch))
+        await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))
         served = self.record.progress.lines
         if served != batch.total_lines:
             raise StorageError(
@@ -146,6 +146,10 @@ class JobDriver:
                 " are there; restore it, or cancel the batch"
             )
         await self._apply(LinesFinished(), batch)
+
+    async def _serve_lines(self, batch: JobRecord) -> None:
+        await self._context.backend.settled()  # Tokens are kept for the model that there is then.
+        await self._lines(batch).serve()
 
     async def _finalize(self, batch: JobRecord) -> None:
         lines = self._lines(batch)

@@ -126,7 +126,9 @@ class JobSupervisor:
     def stalled_by(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""
         driver = self._drivers.get(batch_id)
-        return driver.stalled_by if driver else None
+        if driver is None or not driver.record.will_be_served:
+            return driver.stalled_by if driver else None
+        return driver.stalled_by or self._context.backend.stalled_by
 
     def unfinished(self) -> list[JobRecord]:
         """Return the batches that are in no final state."""

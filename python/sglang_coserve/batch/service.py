@@ -373,7 +373,7 @@ class BatchService:
         """Return what makes objects of ``batches``, in any thread."""
         job_forecasts = self._runner.job_forecasts(batches)
         stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
-        model = self._context.backend.model
+        model = self._context.backend.model or None  # A gateway may not know it yet.
         return lambda batch: batch_object(
             batch, job_forecasts.get(batch.id), stalled[batch.id], model
         )

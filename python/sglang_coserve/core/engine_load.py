@@ -141,6 +141,9 @@ class EngineLoad(ReplicaLoad):
     model_name: str
     """As clients call it."""
 
+    models: tuple[str, ...] = ()
+    """All names that requests may ask for: ``model_name``, and then adapters."""
+
     model: str
     """Fingerprint of the weights in use, the tokenizer, and what decides numbers. Tokens that
     were generated under one are not continued under another."""
@@ -160,6 +163,7 @@ class LinesLoad(JsonDocument):
     offline: ClassLoad = ClassLoad()
     is_draining: bool = False
     model_name: str = ""
+    models: tuple[str, ...] = ()
     model: str
     pool: Pool | None = None
     wants: WantedLines | None = None

@@ -22,6 +22,7 @@ from sglang_coserve.core.line_placement import (
 )
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
+from sglang_coserve.fleet.served_model import ServedModel
 from sglang_coserve.http_lines import (
     EngineConnection,
     EngineDelays,
@@ -96,8 +97,9 @@ class FleetBackend(Backend):
 
         self._num_lines = 0
         self._model: str | None = None
-        self._endpoints: frozenset[str] = frozenset()
-        self._limits = BodyLimits()
+        self.served = ServedModel()
+        """By the engines of the model; while there are none, as it was when there were."""
+
         self._rate = TokenRate(monotonic_s)
         self._delays = FleetDelays()
         self._listeners = ChangeListeners()
@@ -179,7 +181,15 @@ class FleetBackend(Backend):
     """Never: an engine whose model is being exchanged gives its lines to others."""
 
     async def settled(self) -> None:
-        """See ``Backend.settled``."""
+        """See ``Backend.settled``: tokens are kept for a model, so one has to be known."""
+        await self.ready()
+
+    @property
+    def stalled_by(self) -> str | None:
+        """See ``Backend.stalled_by``."""
+        if any(self._is_open(engine) for engine in self.engines):
+            return None
+        return "no engine takes lines now: the batch goes on when one does"
 
     def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:
         """See ``Backend.when_changing``; also called when most engines have another model."""
@@ -188,12 +198,12 @@ class FleetBackend(Backend):
     @property
     def endpoints(self) -> frozenset[str]:
         """See ``Backend.endpoints``: those that every engine of the model serves."""
-        return self._endpoints
+        return frozenset(self.served.endpoints)
 
     @property
     def limits(self) -> BodyLimits:
         """See ``Backend.limits``: what every engine of the model takes."""
-        return self._limits
+        return self.served.limits
 
     def load(self) -> BackendLoad:
         """See ``Backend.load``. The rate is the sum of the engines' that are up."""
@@ -409,10 +419,13 @@ class FleetBackend(Backend):
         if model is None:
             return
         has_changed, self._model = model != self._model, model
-        described = [e.description for e in self.engines if self._is_open(e) and e.description]
+        serving = [engine for engine in self.engines if self._is_open(engine)]
+        described = [engine.description for engine in serving if engine.description]
         if described:
-            self._endpoints = frozenset.intersection(*(frozenset(d.endpoints) for d in described))
-            self._limits = _least([d.limits for d in described])
+            endpoints = frozenset.intersection(*(frozenset(d.endpoints) for d in described))
+            names = dict.fromkeys(name for engine in serving for name in engine.model_names)
+            limits = _least([d.limits for d in described])
+            self.served = ServedModel(tuple(names), tuple(sorted(endpoints)), limits)
         if has_changed:
             _log.warning("%d of %d engines serve the model %s", len(described), len(models), model)
             for engine in self.engines:

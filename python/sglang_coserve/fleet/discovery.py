@@ -15,7 +15,7 @@ import httpx
 
 from sglang_coserve.errors import ConfigError, ServerError
 
-__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "follow"]
+__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "address_of", "follow"]
 
 _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
@@ -45,7 +45,7 @@ class EngineList(EngineSource):
         Raises:
             ConfigError: one is not, or there are none.
         """
-        self._urls = [str(_address(url, "engine")).rstrip("/") for url in urls]
+        self._urls = [str(address_of(url, "engine")).rstrip("/") for url in urls]
         if not self._urls:
             raise ConfigError("no engines: name one at least")
 
@@ -63,7 +63,7 @@ class DnsName(EngineSource):
         Raises:
             ConfigError: it is not.
         """
-        address = _address(url, "--engine-dns")
+        address = address_of(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
         if address.scheme != "http" or port is None:
             # A certificate is for the name, and each engine is called by its address.
@@ -93,7 +93,7 @@ class Router(EngineSource):
         Raises:
             ConfigError: the address cannot be used.
         """
-        self._url = f"{str(_address(url, '--engine-router')).rstrip('/')}/workers"
+        self._url = f"{str(address_of(url, '--engine-router')).rstrip('/')}/workers"
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def urls(self) -> Sequence[str]:
@@ -140,7 +140,12 @@ async def follow(
         await asyncio.sleep(interval_s)
 
 
-def _address(url: str, what: str) -> httpx.URL:
+def address_of(url: str, what: str) -> httpx.URL:
+    """Return an address of the setting ``what``.
+
+    Raises:
+        ConfigError: it is none of HTTP.
+    """
     try:
         address = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:

@@ -134,6 +134,14 @@ class RemoteEngine:
         is_up = self.state is EngineState.UP and self.description is not None
         return self.description.model if is_up and self.description else None
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may ask it for, the model first; empty as long as it has not said."""
+        load = self.load
+        if load is None:
+            return ()
+        return load.models or ((load.model_name,) if load.model_name else ())
+
     async def look(self, in_flight: int) -> None:
         """Ask how it is, and note that; it has ``in_flight`` lines from us."""
         try:

@@ -37,8 +37,10 @@ from sglang_coserve.batch.webhooks import Webhooks
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
+from sglang_coserve.fleet.online_requests import RouterConnection, online_routes
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
+from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 from sglang_coserve.view import LEVELS, Page, fleet_standing
@@ -89,10 +91,9 @@ async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
     }
     users_of = {url: msgspec.to_builtins(users) for url, users in known.items()}
     status = fleet_status(fleet)
-    loads = [engine.load for engine in fleet.engines if engine.load is not None]
     return {
         "at": time.time(),
-        "model": loads[0].model_name if loads else None,
+        "model": fleet.served.name or None,
         "online_users": fleet_standing(users_of),
         "fleet": status | {"offline_tokens_per_s": fleet.load().offline_tokens_per_s},
         "engines": [
@@ -128,10 +129,10 @@ class KeyCheck:
 def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], None]) -> FastAPI:
     """Return the application of a gateway.
 
-    Its port is open from the start; the routes say what is missing until some engine has said
-    what it serves, and the data directory is free. ``on_failure`` is called with what makes
-    that impossible.
+    Its port is open from the start; the routes of batches say what is missing until the data
+    directory is free. ``on_failure`` is called with what makes that impossible.
     """
+    router = RouterConnection(options.router) if options.router else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -140,6 +141,9 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             fleet = app.state.fleet = await stack.enter_async_context(
                 FleetBackend(options.engine_admin_key, background=background)
             )
+            fleet.served = await asyncio.to_thread(remembered, options.data)
+            if router is not None:
+                await stack.enter_async_context(router)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (
                 ("engine_discovery", partial(follow, options.sources, fleet.set_engines)),
@@ -158,6 +162,9 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.add_api_route("/coserve/status", _status)
     app.add_api_route("/metrics", _metrics)
     app.router.routes.extend(view_routes(Keys(options.api_key, options.admin_api_key)).routes)
+    app.router.routes.extend(model_routes(lambda request: request.app.state.fleet.served).routes)
+    # Last: whatever of these paths is served here comes before it.
+    app.router.routes.extend(online_routes(router, options.known_router))
     if options.api_key:
         app.add_middleware(KeyCheck, api_key=options.api_key)
     # Added last, it comes first.
@@ -174,14 +181,15 @@ async def _open(
 ) -> None:
     """Open the Batch API as soon as that is possible, for as long as ``opened``."""
     try:
-        set_not_ready(app, "no engine has said what it serves yet: see /coserve/status")
-        await fleet.ready()
         target = webhook_target_of(options.batch_api)
         async with AsyncExitStack() as stack:
             service = await _open_when_free(app, options, fleet, records_events=target is not None)
             stack.push_async_callback(_close, app, service)
             if target is not None:
                 await stack.enter_async_context(Webhooks(service, target))
+            keep = partial(keep_remembered, options.data, lambda: fleet.served)
+            background = app.state.background
+            await stack.enter_async_context(background.running("served_model", keep))
             opened.push_async_exit(stack.pop_all())
     except CoserveError as error:
         on_failure(error)

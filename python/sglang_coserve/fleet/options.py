@@ -11,7 +11,7 @@ from typing import Final
 
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, address_of
 
 __all__ = ["ENGINE_KEY_VARIABLE", "GatewayOptions", "parse_options"]
 
@@ -32,6 +32,12 @@ class GatewayOptions:
     data: Path
     batch_api: BatchApiConfig
     sources: tuple[EngineSource, ...]
+    router: str | None
+    """Where online requests go on to."""
+
+    known_router: str | None
+    """The router that clients of online requests are told of."""
+
     engine_admin_key: str
     api_key: str | None
     admin_api_key: str | None
@@ -68,6 +74,8 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         data=Path(args.coserve_data_dir),
         batch_api=BatchApiConfig.from_mapping(vars(args)),
         sources=tuple(sources),
+        router=str(address_of(args.router, "--router")) if args.router else None,
+        known_router=next(iter(args.engine_router), None),
         engine_admin_key=engine_key,
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
@@ -103,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="the workers of SGLang's router, asked for every 5 s; its API key is in the"
         f" environment variable {_ROUTER_KEY_VARIABLE}",
+    )
+    add(
+        "--router",
+        metavar="URL",
+        help="where online requests go on to, unchanged, so that clients need one address; by"
+        " default they are told to go to the router themselves",
     )
     add(
         "--engine-admin-key",

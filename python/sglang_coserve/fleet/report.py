@@ -202,8 +202,7 @@ class _Families(Collector):
 
     def _batch_families(self, status: ServiceStatus) -> Iterator[Metric]:
         """Yield what a single server exports of its batches, under the same names."""
-        loads = [engine.load for engine in self._fleet.engines if engine.load is not None]
-        model_name = loads[0].model_name if loads else ""
+        model_name = self._fleet.served.name
         batches = GaugeMetricFamily(
             "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
         )

@@ -201,6 +201,11 @@ class Backend(LineBackend, Protocol):
     def limits(self) -> BodyLimits:
         """Limits of a line's body; larger ones are never passed to ``run``."""
 
+    @property
+    def stalled_by(self) -> str | None:
+        """Why no line can be served now; None while lines are."""
+        return None
+
     def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002
         """Register ``take_out``, to be called when an update would wait for lines in flight.
 

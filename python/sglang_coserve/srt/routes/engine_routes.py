@@ -73,6 +73,7 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
         age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in loads)),
         is_draining=is_draining or bool(manager.gracefully_exit),
         model_name=args.served_model_name,
+        models=(args.served_model_name, *_adapters(manager)),
         model=model,
         kv_fingerprint=kv_fingerprint(model, kv),
         kv_format=kv,
@@ -80,6 +81,10 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
             sglang_coserve=__version__, sglang=compat.installed_version() or "unknown"
         ),
     )
+
+
+def _adapters(manager: Any) -> list[str]:
+    return [adapter.lora_name for adapter in manager.lora_registry.get_all_adapters().values()]
 
 
 TRACE_PATH: Final = "/coserve/trace"

@@ -1,0 +1,214 @@
+"""Online requests that come to a gateway: they go on to a router, or are told where it is.
+
+What passes is not changed and not gathered: a token goes on when it comes, and whoever hangs up
+is gone for the router, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Any, Final, Self
+
+import aiohttp
+from multidict import CIMultiDict
+from starlette.routing import Route
+from yarl import URL
+
+from sglang_coserve.asgi import Message, Receive, Scope, Send
+from sglang_coserve.errors import ServerError
+
+__all__ = ["ONLINE_PATHS", "RouterConnection", "online_routes"]
+
+ONLINE_PATHS: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/tokenize", "/v1/detokenize"),
+    *("/v1/systemone", "/generate", "/encode", "/classify", "/rerank", "/tokenize", "/detokenize"),
+    *("/api/chat", "/api/generate", "/invocations", "/vertex_generate"),
+)
+"""What goes on, with what is below it: never what a router's operator does."""
+
+_CONNECT_TIMEOUT_S: Final = 5.0
+_KEEPALIVE_S: Final = 2.0
+"""Shorter than that of any router, which would close a connection that is just being used."""
+
+_OF_ONE_CONNECTION: Final = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade", b"host", b"expect"),
+    )
+)
+"""Headers that are for the next hop alone (RFC 9110, 7.6.1), or that each hop says itself."""
+
+_METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH")
+
+_log = logging.getLogger(__name__)
+
+
+class _BrokenAnswerError(ServerError):
+    """The router's answer ended before its end: the client's has to break, too."""
+
+
+class RouterConnection:
+    """Passes requests on to the router at ``url``. A context manager."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(None, sock_connect=_CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI request."""
+        body = _RequestBody(receive)
+        passing = asyncio.create_task(self._pass_on(scope, body, send))
+        leaving = asyncio.create_task(body.client_left())
+        try:
+            await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (passing, leaving):
+                task.cancel()
+            ends = await asyncio.gather(passing, leaving, return_exceptions=True)
+        if isinstance(ends[0], Exception):
+            raise ends[0]
+
+    async def _pass_on(self, scope: Scope, body: _RequestBody, send: Send) -> None:
+        path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+        query = scope["query_string"].decode("latin-1")
+        url = URL(f"{self.url}{path}{'?' if query else ''}{query}", encoded=True)
+        headers = CIMultiDict(
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in _kept(scope)
+        )
+        has_body = any(
+            name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
+        )
+        if not has_body:
+            await body.skip()
+        has_begun = False
+        try:
+            async with self._session.request(
+                scope["method"],
+                url,
+                headers=headers,
+                data=body.pieces() if has_body else None,
+                allow_redirects=False,
+            ) as answer:
+                has_begun = True
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": answer.status,
+                        "headers": _kept({"headers": answer.raw_headers}),
+                    }
+                )
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            if has_begun:
+                raise _BrokenAnswerError(f"{url} broke its answer off: {reason}") from None
+            _log.warning("%s cannot be reached: %s", self.url, reason)
+            message = f"the router {self.url} cannot be reached now: {reason}"
+            await _refuse(send, 503, "router_unreachable", message, {"retry-after": "1"})
+
+
+class _RequestBody:
+    """What a client sends, and the end of its connection."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_read = asyncio.Event()
+        self._has_left = asyncio.Event()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._has_left.set()
+                await asyncio.Event().wait()  # Until this request is cancelled.
+            yield message.get("body", b"")
+            if not message.get("more_body", False):
+                self._is_read.set()
+                return
+
+    async def skip(self) -> None:
+        """Read an empty body."""
+        async for _ in self.pieces():
+            pass
+
+    async def client_left(self) -> None:
+        """Wait until nobody reads the answer any more."""
+        read, left = (asyncio.create_task(each.wait()) for each in (self._is_read, self._has_left))
+        try:
+            await asyncio.wait((read, left), return_when=asyncio.FIRST_COMPLETED)
+            while not self._has_left.is_set():
+                message: Message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self._has_left.set()
+        finally:
+            read.cancel()
+            left.cancel()
+
+
+class _NoRouter:
+    """Says where online requests go."""
+
+    def __init__(self, known_router: str | None) -> None:
+        where = f"the router {known_router}" if known_router else "the router before the engines"
+        self._message = (
+            f"only files and batches are served here: send online requests to {where}, or start the"
+            f" gateway with --router {known_router or 'URL'}, to which it passes them on"
+        )
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await _refuse(send, 404, "not_found", self._message)
+
+
+def online_routes(router: RouterConnection | None, known_router: str | None) -> list[Route]:
+    """Return the routes of online requests; ``known_router`` is named where there is none."""
+    endpoint: Any = router or _NoRouter(known_router)
+    return [
+        Route(path + below, endpoint, methods=_METHODS, include_in_schema=False)
+        for path in ONLINE_PATHS
+        for below in ("", "/{below:path}")
+    ]
+
+
+def _kept(scope: Any) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request or an answer that are not of one connection alone."""
+    named = {
+        each.strip().lower()
+        for name, value in scope["headers"]
+        if name.lower() == b"connection"
+        for each in value.split(b",")
+    }
+    dropped = _OF_ONE_CONNECTION | named
+    return [(name, value) for name, value in scope["headers"] if name.lower() not in dropped]
+
+
+async def _refuse(
+    send: Send, status: int, code: str, message: str, headers: dict[str, str] | None = None
+) -> None:
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    own = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    start = [(name.encode(), value.encode()) for name, value in own.items()]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,223 @@
+"""One address: online requests through a gateway, as the router behind it gets and answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from http_lines.live_engine import ADMIN_KEY, READY_S
+from sglang_coserve.asgi import App, Receive, Scope, Send
+from sglang_coserve.fleet.gateway import gateway_app
+from sglang_coserve.fleet.online_requests import ONLINE_PATHS
+from sglang_coserve.fleet.options import parse_options
+from waiting import until
+
+
+class RecordingRouter:
+    """Answers as it is told, and keeps what it got."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bytes, list[tuple[bytes, bytes]], bytes]] = []
+        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """What a stream sends; None ends it."""
+
+        self.clients_left = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, is_whole = b"", False
+        while not is_whole:
+            message = await receive()
+            body += message.get("body", b"")
+            is_whole = not message.get("more_body", False)
+        path = scope["raw_path"] + b"?" + scope["query_string"]
+        self.seen.append((scope["method"], path, list(scope["headers"]), body))
+        if b'"stream"' in body:
+            await self._stream(receive, send)
+            return
+        headers = [(b"x-engine", b"7"), (b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"error": {"code": "busy"}}'})
+
+    async def _stream(self, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        leaving = asyncio.ensure_future(receive())
+        while True:
+            piece = asyncio.ensure_future(self.pieces.get())
+            await asyncio.wait((piece, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                piece.cancel()
+                self.clients_left += 1
+                return
+            content = piece.result()
+            if content == b"break":
+                raise ConnectionError("it breaks")
+            message = {"type": "http.response.body", "body": content or b"", "more_body": True}
+            await send({**message, "more_body": content is not None})
+            if content is None:
+                leaving.cancel()
+                return
+
+
+@asynccontextmanager
+async def listening(app: App, *, lifespan: Any = "off") -> AsyncGenerator[str]:
+    """Serve ``app``; yield its address."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan=lifespan))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(server._serve(sockets=[sock]))
+    async with asyncio.timeout(READY_S):
+        while not server.started:
+            assert not task.done(), "the server did not start"
+            await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        async with asyncio.timeout(READY_S):
+            await task
+
+
+@asynccontextmanager
+async def gateway_before(directory: Path, *flags: str) -> AsyncGenerator[str]:
+    """A gateway without engines."""
+    own = ("--engine", "http://127.0.0.1:1", "--engine-admin-key", ADMIN_KEY)
+    options = parse_options((*own, "--coserve-data-dir", str(directory / "data"), *flags))
+    failures: list[Exception] = []
+    async with listening(gateway_app(options, failures.append), lifespan="on") as url:
+        yield url
+    assert not failures
+
+
+@asynccontextmanager
+async def one_address(directory: Path, *flags: str) -> AsyncGenerator[tuple[str, RecordingRouter]]:
+    router = RecordingRouter()
+    async with AsyncExitStack() as stack:
+        behind = await stack.enter_async_context(listening(router))
+        url = await stack.enter_async_context(gateway_before(directory, "--router", behind, *flags))
+        yield url, router
+
+
+async def test_requests_and_answers_pass_unchanged(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
+        sent = b'{"model": "m",  "text": "\xc3\xa9\\ud83d"}'
+        headers = {"authorization": "Bearer k", "x-request-id": "r-1", "te": "trailers"}
+        answer = await client.post(
+            f"{url}/v1/chat/completions?a=%2Fb&c", content=sent, headers=headers
+        )
+        method, path, got, body = router.seen[0]
+        assert (method, path, body) == ("POST", b"/v1/chat/completions?a=%2Fb&c", sent)
+        assert dict(got)[b"authorization"] == b"Bearer k"
+        assert dict(got)[b"x-request-id"] == b"r-1"
+        assert dict(got)[b"content-length"] == str(len(sent)).encode()
+        assert b"te" not in dict(got)
+        assert answer.status_code == 429
+        assert answer.json() == {"error": {"code": "busy"}}
+        assert answer.headers["x-engine"] == "7"
+        assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
+        await client.get(f"{url}/v1/responses/resp_1")
+        assert router.seen[1][:2] == ("GET", b"/v1/responses/resp_1?")
+
+
+async def test_a_body_that_comes_in_pieces_goes_on_in_pieces(tmp_path: Path) -> None:
+    async def pieces() -> AsyncGenerator[bytes]:
+        for _ in range(3):
+            yield b"x" * 70_000
+
+    async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
+        await client.post(f"{url}/v1/audio/transcriptions", content=pieces())
+        *_, headers, body = router.seen[0]
+        assert body == b"x" * 210_000
+        assert dict(headers)[b"transfer-encoding"] == b"chunked"
+
+
+async def test_each_piece_of_a_stream_comes_when_the_router_sends_it(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router):
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+        asking = asyncio.ensure_future(
+            client.completions.create(model="m", prompt="hi", stream=True)
+        )
+        stream = None
+        for text in ("a", "b\u2028c"):
+            event = {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+            await router.pieces.put(b"data: " + json.dumps(event).encode() + b"\n\n")
+            async with asyncio.timeout(READY_S):
+                stream = stream or await asking
+                assert (await anext(stream)).choices[0].text == text
+        assert stream is not None
+        await stream.close()
+        await until(lambda: router.clients_left == 1)
+
+
+async def test_who_hangs_up_before_the_first_piece_is_gone_for_the_router(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router), aiohttp.ClientSession() as client:
+        asking = asyncio.ensure_future(
+            client.post(f"{url}/v1/completions", json={"stream": True, "prompt": "hi"})
+        )
+        await until(lambda: len(router.seen) == 1)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await asking).close()
+        await until(lambda: router.clients_left == 1)
+
+
+async def test_what_breaks_behind_the_gateway_does_not_look_whole(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
+        await router.pieces.put(b"data: {}\n\n")
+        await router.pieces.put(b"break")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(f"{url}/v1/completions", json={"stream": True})
+
+
+async def test_without_the_router_requests_are_told_so_and_batches_go_on(tmp_path: Path) -> None:
+    dead = "http://127.0.0.1:1"
+    async with gateway_before(tmp_path, "--router", dead) as url, httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/v1/completions", json={})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "router_unreachable"
+        assert dead in answer.json()["error"]["message"]
+        assert (await client.get(f"{url}/v1/batches")).status_code == 200
+
+
+async def test_keys_are_checked_before_anything_passes(tmp_path: Path) -> None:
+    async with one_address(tmp_path, "--api-key", "k") as (url, router):
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(f"{url}/v1/completions", json={})).status_code == 401
+        assert not router.seen
+
+
+async def test_what_a_routers_operator_does_does_not_pass(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
+        for path in ("/workers", "/flush_cache", "/v1/loads", "/v1/chat", "/generate_x"):
+            assert (await client.post(f"{url}{path}", json={})).status_code == 404
+        assert not router.seen
+
+
+@pytest.mark.parametrize("known", [(), ("--engine-router", "http://router.example:8000")])
+async def test_a_gateway_without_a_router_says_where_online_requests_go(
+    tmp_path: Path, known: tuple[str, ...]
+) -> None:
+    async with gateway_before(tmp_path, *known) as url:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+        with pytest.raises(openai.NotFoundError) as refused:
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hi"}]
+            )
+        assert "--router" in refused.value.message
+        assert all(each in refused.value.message for each in known[1:])
+        assert refused.value.code == "not_found"
+
+
+def test_paths_are_named_once() -> None:
+    assert len(set(ONLINE_PATHS)) == len(ONLINE_PATHS)
