@@ -104,8 +104,9 @@ class SimEngine:
         assert batch is not None
         start_s = self.now_s
         self._run(plan, batch)
-        # With overlap the next plan is made while this step runs.
-        self._seen_until_s = start_s if executor.config.overlap else self.now_s
+        config = executor.config
+        plans_late = not config.overlap or (config.paced and batch.has_offline)
+        self._seen_until_s = self.now_s if plans_late else start_s
         if executor.suspended is batch:
             self.counters.suspensions += 1
             self._report_step(plan, batch, start_s)

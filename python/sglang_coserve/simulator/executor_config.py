@@ -95,6 +95,10 @@ class ExecutorConfig:
     scheduling: an arrival is noticed one step later, a request that ends
     computes one token too many, and planning costs no device time."""
 
+    paced: bool = False
+    """With ``overlap``: whether the step after one with offline work is planned as that ends, as
+    our engine does."""
+
     scheduling_s: float = 0.0
     """Device time lost to planning between two steps; none with ``overlap``."""
 

@@ -144,6 +144,7 @@ class SimulationOptions:
                 if safepoint_layers
                 else None,
                 overlap=self.overlap,
+                paced=has_mechanisms,
                 noise_cv=self.noise,
                 seed=self.seed,
             ),
