@@ -72,7 +72,7 @@ PLACES: Final[dict[str, str]] = {
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
     # Grammars in requests that have passed the request gate.
-    "srt/grammar_trial/compilation.py::_structural_tag": OWN_PROCESS,
+    "guard/grammar_compilation.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
     "srt/batch_backend/backend.py::line_result": "an error of SGLang's",
@@ -84,7 +84,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/engine.py::_load": OURS,
     "fleet/report.py::_ask": OURS,
     "lines/helper_process.py::run_module": OURS,
-    "srt/grammar_trial/process.py::_end": OURS,
+    "guard/grammar_process.py::_end": OURS,
     "srt/monitoring/scheduler_query.py::answer": OURS,
     "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",
     # What operators choose.

@@ -1,7 +1,7 @@
 """Looks up what co-serving relies on in the sources of a version of SGLang.
 
-That is what ``seams`` lists, and whatever ``srt/`` imports from SGLang, which is found in its
-sources. Nothing of SGLang is imported.
+That is what ``seams`` lists, and whatever ``srt/`` and ``guard/`` import from SGLang, which is
+found in its sources. Nothing of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from source_tree import Definition, SourceTree
 
 __all__ = ["imported_names", "problems"]
 
-_SRT: Final = Path(sglang_coserve.__file__).parent / "srt"
+_ROOT: Final = Path(sglang_coserve.__file__).parent
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,7 +43,7 @@ def problems(tree: SourceTree, version: str) -> list[str]:
 
 
 def imported_names(version: str) -> Iterator[tuple[str, str]]:
-    """Yield what ``srt/`` imports from SGLang of ``version``, dotted, and which file does."""
+    """Yield what we import from SGLang of ``version``, dotted, and which file does."""
     for node, where in _own_nodes(version):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
             for alias in node.names:
@@ -75,13 +75,18 @@ def _unknown_keywords(tree: SourceTree, version: str) -> list[str]:
 
 
 def _own_nodes(version: str) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the syntax of ``srt/``, as far as ``version`` uses it, and of which file it is."""
-    unused = _SRT / "compat" / ("v17.py" if uses_v22(version) else "v22.py")
-    for path in sorted(_SRT.rglob("*.py")):
+    """Yield the syntax of what ``version`` uses of ours, and of which file it is."""
+    unused = _ROOT / "srt" / "compat" / ("v17.py" if uses_v22(version) else "v22.py")
+    for path in own_files():
         if path != unused:
-            where = str(path.relative_to(_SRT.parent))
+            where = str(path.relative_to(_ROOT))
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 yield node, where
+
+
+def own_files() -> list[Path]:
+    """Return the files of the packages that import SGLang."""
+    return [path for room in ("guard", "srt") for path in sorted((_ROOT / room).rglob("*.py"))]
 
 
 def _fault(seam: Seam, definition: Definition) -> str | None:

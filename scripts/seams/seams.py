@@ -1,7 +1,7 @@
 """What co-serving relies on in SGLang beyond its public classes, by dotted names: ``seams.txt``.
 
 Read without importing SGLang: by ``scripts/sglang-seams`` for any wheel, and by tests. What is
-imported from SGLang need not be listed: ``seam_check`` finds the imports of ``srt/``.
+imported from SGLang need not be listed: ``seam_check`` finds our imports.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class ScriptedEngine:
     ) -> None:
         """Start what ``spec`` says, with ``adapted`` of the scheduler's class."""
         from sglang_coserve.config import CoserveConfig
-        from sglang_coserve.srt import compat, processes
+        from sglang_coserve.guard.install import install_in_scheduler
+        from sglang_coserve.srt import compat
         from sglang_coserve.srt.cpu import defaults as cpu
         from sglang_coserve.srt.cpu.replacements import install_replacements
 
@@ -84,7 +85,7 @@ class ScriptedEngine:
         torch.set_num_threads(1)
         install_replacements()
         if not spec.stock:
-            processes.install_safeguards()
+            install_in_scheduler(compat.logit_processors)
         settings = {
             **cpu.FLAG_DEFAULTS,
             "model_path": str(spec.model),

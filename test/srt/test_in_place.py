@@ -12,13 +12,13 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
+from sglang_coserve.guard.size_limits import RequestGateMiddleware
 from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.monitoring.replicas import replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware, install_drain_routes
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
-from sglang_coserve.srt.safeguards.size_limits import RequestGateMiddleware
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 

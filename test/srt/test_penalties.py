@@ -55,7 +55,7 @@ def test_tokens_counted_at_once_are_as_if_counted_one_by_one(overlap: bool) -> N
     import torch
 
     import sglang_coserve.srt.engine  # noqa: F401 - SGLang's other modules need its defaults.
-    from sglang_coserve.srt.safeguards.sampling import install_eager_sampling
+    from sglang_coserve.guard.sampling import install_eager_sampling
     from sglang_coserve.srt.steps.request_groups import restore_penalties
 
     install_eager_sampling()

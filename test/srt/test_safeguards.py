@@ -297,7 +297,7 @@ def run_stop_tokens_outside(engine: ScriptedEngine) -> str:
     requests = [engine.request(rid, [5, 6, 7], 12) for rid in ("stops", "lasts")]
     requests[0].sampling_params.stop_token_ids = {10**6}
     requests[1].sampling_params.min_new_tokens = 4
-    from sglang_coserve.srt.safeguards.engine_limits import check_values
+    from sglang_coserve.guard.engine_limits import check_values
 
     for request in requests:
         check_values(request, engine.scheduler.model_config.vocab_size, None)

@@ -10,13 +10,12 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.guard.install import MIDDLEWARE
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
-from sglang_coserve.srt.safeguards.size_limits import RequestGateMiddleware
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["STATUS_PATH", "StartCheck", "verify_app"]
 
@@ -63,10 +62,7 @@ def verify_app(app: FastAPI) -> None:
     installed: set[Any] = {entry.cls for entry in app.user_middleware}
     problems = [
         f"{middleware.__name__} is not installed"
-        for middleware in (
-            *(MarksMiddleware, RequestGateMiddleware),
-            *(UnreadBodyMiddleware, DrainHealthMiddleware),
-        )
+        for middleware in (MarksMiddleware, *MIDDLEWARE, DrainHealthMiddleware)
         if middleware not in installed
     ]
     paths = {getattr(route, "path", None) for route in app.routes}

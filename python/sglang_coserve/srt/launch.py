@@ -19,6 +19,9 @@ from typing import Any
 from sglang_coserve.batch.routes import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
+from sglang_coserve.guard.install import install_in_server
+from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
+from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat
@@ -42,16 +45,7 @@ from sglang_coserve.srt.routes.batch_api import (
 from sglang_coserve.srt.routes.drain import DrainHealthMiddleware
 from sglang_coserve.srt.routes.engine_routes import install_load_route
 from sglang_coserve.srt.routes.view_routes import View
-from sglang_coserve.srt.safeguards.bodies import install_body_errors, install_fail_fast
-from sglang_coserve.srt.safeguards.paced_protocol import install_paced_protocol
-from sglang_coserve.srt.safeguards.process_health import freeze_imports, freeze_start_up_objects
-from sglang_coserve.srt.safeguards.size_limits import (
-    RequestGateMiddleware,
-    body_limits,
-    set_body_limits,
-)
 from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -92,7 +86,6 @@ def launch_server(argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
-    from sglang_coserve.srt.safeguards.threaded_handlers import install_threaded_handlers
 
     is_ready = False
 
@@ -103,8 +96,6 @@ def launch_server(argv: Sequence[str]) -> None:
         logger.info("to watch: http://%s:%s%s", server_args.host, server_args.port, PAGE_PATH)
 
     sys.setswitchinterval(_SWITCH_S)
-    install_paced_protocol()
-    install_threaded_handlers(http_server.app)
     _install_routes(http_server, server_args, defaults)
     processes.watch_replicas()
     cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
@@ -204,15 +195,13 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         offline_objectives=config.offline_objectives,
         finds_tenants=config.online_order == "vtc",
     )
-    # The middleware added last runs first.
-    app.add_middleware(RequestGateMiddleware)
-    app.add_middleware(UnreadBodyMiddleware)
+    # Before our routes are there, which read little. The middleware added last runs first.
+    install_in_server(http_server, free_prefixes=("/v1/files", "/v1/batches", LINES_PATH))
+    compat.check_extra_keys()
     app.add_middleware(DrainHealthMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
-    install_fail_fast(app)  # Before ours are there, which read little.
     install_load_route(http_server)
     install_batch_api(http_server, server_args.admin_api_key, background)
-    install_body_errors(app)
     keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
     View(http_server, keys, background).install(app)
     check = StartCheck(http_server)
@@ -225,7 +214,6 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         for warning in (defaults.warning, open_routes):
             if warning is not None:
                 logger.warning(warning)
-        set_body_limits(app, body_limits(tokenizer_manager))
         # Again, because another process may have taken the port while the model was loaded.
         check_listen_address(server_args.host, server_args.port)
         freeze_imports()

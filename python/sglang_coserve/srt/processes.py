@@ -12,14 +12,14 @@ import sys
 from typing import Any
 
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.guard.install import install_in_scheduler
+from sglang_coserve.guard.process_health import freeze_imports
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
-from sglang_coserve.srt.safeguards.process_health import freeze_imports
 
 __all__ = [
     "init_tokenizer_manager",
-    "install_safeguards",
     "run_data_parallel_controller_process",
     "run_detokenizer_process",
     "run_scheduler_process",
@@ -37,7 +37,7 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     on_cpu = not cpu.has_cuda()
     if on_cpu:
         install_replacements()
-    install_safeguards()
+    install_in_scheduler(compat.logit_processors)
     register_cache(config_of(server_args), on_cpu=on_cpu)
     compat.replace("sglang.srt.managers.scheduler.Scheduler", _make_scheduler)
     freeze_imports()
@@ -60,24 +60,6 @@ def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
         os._exit(2)
 
 
-def install_safeguards() -> None:
-    """Replace the parts of SGLang in this process through which one request can stall the others.
-
-    Must be called before the scheduler is created.
-    """
-    from sglang_coserve.srt.safeguards.engine_limits import install_stop_patterns
-    from sglang_coserve.srt.safeguards.grammar_cache import install_compiler_bound
-    from sglang_coserve.srt.safeguards.sampling import (
-        install_eager_sampling,
-        install_guarded_sampler,
-    )
-
-    install_compiler_bound()
-    install_eager_sampling()
-    install_guarded_sampler()
-    install_stop_patterns()
-
-
 def watch_replicas() -> None:
     """Make the controller of several replicas exit when one of them does."""
     compat.replace(
@@ -94,8 +76,8 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     """
     from sglang.srt.managers import data_parallel_controller
 
+    from sglang_coserve.guard.process_health import end_with_children
     from sglang_coserve.srt.monitoring.load_snapshot import count_offline_in_snapshots
-    from sglang_coserve.srt.safeguards.process_health import end_with_children
 
     end_with_children()
     count_offline_in_snapshots()

@@ -34,42 +34,22 @@ def handlers(served: Served) -> Any:
         OpenAIServingTokenize,
     )
 
-    from sglang_coserve.srt.safeguards.threaded_handlers import install_threaded_handlers
+    from sglang_coserve.guard.threaded_handlers import replace_handlers
 
     manager, templates = served.manager, served.engine.template_manager
 
     async def startup() -> Any:
-        def stock(app: Any) -> Any:
-            return _Entered(
-                lambda: vars(app.state).update(
-                    openai_serving_tokenize=OpenAIServingTokenize(manager, templates),
-                    openai_serving_detokenize=OpenAIServingDetokenize(manager),
-                    anthropic_serving=AnthropicServing(
-                        manager.serving_chat_class(manager, templates)
-                    ),
-                    ollama_serving=OllamaServing(manager),
-                    openai_serving_responses=OpenAIServingResponses(manager, templates),
-                )
-            )
-
-        router = SimpleNamespace(lifespan_context=stock)
-        app = SimpleNamespace(router=router, state=SimpleNamespace())
-        install_threaded_handlers(app)
-        async with router.lifespan_context(app):
-            return app.state
+        state = SimpleNamespace(
+            openai_serving_tokenize=OpenAIServingTokenize(manager, templates),
+            openai_serving_detokenize=OpenAIServingDetokenize(manager),
+            anthropic_serving=AnthropicServing(manager.serving_chat_class(manager, templates)),
+            ollama_serving=OllamaServing(manager),
+            openai_serving_responses=OpenAIServingResponses(manager, templates),
+        )
+        replace_handlers(state)
+        return state
 
     return served.do(startup())
-
-
-class _Entered:
-    def __init__(self, enter: Any) -> None:
-        self._enter = enter
-
-    async def __aenter__(self) -> None:
-        self._enter()
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
 
 def tokenize(handlers: Any, text: str, raw: Request) -> Any:

@@ -12,15 +12,13 @@ import pytest
 
 import seam_check
 import seam_report
-import sglang_coserve.srt
-from seam_check import imported_names, problems
+from seam_check import imported_names, own_files, problems
 from seams import SEAMS, NameUse, Seam, seams_of
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt.compat import by_version, replace, v17, v22
 from source_tree import SourceTree
 
 INSTALLED = importlib.metadata.version("sglang")
-SRT = Path(sglang_coserve.srt.__file__).parent
 BATCH = "sglang/srt/managers/schedule_batch.py"
 
 
@@ -60,7 +58,7 @@ def assigned(nodes: Iterator[ast.AST]) -> Iterator[ast.Attribute]:
 def test_modules_of_sglang_are_changed_in_one_place() -> None:
     """Which is told which names there are."""
     found = []
-    for path in SRT.rglob("*.py"):
+    for path in own_files():
         parsed = ast.parse(path.read_text(encoding="utf-8"))
         modules = modules_of_sglang(ast.walk(parsed))
         found += [
@@ -105,7 +103,7 @@ def test_a_replaced_name_is_given_back() -> None:
 def test_what_is_replaced_is_listed() -> None:
     listed = {seam.name for seam in SEAMS if seam.use is NameUse.REPLACED}
     replaced = set()
-    for path in SRT.rglob("*.py"):
+    for path in own_files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("replace"):
                 names = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]

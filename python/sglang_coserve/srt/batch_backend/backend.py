@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.size_limits import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
     Backend,
@@ -35,7 +36,6 @@ from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_for
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave
-from sglang_coserve.srt.safeguards.size_limits import body_limits
 
 __all__ = ["BatchBackend", "engine_failure", "invalid_request", "line_result"]
 

@@ -14,8 +14,8 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.bodies import FailFast
 from sglang_coserve.srt.marks.request_marks import check_line_marks
-from sglang_coserve.srt.safeguards.bodies import FailFast
 
 __all__ = ["Endpoint", "model_endpoints"]
 

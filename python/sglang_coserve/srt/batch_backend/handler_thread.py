@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from sglang_coserve.guard.threaded_manager import thread_loop
 from sglang_coserve.lines.worker_threads import WorkerThreads
-from sglang_coserve.srt.safeguards.threaded_manager import thread_loop
 
 __all__ = ["HandlerThread", "OnLoop"]
 

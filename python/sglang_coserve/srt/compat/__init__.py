@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_coserve.guard.replacements import replace
 from sglang_coserve.srt.compat import by_version
 from sglang_coserve.srt.compat.by_version import *  # noqa: F403
-from sglang_coserve.srt.compat.replacements import replace
 from sglang_coserve.srt.compat.requests import (
     check_logit_processor,
     fill_token_ids_logprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_coserve.srt.compat.replacements import replace
+from sglang_coserve.guard.replacements import replace
 from sglang_coserve.srt.compat.v22 import __all__ as __all__
 from sglang_coserve.srt.compat.v22 import tokens_of_nodes
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.bounds import check_number, nearest
+from sglang_coserve.guard.bounds import Bound, check_number
 
 __all__ = [
     "CLASS_KEY",
@@ -56,6 +56,22 @@ TPOT_KEY = "coserve_slo_tpot_ms"
 DEADLINE_KEY = "coserve_deadline_s"
 """Seconds from its arrival within which an offline request should be finished."""
 
+_LEAST_MS: Final = 1e-3
+"""No step of an engine is as short as a microsecond, so a shorter time asks for nothing more; the
+inverse and the logarithm of this one are ordinary numbers."""
+
+_MOST_MS: Final = 1e9
+"""11 days, small enough for an integer to reach the scheduler."""
+
+_MOST_S: Final = 1e9
+"""31 years."""
+
+_BOUNDS: Final[Mapping[str, Bound]] = {
+    TTFT_KEY: Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
+    TPOT_KEY: Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
+    DEADLINE_KEY: Bound(_LEAST_MS / 1e3, _MOST_S, "seconds"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayHints:
@@ -79,11 +95,15 @@ class GatewayHints:
             due_in_s = [each for each in (self.ttl_s, starts_in_s) if each is not None]
             if not due_in_s or not config.keeps_deadlines:
                 return {}
-            return {DEADLINE_KEY: nearest(DEADLINE_KEY, min(due_in_s))}
+            return {DEADLINE_KEY: _nearest(DEADLINE_KEY, min(due_in_s))}
         targets = {TTFT_KEY: self.ttft_ms, TPOT_KEY: self.tpot_ms}
         if config.ignores_targets:
             return {}
-        return {key: nearest(key, value) for key, value in targets.items() if value}
+        return {key: _nearest(key, value) for key, value in targets.items() if value}
+
+
+def _nearest(key: str, value: float) -> float:
+    return min(max(value, _BOUNDS[key].least), _BOUNDS[key].most)
 
 
 _NO_HINTS: Final = GatewayHints()
@@ -165,7 +185,7 @@ def check_marks(custom_params: object) -> None:
                 f"{key} is for online requests, and this one is offline: leave it out; offline "
                 f"requests may have {DEADLINE_KEY}, and batches have their completion window"
             )
-        check_number(key, marks[key])
+        check_number(key, marks[key], _BOUNDS[key])
     if DEADLINE_KEY not in marks:
         return
     if request_class is RequestClass.ONLINE:
@@ -173,7 +193,7 @@ def check_marks(custom_params: object) -> None:
             f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
             f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
         )
-    check_number(DEADLINE_KEY, marks[DEADLINE_KEY])
+    check_number(DEADLINE_KEY, marks[DEADLINE_KEY], _BOUNDS[DEADLINE_KEY])
 
 
 def check_line_marks(body: Mapping[str, Any]) -> None:

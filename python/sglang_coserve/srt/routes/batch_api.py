@@ -154,7 +154,7 @@ async def _open_service(
     stack: AsyncExitStack,
 ) -> None:
     """Open the Batch API for as long as ``stack``, if the server has one."""
-    from sglang_coserve.srt.safeguards.process_health import fatal_signals_recorded_in
+    from sglang_coserve.guard.process_health import fatal_signals_recorded_in
 
     if config.coserve_data_dir is None:
         return

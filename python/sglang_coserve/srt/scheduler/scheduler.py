@@ -15,14 +15,14 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.guard.grammar_cache import GrammarCache
+from sglang_coserve.guard.sampling import end_unusable
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY
 from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
-from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
-from sglang_coserve.srt.safeguards.sampling import end_unusable
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.batch_results import BatchResults

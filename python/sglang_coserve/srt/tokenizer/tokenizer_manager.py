@@ -20,9 +20,12 @@ from sglang.srt.managers.io_struct import msgpack_encode
 from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.engine_limits import check_request, check_values
+from sglang_coserve.guard.grammar_compilation import GrammarSettings
+from sglang_coserve.guard.grammar_trials import GrammarTrials
+from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
 from sglang_coserve.srt.marks.offline_marks import attach_marks
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
@@ -31,8 +34,6 @@ from sglang_coserve.srt.monitoring.otel_metrics import (
     operation,
     tier_attributes,
 )
-from sglang_coserve.srt.safeguards.engine_limits import check_request, check_values
-from sglang_coserve.srt.safeguards.media_sources import MediaSources
 from sglang_coserve.srt.scheduler.scheduler import config_of
 from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,

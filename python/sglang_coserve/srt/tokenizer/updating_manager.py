@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
+from sglang_coserve.guard.threaded_manager import ThreadedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safeguards.process_health import is_stop_asked, uvicorn_server
-from sglang_coserve.srt.safeguards.threaded_manager import ThreadedTokenizerManager
 
 __all__ = ["UpdatingTokenizerManager", "WeightUpdates"]
 

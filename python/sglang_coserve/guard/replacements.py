@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.compat.versions import installed_version
 
 __all__ = ["replace"]
 
@@ -25,8 +25,8 @@ def replace(name: str, value: Any) -> Any:
         former = getattr(module, attribute)
     except (ImportError, AttributeError):
         raise StartupError(
-            f"SGLang {installed_version()} has no {name}, which co-serving replaces: install a "
-            "supported version"
+            f"SGLang {importlib.metadata.version('sglang')} has no {name}, which co-serving "
+            "replaces: install a supported version"
         ) from None
     setattr(module, attribute, value)
     return former

@@ -14,6 +14,8 @@ without a synchronization, and abort only their own request.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from sglang_coserve.srt import compat
+from sglang_coserve.guard.replacements import replace
 
 __all__ = ["end_unusable", "install_eager_sampling", "install_guarded_sampler"]
 
@@ -35,12 +37,10 @@ def install_eager_sampling() -> None:
     from sglang.srt.sampling.penaltylib import repetition_penalty
 
     penalties = _as_written(repetition_penalty.apply_scaling_penalties)
-    compat.replace(
-        "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties", penalties
-    )
+    replace("sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties", penalties)
     # Where it is imported to.
-    compat.replace("sglang.srt.sampling.sampling_batch_info.apply_scaling_penalties", penalties)
-    compat.replace(
+    replace("sglang.srt.sampling.sampling_batch_info.apply_scaling_penalties", penalties)
+    replace(
         "sglang.srt.layers.sampler.multinomial_with_seed",
         _as_written(sampler.multinomial_with_seed),
     )
@@ -60,14 +60,23 @@ _MESSAGE: Final = (
 )
 
 
-def install_guarded_sampler() -> None:
+Processors = Callable[[Any], Iterable[tuple[Any, list[int], Any]]]
+"""Returns the custom logit processors of a batch's sampling info, each with its rows of logits: on
+the host, and as a tensor on the device."""
+
+
+def install_guarded_sampler(processors_of: Processors) -> None:
     """Make SGLang in this process sample with ``GuardedSampler``."""
     for backend in _BACKENDS:
-        register_sampler_backend(backend, GuardedSampler)
+        register_sampler_backend(backend, partial(GuardedSampler, processors_of))
 
 
 class GuardedSampler(Sampler):
     """SGLang's sampler, which attaches a mask of unusable rows to the logits output."""
+
+    def __init__(self, processors_of: Processors) -> None:
+        super().__init__()
+        self._processors_of = processors_of
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample a token for each row; takes SGLang's arguments."""
@@ -87,7 +96,7 @@ class GuardedSampler(Sampler):
     def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
         failed = None
         if sampling_info.has_custom_logit_processor:
-            failed = _apply_processors(logits, sampling_info)
+            failed = _apply_processors(logits, sampling_info, self._processors_of)
         sanitize_nan_logits(logits, "logits")
         # The maximum is not finite if a logit is NaN or +inf, if all are -inf, or if dividing by
         # the temperature overflows.
@@ -121,14 +130,16 @@ def end_unusable(batch: Any, result: Any) -> None:
             req.skip_radix_cache_insert = True
 
 
-def _apply_processors(logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+def _apply_processors(
+    logits: torch.Tensor, sampling_info: Any, processors_of: Processors
+) -> torch.Tensor:
     """Apply custom logit processors; return a mask of the rows on which one failed.
 
     SGLang applies a processor to all of its rows at once. If that fails, it is applied
     row by row, so that one bad request does not fail the others.
     """
     failed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    for processor, rows, indices in compat.logit_processors(sampling_info):
+    for processor, rows, indices in processors_of(sampling_info):
         params = [sampling_info.custom_params[row] for row in rows]
         try:
             logits[indices] = processor(logits[indices], params)

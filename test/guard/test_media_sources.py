@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from sglang_coserve import outbound
-from sglang_coserve.srt.safeguards import media_sources
-from sglang_coserve.srt.safeguards.media_sources import MediaSources
+from sglang_coserve.guard import media_sources
+from sglang_coserve.guard.media_sources import MediaSources
 
 
 def picture() -> bytes:

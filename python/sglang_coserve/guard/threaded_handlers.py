@@ -6,8 +6,9 @@ For completions the tokenizer manager does so, for chats ``ThreadedChat``.
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
@@ -18,26 +19,14 @@ from sglang.srt.entrypoints.openai.serving_tokenize import (
     OpenAIServingTokenize,
 )
 
-from sglang_coserve.srt.safeguards.size_limits import BoundedManager, prompt_limit
-from sglang_coserve.srt.safeguards.threaded_manager import finished, is_large
+from sglang_coserve.guard.size_limits import BoundedManager, prompt_limit
+from sglang_coserve.guard.threaded_manager import finished, is_large
 
-__all__ = ["install_threaded_handlers"]
-
-
-def install_threaded_handlers(app: Any) -> None:
-    """Replace SGLang's handlers by ours once its app has created them."""
-    stock_lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncGenerator[Any]:
-        async with stock_lifespan(app) as state:
-            _replace_handlers(app.state)
-            yield state
-
-    app.router.lifespan_context = lifespan
+__all__ = ["replace_handlers"]
 
 
-def _replace_handlers(state: Any) -> None:
+def replace_handlers(state: Any) -> None:
+    """Replace SGLang's handlers by ours in the state of its app, which has created them."""
     for name, handler_class in (
         ("openai_serving_tokenize", _Tokenize),
         ("openai_serving_detokenize", _Detokenize),
@@ -72,17 +61,17 @@ class _Tokenize(OpenAIServingTokenize):
         handler = _bounded(self)
         if handler.chat_serving is not None:
             handler.chat_serving = _bounded(handler.chat_serving)
-        answering = OpenAIServingTokenize.handle_request(handler, request, raw_request)
-        return await self.tokenizer_manager.coserve_threads.run(finished, answering)
+        answer = partial(OpenAIServingTokenize.handle_request, handler)
+        return await self.tokenizer_manager.in_thread(finished, answer, request, raw_request)
 
 
 class _Detokenize(OpenAIServingDetokenize):
     async def handle_request(self, request: Any, raw_request: Any) -> Any:
         """See ``OpenAIServingBase``."""
-        answering = super().handle_request(request, raw_request)
+        answer = super().handle_request
         if not is_large(raw_request):
-            return await answering
-        return await self.tokenizer_manager.coserve_threads.run(finished, answering)
+            return await answer(request, raw_request)
+        return await self.tokenizer_manager.in_thread(finished, answer, request, raw_request)
 
 
 class _Messages(AnthropicServing):
@@ -106,9 +95,9 @@ class _Messages(AnthropicServing):
         if not is_large(raw_request):
             return await super().handle_count_tokens(request, raw_request)
         chat = _bounded(self.openai_serving_chat)
-        counting = AnthropicServing.handle_count_tokens(self._with_chat(chat), request, raw_request)
-        threads = self.openai_serving_chat.tokenizer_manager.coserve_threads
-        response = await threads.run(finished, counting)
+        count = partial(AnthropicServing.handle_count_tokens, self._with_chat(chat))
+        manager = self.openai_serving_chat.tokenizer_manager
+        response = await manager.in_thread(finished, count, request, raw_request)
         refusal = chat.tokenizer_manager.tokenizer.refusal
         return response if refusal is None else self._refusal(refusal)
 
@@ -143,7 +132,7 @@ class _Ollama(OllamaServing):
         manager = self.tokenizer_manager
         with _as_bad_request():
             if is_large(raw_request):
-                prompt_ids = await manager.coserve_threads.run(self._render, request.messages)
+                prompt_ids = await manager.in_thread(self._render, request.messages)
             else:
                 prompt_ids = self._render(request.messages)
             # Reuse the rendered prompt: SGLang's own rendering expects an older transformers.
@@ -209,7 +198,7 @@ def _responses_class() -> type | None:
             return await OpenAIServingResponses.create_responses(handler, request, raw_request)
 
         async def _make_in_thread(self, *args: Any, **kwargs: Any) -> Any:
-            making = OpenAIServingResponses._make_request(_bounded(self), *args, **kwargs)
-            return await self.tokenizer_manager.coserve_threads.run(finished, making)
+            make = partial(OpenAIServingResponses._make_request, _bounded(self), **kwargs)
+            return await self.tokenizer_manager.in_thread(finished, make, *args)
 
     return Responses

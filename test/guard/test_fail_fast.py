@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from sglang_coserve.srt.safeguards.bodies import FailFast, install_fail_fast
+from sglang_coserve.guard.bodies import FailFast, install_fail_fast
 
 
 class Item(BaseModel):

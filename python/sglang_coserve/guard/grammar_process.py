@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.srt.grammar_trial.compilation import TrialCompiler
+from sglang_coserve.guard.grammar_compilation import TrialCompiler
 
 __all__ = ["main", "serve_trials"]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.srt.safeguards.size_limits import (
+from sglang_coserve.guard.size_limits import (
     RequestGateMiddleware,
     body_bytes,
     set_body_limits,
 )
+from sglang_coserve.jsonl.body_limits import BodyLimits
 
 LIMITS = BodyLimits(max_bytes=1000, max_values=20, max_objects=5)
 
@@ -56,7 +56,11 @@ class Call:
             while (message := await receive())["type"] == "http.request":
                 self.body += message["body"]
 
-        asyncio.run(RequestGateMiddleware(inner)(scope, receive, send))
+        asyncio.run(
+            RequestGateMiddleware(inner, free_prefixes=("/v1/files", "/v1/batches"))(
+                scope, receive, send
+            )
+        )
 
 
 @given(st.lists(st.binary(max_size=100), min_size=1, max_size=9))

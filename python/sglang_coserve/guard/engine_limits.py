@@ -22,8 +22,8 @@ from typing import Annotated, Any, Final
 import numpy
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from sglang_coserve.srt import compat
-from sglang_coserve.srt.marks.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
+from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
+from sglang_coserve.guard.replacements import replace
 
 __all__ = [
     "LinearSearch",
@@ -65,7 +65,7 @@ def check_stop_pattern(pattern: str) -> None:
 
 def install_stop_patterns() -> None:
     """Make SGLang's scheduler in this process search for stop patterns in linear time."""
-    compat.replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
+    replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
 
 
 class LinearSearch:
@@ -159,19 +159,19 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
             raise ValueError(f"{name} is set by the server only: leave it out")
     if not is_health_check:
         _check_ids(request.rid)
-    for name in FIELD_BOUNDS:
+    for name, bound in FIELD_BOUNDS.items():
         value = getattr(request, name, None)
         for one in value if isinstance(value, list) else [value]:
             if one is not None:
-                check_number(name, one)
+                check_number(name, one, bound)
     given = request.sampling_params
     num_choices = 1
     for params in given if isinstance(given, list) else [given or {}]:
         num_choices = params.get("n", 1)
-        check_number("n", num_choices)
-        for name in PARAM_BOUNDS:
+        check_number("n", num_choices, PARAM_BOUNDS["n"])
+        for name, bound in PARAM_BOUNDS.items():
             if params.get(name) is not None:
-                check_number(name, params[name])
+                check_number(name, params[name], bound)
         for name in _SERVER_PARAMS:
             if name in params:
                 raise ValueError(f"{name} is set by the server only: leave it out")

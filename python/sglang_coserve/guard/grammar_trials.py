@@ -15,13 +15,13 @@ from hashlib import sha256
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from sglang_coserve.srt.grammar_trial.compilation import GrammarSettings
+from sglang_coserve.guard.grammar_compilation import GrammarSettings
 
 __all__ = ["GrammarTrials"]
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "sglang_coserve.srt.grammar_trial.process"
+_MODULE = "sglang_coserve.guard.grammar_process"
 
 
 class TrialProcess:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.bounds import FIELD_BOUNDS, PARAM_BOUNDS
-from sglang_coserve.srt.safeguards.engine_limits import check_request
+from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS
+from sglang_coserve.guard.engine_limits import check_request
 
 
 def request(text: Any = None, input_ids: Any = None, **params: Any) -> Any:

@@ -12,15 +12,7 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.errors import RequestError
 
-__all__ = [
-    "FIELD_BOUNDS",
-    "MARK_BOUNDS",
-    "PARAM_BOUNDS",
-    "Bound",
-    "check_number",
-    "excerpt",
-    "nearest",
-]
+__all__ = ["FIELD_BOUNDS", "PARAM_BOUNDS", "Bound", "check_number", "excerpt"]
 
 
 class Bound(NamedTuple):
@@ -33,24 +25,7 @@ class Bound(NamedTuple):
     """Only whole numbers."""
 
 
-_LEAST_MS: Final = 1e-3
-"""No step of an engine is as short as a microsecond, so a shorter time asks for nothing more; the
-inverse and the logarithm of this one are ordinary numbers."""
-
-_MOST_MS: Final = 1e9
-"""11 days, small enough for an integer to reach the scheduler."""
-
-_MOST_S: Final = 1e9
-"""31 years."""
-
 _INT32: Final = 2**31 - 1
-
-MARK_BOUNDS: Final[Mapping[str, Bound]] = {
-    "coserve_slo_ttft_ms": Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
-    "coserve_slo_tpot_ms": Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
-    "coserve_deadline_s": Bound(_LEAST_MS / 1e3, _MOST_S, "seconds"),
-}
-"""Marks, of bodies and of headers."""
 
 PARAM_BOUNDS: Final[Mapping[str, Bound]] = {
     # As 32-bit floats, smaller values become zero and larger ones may become infinite.
@@ -96,21 +71,13 @@ FIELD_BOUNDS: Final[Mapping[str, Bound]] = {
 }
 """Other fields of SGLang's requests."""
 
-_BOUNDS: Final = {**MARK_BOUNDS, **PARAM_BOUNDS, **FIELD_BOUNDS}
 
-
-def nearest(name: str, value: float) -> float:
-    """Return the value of a field of the table that is nearest to ``value``."""
-    return min(max(value, _BOUNDS[name].least), _BOUNDS[name].most)
-
-
-def check_number(name: str, value: object) -> None:
-    """Check the value of a field of the table; null values are no business of this check.
+def check_number(name: str, value: object, bound: Bound) -> None:
+    """Check the value of the field ``name``, which must not be null.
 
     Raises:
         RequestError: it is no number, or out of bounds.
     """
-    bound = _BOUNDS[name]
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     is_within = is_number and bound.least <= value <= bound.most  # type: ignore[operator]
     if is_within and not (bound.is_whole and value % 1):  # type: ignore[operator]

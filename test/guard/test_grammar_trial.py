@@ -25,7 +25,8 @@ def fault(small_model: Path) -> Iterator[Fault]:
     """Has grammars tried at once; returns what is wrong with the last of them."""
     from transformers import PreTrainedTokenizerFast
 
-    from sglang_coserve.srt.grammar_trial import GrammarSettings, GrammarTrials
+    from sglang_coserve.guard.grammar_compilation import GrammarSettings
+    from sglang_coserve.guard.grammar_trials import GrammarTrials
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
     trials = GrammarTrials(GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True))
@@ -97,7 +98,7 @@ def test_many_grammars_at_once_each_get_their_own_answer(fault: Fault) -> None:
 COMPILER = """
 import os, pickle, subprocess, sys, threading, time
 from multiprocessing.connection import Connection, Pipe
-from sglang_coserve.srt.grammar_trial import process
+from sglang_coserve.guard import grammar_process as process
 
 class Compiler:
     def fault(self, kind, text):
@@ -156,7 +157,7 @@ keys = st.tuples(st.just("regex"), st.sampled_from("abcdef"))
 
 @given(st.lists(st.tuples(st.booleans(), keys, st.integers(0, 40))))
 def test_the_cache_keeps_what_was_used_last_within_its_bounds(calls: Any) -> None:
-    from sglang_coserve.srt.safeguards.grammar_cache import GrammarCache
+    from sglang_coserve.guard.grammar_cache import GrammarCache
 
     cache = GrammarCache(most=3, most_bytes=60)
     order: list[Any] = []

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import multiprocessing, os, signal, time
-from sglang_coserve.srt.safeguards.process_health import end_with_children
+from sglang_coserve.guard.process_health import end_with_children
 
 def live_as_long_as(parent):
     while os.getppid() == parent:

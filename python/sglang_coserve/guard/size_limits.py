@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay, send_error
-from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 
 __all__ = [
@@ -134,9 +133,6 @@ def _max_tokens(manager: Any) -> int:
     return int(min(manager.context_len, manager.max_req_input_len or manager.context_len))
 
 
-_FREE_PREFIXES: Final = ("/v1/files", "/v1/batches", LINES_PATH)
-"""Their routes bound what they read."""
-
 _FREE_PATHS: Final = frozenset(
     {
         "/update_weights_from_tensor",
@@ -164,14 +160,19 @@ def body_bytes(scope: Scope) -> int:
 
 
 class RequestGateMiddleware:
-    """Refuses bodies that are too large; see the module's docstring."""
+    """Refuses bodies that are too large; see the module's docstring.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        free_prefixes: Of paths whose routes bound by themselves what they read.
+    """
+
+    def __init__(self, app: App, *, free_prefixes: tuple[str, ...] = ()) -> None:
         self._app = app
+        self._free_prefixes = free_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if not _is_measured(scope):
+        if not self._is_measured(scope):
             await self._app(scope, receive, send)
             return
         state = getattr(scope.get("app"), "state", None)
@@ -192,12 +193,11 @@ class RequestGateMiddleware:
         body = b"".join(chunks)
         await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
 
-
-def _is_measured(scope: Scope) -> bool:
-    # Whatever its method: some of SGLang's routes parse the body of a GET, too.
-    if scope["type"] != "http":
-        return False
-    path = scope["path"]
-    if path in _FREE_PATHS or path.startswith(_FREE_PREFIXES):
-        return False
-    return path != _FORM_PATH or not is_form(scope)
+    def _is_measured(self, scope: Scope) -> bool:
+        # Whatever its method: some of SGLang's routes parse the body of a GET, too.
+        if scope["type"] != "http":
+            return False
+        path = scope["path"]
+        if path in _FREE_PATHS or path.startswith(self._free_prefixes):
+            return False
+        return path != _FORM_PATH or not is_form(scope)

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator
 
 from sglang_coserve.asgi import error_content
-from sglang_coserve.srt import compat
 
 __all__ = ["FailFast", "install_body_errors", "install_fail_fast"]
 
@@ -91,8 +90,6 @@ def install_body_errors(app: Any) -> None:
     """Install handlers in SGLang's app that tell malformed bodies from faults of the server."""
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer)
-
-    compat.check_extra_keys()
 
 
 async def _answer(_request: Any, error: Exception) -> JSONResponse:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_coserve.lines.worker_threads import WorkerThreads
-from sglang_coserve.srt.safeguards.size_limits import BoundedManager, body_bytes, prompt_limit
+from sglang_coserve.guard.size_limits import BoundedManager, body_bytes, prompt_limit
 
 __all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large", "thread_loop"]
 
@@ -64,7 +64,12 @@ class ThreadedTokenizerManager(TokenizerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The threads end with the process.
-        self.coserve_threads = WorkerThreads("coserve-prompts", _THREADS)
+        self._prompt_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="coserve-prompts")
+
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Return ``function(*args)``, called in a thread; ``finished`` runs coroutines so."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._prompt_threads, function, *args)
 
     @property
     def serving_chat_class(self) -> type[OpenAIServingChat]:
@@ -86,13 +91,13 @@ class ThreadedTokenizerManager(TokenizerManager):
             return await super()._tokenize_texts(texts, is_cross_encoder)
         fit = prompt_limit(self).fit
         if isinstance(texts, str):
-            texts = await self.coserve_threads.run(fit, texts)
+            texts = await self.in_thread(fit, texts)
         elif not is_cross_encoder:
-            texts = [await self.coserve_threads.run(fit, text) for text in texts]
-        tokenizing = super()._tokenize_texts(texts, is_cross_encoder)
+            texts = [await self.in_thread(fit, text) for text in texts]
+        tokenize = super()._tokenize_texts
         if self.async_dynamic_batch_tokenizer is not None and isinstance(texts, str):
-            return await tokenizing  # It has its own thread.
-        return await self.coserve_threads.run(finished, tokenizing)
+            return await tokenize(texts, is_cross_encoder)  # It has its own thread.
+        return await self.in_thread(finished, tokenize, texts, is_cross_encoder)
 
     async def score_request(
         self, query: Any = None, items: Any = None, *args: Any, **kwargs: Any
@@ -127,8 +132,7 @@ class ThreadedChat(OpenAIServingChat):
         """
         if not is_large(raw_request):
             return self
-        threads = self.tokenizer_manager.coserve_threads
-        converted = await threads.run(self._convert, request, raw_request)
+        converted = await self.tokenizer_manager.in_thread(self._convert, request, raw_request)
         handler = copy.copy(self)
         handler._convert_to_internal_request = lambda *_: converted()
         return handler
@@ -149,12 +153,13 @@ def is_large(raw_request: Any) -> bool:
     return raw_request is not None and body_bytes(raw_request.scope) >= _LARGE_CHARS
 
 
-def finished(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine that never really waits, in a worker thread, and return its result.
+def finished(function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+    """Return the result of a coroutine function that never really waits, in a worker thread.
 
     Raises:
         RuntimeError: the coroutine waits for something.
     """
+    coroutine = function(*args)
     try:
         with thread_loop():
             coroutine.send(None)

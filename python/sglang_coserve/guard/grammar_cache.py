@@ -10,7 +10,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any, Final
 
-from sglang_coserve.srt import compat
+from sglang_coserve.guard.replacements import replace
 
 __all__ = ["GrammarCache", "install_compiler_bound"]
 
@@ -58,7 +58,7 @@ def install_compiler_bound() -> None:
     """Bound the cache of XGrammar's compiler in this process."""
     from sglang.srt.constrained import xgrammar_backend
 
-    compat.replace(
+    replace(
         "sglang.srt.constrained.xgrammar_backend.GrammarCompiler",
         partial(xgrammar_backend.GrammarCompiler, cache_limit_bytes=_MOST_BYTES),
     )

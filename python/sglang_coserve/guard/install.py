@@ -1,0 +1,61 @@
+"""Installs what keeps one client's request from harming the others, in SGLang's processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sglang_coserve.guard.bodies import install_body_errors, install_fail_fast
+from sglang_coserve.guard.paced_protocol import install_paced_protocol
+from sglang_coserve.guard.size_limits import RequestGateMiddleware, body_limits, set_body_limits
+from sglang_coserve.unread_body import UnreadBodyMiddleware
+
+__all__ = ["MIDDLEWARE", "install_in_scheduler", "install_in_server"]
+
+MIDDLEWARE = (RequestGateMiddleware, UnreadBodyMiddleware)
+"""What ``install_in_server`` adds to the app; the last runs first."""
+
+
+def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) -> None:
+    """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now.
+
+    Args:
+        http_server: The module, before its app starts.
+        free_prefixes: Of paths whose routes bound by themselves what they read of a body.
+    """
+    from sglang_coserve.guard.threaded_handlers import replace_handlers
+
+    app = http_server.app
+    install_paced_protocol()
+    gate, unread = MIDDLEWARE
+    app.add_middleware(gate, free_prefixes=free_prefixes)
+    app.add_middleware(unread)
+    install_fail_fast(app)
+    install_body_errors(app)
+    stock_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncGenerator[Any]:
+        set_body_limits(app, body_limits(http_server._global_state.tokenizer_manager))
+        async with stock_lifespan(app) as state:
+            replace_handlers(app.state)
+            yield state
+
+    app.router.lifespan_context = lifespan
+
+
+def install_in_scheduler(processors_of: Any) -> None:
+    """Replace the parts of SGLang in this process through which one request can stall the others.
+
+    To be called before the scheduler is created. ``processors_of`` is what ``GuardedSampler``
+    finds a batch's custom logit processors with.
+    """
+    from sglang_coserve.guard.engine_limits import install_stop_patterns
+    from sglang_coserve.guard.grammar_cache import install_compiler_bound
+    from sglang_coserve.guard.sampling import install_eager_sampling, install_guarded_sampler
+
+    install_compiler_bound()
+    install_eager_sampling()
+    install_guarded_sampler(processors_of)
+    install_stop_patterns()
