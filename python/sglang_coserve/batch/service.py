@@ -31,6 +31,7 @@ from sglang_coserve.batch.schemas import (
 from sglang_coserve.batch.service_status import Headroom, ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
@@ -76,6 +77,9 @@ class BatchService:
         self._storage = OwnerStorage(
             context.store, limits.max_stored_bytes_per_owner, limits.max_files_per_owner
         )
+        self.parts = Uploads(context, files, self._storage, self.create_file)
+        """Files that come in parts."""
+
         self.uploads = Transfers("uploads", limits.max_transfers)
         self.downloads = Transfers("downloads", limits.max_transfers)
 

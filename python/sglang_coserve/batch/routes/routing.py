@@ -7,7 +7,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.routing import Match
 
-from sglang_coserve.batch.routes import batches, files, operator
+from sglang_coserve.batch.routes import batches, files, operator, uploads
 
 __all__ = ["add_batch_routes", "missing_routes", "operator_endpoints"]
 
@@ -21,7 +21,10 @@ _ENDPOINTS: Final = {
 def add_batch_routes(app: FastAPI) -> None:
     """Add the routes to ``app``."""
     # One by one, as the application's own: who looks through its routes finds them.
-    for router in (files.router, batches.router, operator.router):
+    for router in (
+        *(files.router, uploads.router, uploads.part_router),
+        *(batches.router, operator.router),
+    ):
         app.router.routes.extend(router.routes)
 
 

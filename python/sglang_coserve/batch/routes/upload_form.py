@@ -33,11 +33,15 @@ class UploadForm:
     Every method raises ``BatchRequestError`` for a form that is none, or lacks something.
     """
 
-    def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, content_type: str, body: AsyncIterator[bytes], file_field: str = "file"
+    ) -> None:
+        """``file_field`` names the file's field; it is ``data`` for a part, which has no other."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
             raise _malformed("send it as multipart/form-data, with a boundary")
+        self._file_field = file_field
         self.filename = ""
         self._body = body
         self._fields: dict[str, str] = {}
@@ -93,8 +97,8 @@ class UploadForm:
         """Read up to the first bytes of the file."""
         while not self._has_file:
             if self._is_complete:
-                message = "the form has no file: send one in the field 'file'"
-                raise BatchRequestError(message, code="missing_file", param="file")
+                message = f"the form has no file: send one in the field {self._file_field!r}"
+                raise BatchRequestError(message, code="missing_file", param=self._file_field)
             await self._read_on()
 
     async def file_chunks(self) -> AsyncGenerator[bytes]:
@@ -105,7 +109,7 @@ class UploadForm:
             if self._is_complete:
                 break
             await self._read_on()
-        if self.purpose != "batch":
+        if self.purpose != "batch" and self._file_field == "file":
             message = f"purpose must be 'batch', not {(self.purpose or '')[:64]!r}"
             raise BatchRequestError(message, code="invalid_purpose", param="purpose")
         self.expires_after()
@@ -143,16 +147,17 @@ class UploadForm:
         _, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"").decode(errors="replace")
         filename = options.get(b"filename")
-        if name != "file":
+        if name != self._file_field:
             self._num_fields += 1
             if self._num_fields > _MAX_FIELDS:
                 raise _malformed(f"it has more than {_MAX_FIELDS} fields")
             self._field_name = name
         elif filename is None:
-            raise BatchRequestError("the file has no name", code="missing_filename", param="file")
+            message = f"the part {name!r} has no filename"
+            raise BatchRequestError(message, code="missing_filename", param=name)
         elif self._has_file:
             message = "the form has more than one file"
-            raise BatchRequestError(message, code="too_many_files", param="file")
+            raise BatchRequestError(message, code="too_many_files", param=name)
         else:
             self._has_file = True
             self.filename = filename.decode(errors="replace")

@@ -8,7 +8,14 @@ from typing import Any
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.record import FileRecord
 
-__all__ = ["delete", "exists", "expired", "find", "insert", "page", "put_output", "stored"]
+__all__ = [
+    *("UPLOAD", "part_of", "parts"),
+    *("delete", "exists", "expired", "find", "insert", "page", "put_output", "stored"),
+]
+
+UPLOAD = "upload"
+"""The purpose of an upload that is not complete; those of its parts begin with it. None of them is
+listed."""
 
 _COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
 _VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
@@ -57,6 +64,17 @@ def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
     )
 
 
+def part_of(upload_id: str) -> str:
+    """Return the purpose of a part of an upload."""
+    return f"{UPLOAD}/{upload_id}"
+
+
+def parts(connection: sqlite3.Connection, owner: str, upload_id: str) -> list[str]:
+    """Return the ids of the parts of an upload. O(files of the owner)."""
+    query = "SELECT id FROM files WHERE owner = ? AND purpose = ?"
+    return [part for (part,) in connection.execute(query, (owner, part_of(upload_id)))]
+
+
 def exists(connection: sqlite3.Connection, file_id: str) -> bool:
     """Return True when anybody has such a file."""
     found = connection.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
@@ -70,16 +88,23 @@ def stored(connection: sqlite3.Connection, owner: str) -> tuple[int, int]:
     return size_bytes, files
 
 
-def find(connection: sqlite3.Connection, owner: str, file_id: str, now_s: float) -> FileRecord:
-    """Return a file of ``owner``.
+def find(
+    connection: sqlite3.Connection,
+    owner: str,
+    file_id: str,
+    now_s: float,
+    *,
+    of_uploads: bool = False,
+) -> FileRecord:
+    """Return a file of ``owner``; with ``of_uploads`` one that no list shows.
 
     Raises:
         NotFoundError: there is none, or it has expired.
     """
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM files WHERE id = ? AND owner = ?"
-        " AND (expires_at_s IS NULL OR expires_at_s > ?)",
-        (file_id, owner, now_s),
+        f" AND (expires_at_s IS NULL OR expires_at_s > ?) AND (purpose LIKE '{UPLOAD}%') = ?",
+        (file_id, owner, now_s, of_uploads),
     ).fetchone()
     if row is None:
         raise NotFoundError(
@@ -107,7 +132,10 @@ def page(
     Raises:
         NotFoundError: ``after`` is no file of ``owner``.
     """
-    conditions = ["owner = :owner", "(expires_at_s IS NULL OR expires_at_s > :now_s)"]
+    conditions = [
+        f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%'",
+        "(expires_at_s IS NULL OR expires_at_s > :now_s)",
+    ]
     if after is not None:
         find(connection, owner, after, now_s)
         sign = ">" if is_ascending else "<"

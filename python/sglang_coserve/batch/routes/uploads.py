@@ -1,0 +1,73 @@
+"""``/v1/uploads``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Request
+
+from sglang_coserve.batch.routes.caller import Owner, Service
+from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute, OpenAIRoute
+from sglang_coserve.batch.routes.patience import received
+from sglang_coserve.batch.routes.upload_form import UploadForm
+from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject, UploadPart
+
+__all__ = ["part_router", "router"]
+
+_OPTIONS: Final[dict[str, Any]] = {
+    "prefix": "/v1/uploads",
+    "tags": ["uploads"],
+    "responses": ERROR_RESPONSES,
+}
+router = APIRouter(route_class=JsonRoute, **_OPTIONS)
+part_router = APIRouter(route_class=OpenAIRoute, **_OPTIONS)
+"""Of bodies that may be as long as a file."""
+
+UploadId = Annotated[str, Path(max_length=64)]
+
+_PART: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["data"],
+                    "properties": {"data": {"type": "string", "format": "binary"}},
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("")
+async def create_upload(service: Service, owner: Owner, body: CreateUpload) -> UploadObject:
+    """Begin an upload in parts."""
+    return await service.parts.create(owner, body)
+
+
+@part_router.post("/{upload_id}/parts", openapi_extra=_PART)
+async def add_upload_part(
+    service: Service, owner: Owner, upload_id: UploadId, request: Request
+) -> UploadPart:
+    """Add a part."""
+    with service.uploads.one(owner):
+        body = received(request.stream(), service.limits)
+        form = UploadForm(request.headers.get("content-type", ""), body, file_field="data")
+        await form.read_to_file()
+        return await service.parts.add_part(owner, upload_id, form.file_chunks())
+
+
+@router.post("/{upload_id}/complete")
+async def complete_upload(
+    service: Service, owner: Owner, upload_id: UploadId, body: CompleteUpload
+) -> UploadObject:
+    """Make a file of the parts."""
+    return await service.parts.complete(owner, upload_id, body)
+
+
+@router.post("/{upload_id}/cancel")
+async def cancel_upload(service: Service, owner: Owner, upload_id: UploadId) -> UploadObject:
+    """Delete the parts."""
+    return await service.parts.cancel(owner, upload_id)
