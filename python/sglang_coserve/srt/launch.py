@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from sglang_coserve.batch.routes import PAGE_PATH, Keys, batch_api_status
+from sglang_coserve.batch.routes import BATCH_PREFIXES, PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.install import install_in_server
@@ -196,7 +196,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         finds_tenants=config.online_order == "vtc",
     )
     # Before our routes are there, which read little. The middleware added last runs first.
-    install_in_server(http_server, free_prefixes=("/v1/files", "/v1/batches", LINES_PATH))
+    install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
     compat.check_extra_keys()
     app.add_middleware(DrainHealthMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])

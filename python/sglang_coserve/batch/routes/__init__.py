@@ -14,7 +14,12 @@ from sglang_coserve.batch.routes.caller import (
 )
 from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.routes.operator import endpoints_of, operator_router, set_admin_key
-from sglang_coserve.batch.routes.routing import add_batch_routes, missing_routes, operator_endpoints
+from sglang_coserve.batch.routes.routing import (
+    BATCH_PREFIXES,
+    add_batch_routes,
+    missing_routes,
+    operator_endpoints,
+)
 from sglang_coserve.batch.routes.view_access import (
     PAGE_PATH,
     VIEW_PATH,
@@ -25,6 +30,7 @@ from sglang_coserve.batch.routes.view_access import (
 )
 
 __all__ = [
+    "BATCH_PREFIXES",
     "PAGE_PATH",
     "VIEW_PATH",
     "BatchApiNotReadyError",

@@ -9,7 +9,10 @@ from starlette.routing import Match
 
 from sglang_coserve.batch.routes import batches, files, operator, uploads
 
-__all__ = ["add_batch_routes", "missing_routes", "operator_endpoints"]
+__all__ = ["BATCH_PREFIXES", "add_batch_routes", "missing_routes", "operator_endpoints"]
+
+BATCH_PREFIXES: Final = (files.router.prefix, uploads.router.prefix, batches.router.prefix)
+"""Of paths whose routes bound by themselves what they read of a body."""
 
 _ENDPOINTS: Final = {
     "/v1/files": files.list_files,
