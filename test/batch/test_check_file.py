@@ -19,11 +19,13 @@ from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl import file_estimate
+from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, LineFault, check_file
 from sglang_coserve.jsonl.file_estimate import estimate_file
 from sglang_coserve.jsonl.request_line import estimate_tokens, mended_json, parse_request_line
 
-LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5)
+LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5, context_tokens=4096)
+LINE_LIMITS = BodyLimits(max_bytes=4000, context_tokens=4096)
 
 
 def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
@@ -32,7 +34,7 @@ def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
 
 def validate(path: Path) -> Validated | Failed:
     batch = a_batch(endpoint=ENDPOINT)
-    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), 4000))
+    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), LINE_LIMITS))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
@@ -198,9 +200,24 @@ def test_any_bytes_give_a_report(content: bytes) -> None:
 
 
 @settings(deadline=None)
-@given(body=st.dictionaries(st.sampled_from(["max_tokens", "n"]), st.integers() | st.text()))
-def test_an_estimate_is_positive_and_bounded(body: dict[str, Any]) -> None:
-    assert 1 <= estimate_tokens(100, body) <= 131_100
+@given(
+    size_bytes=st.integers(0, 20_000),
+    body=st.dictionaries(st.sampled_from(["max_tokens", "n"]), st.integers() | st.text()),
+)
+def test_no_answer_is_expected_to_be_longer_than_the_rest_of_the_context(
+    size_bytes: int, body: dict[str, Any]
+) -> None:
+    prompt_tokens = estimate_tokens(size_bytes, {"max_tokens": 0}, 4096)
+    assert size_bytes / 4 <= prompt_tokens <= size_bytes / 4 + 1
+    tokens = estimate_tokens(size_bytes, body, 4096)
+    assert prompt_tokens <= tokens <= max(prompt_tokens, 4096)
+
+
+def test_limits_that_nobody_could_use_make_no_long_batch(tmp_path: Path) -> None:
+    content = lines(20, max_tokens=1_000_000)
+    assert 20 * 4000 < check(content).estimated_tokens <= 20 * 4096
+    (path := tmp_path / "input.jsonl").write_bytes(content)
+    assert estimate_file(path, ENDPOINT, 4096) == check(content).estimated_tokens
 
 
 def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
@@ -236,7 +253,7 @@ def test_the_estimate_of_a_file_parses_nothing_long(
     short = lines(before)
     path = tmp_path / "input.jsonl"
     path.write_bytes(short + b'{"body":[' + b"{}," * 1_000_000 + b"{}]}")
-    assert estimate_file(path, ENDPOINT) > path.stat().st_size // 4
+    assert estimate_file(path, ENDPOINT, 4096) > path.stat().st_size // 4
     assert len(parsed) == before
     assert sum(parsed) <= len(short)
 
@@ -244,4 +261,4 @@ def test_the_estimate_of_a_file_parses_nothing_long(
 def test_the_estimate_of_a_small_file_is_that_of_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     path.write_bytes(lines(20))
-    assert estimate_file(path, ENDPOINT) == check(lines(20)).estimated_tokens
+    assert estimate_file(path, ENDPOINT, 4096) == check(lines(20)).estimated_tokens

@@ -65,9 +65,9 @@ async def test_the_input_of_a_batch_that_is_refused_is_not_looked_at(
 ) -> None:
     looked_at: list[Path] = []
 
-    def noting(path: Path, endpoint: str) -> int:
+    def noting(path: Path, endpoint: str, context_tokens: int) -> int:
         looked_at.append(path)
-        return estimate_file(path, endpoint)
+        return estimate_file(path, endpoint, context_tokens)
 
     monkeypatch.setattr(job_supervisor, "estimate_file", noting)
     scene = await opened(

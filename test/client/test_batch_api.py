@@ -17,7 +17,7 @@ from starlette.routing import Mount
 
 from batch.live_app import LiveApp
 from batch.scenarios import line, lines
-from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
+from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch import LineRequest, LineResult
 from sglang_coserve.batch.routes import set_not_ready
@@ -360,6 +360,16 @@ def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: 
 def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(
     held: LiveApp, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(held.backend, "tokens_per_s", 1e6)
+    monkeypatch.setattr(held.backend, "holds", False)
+    with held.client() as api:
+        input_id = api.files.create(file=source, purpose="batch").id
+        for _ in range(19):  # Without a history no window is refused.
+            batch = api.batches.create(
+                input_file_id=input_id, endpoint=ENDPOINT, completion_window="24h"
+            )
+            eventually(lambda: api.batches.retrieve(batch.id).status == "completed")  # noqa: B023
+    monkeypatch.setattr(held.backend, "holds", True)
     monkeypatch.setattr(held.backend, "tokens_per_s", 0.1)
     with CoserveClient(held.base_url) as client:
         with pytest.raises(CoserveError, match="completion_window of 1m cannot be kept"):

@@ -141,7 +141,8 @@ def new_batch(
 
 
 def raise_if_window_too_short(batch: JobRecord, forecast: JobForecast) -> None:
-    """Refuse a batch that would miss its window even if it were served first, as forecast at best.
+    """Refuse a batch that would miss its window even if it were served first, and took as little
+    longer than forecast as any of the last ones.
 
     Raises:
         BatchRequestError: it would; the message names the window that could be kept.

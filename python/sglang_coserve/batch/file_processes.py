@@ -17,6 +17,7 @@ from typing import Final
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Validated
+from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.helper_process import run_module
@@ -40,16 +41,21 @@ class FileProcesses:
         self._turns = FairSlots(_MOST, max_bytes=1)
 
     async def validate(
-        self, batch: JobRecord, path: Path, limits: BatchLimits, max_line_bytes: int
+        self, batch: JobRecord, path: Path, limits: BatchLimits, body_limits: BodyLimits
     ) -> Validated | Failed:
         """Return a summary of the input, or the errors for which it cannot be used.
 
-        Lines over ``max_line_bytes`` are not parsed, and are no error of the input.
+        Lines over ``body_limits`` are not parsed, and are no error of the input.
 
         Raises:
             StorageError: the check itself failed; the file may be good.
         """
-        wanted = CheckLimits(limits.max_lines, max_line_bytes, limits.max_reported_errors)
+        wanted = CheckLimits(
+            limits.max_lines,
+            body_limits.max_bytes,
+            limits.max_reported_errors,
+            body_limits.context_tokens,
+        )
         async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
             report = await run_module(
                 f"checking {path}", _MODULE, str(path), batch.endpoint, json.dumps(asdict(wanted))

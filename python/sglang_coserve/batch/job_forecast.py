@@ -81,12 +81,17 @@ class ForecastErrors:
     def __len__(self) -> int:
         return len(self._newest)
 
+    @property
+    def are_enough(self) -> bool:
+        """True when P5 and P95 are of errors that were made, and of no others."""
+        return len(self) >= _FEWEST
+
     def add(self, past: PastJob) -> None:
         """Take in a batch that has ended, in place of the oldest one."""
         if min(past.forecast_s, past.actual_s) <= 0:
             return
         self._newest.append(past.actual_s / past.forecast_s)
-        unseen = _PRIOR if len(self) < _FEWEST else ()
+        unseen = () if self.are_enough else _PRIOR
         self._factors = sorted([*self._newest, *unseen])
 
     def finish(self, forecast_s: float) -> FinishEstimate:
@@ -147,7 +152,8 @@ class JobForecast:
     """Its duration before past errors are taken into account."""
 
     first_s: float | None = None
-    """P5 of how long it would take were it the first of its owner's."""
+    """P5 of how long it would take were it the first of its owner's; None while too few batches
+    have ended to know."""
 
 
 def remaining_tokens(batch: JobRecord, token_bias: float = 1.0) -> float:
@@ -270,5 +276,5 @@ def _outlook(
         is_late=finish.p50_s > left_s,
         eta_p95_s=now_s + min(finish.p95_s, _CENTURY_S),
         forecast_s=forecast_s,
-        first_s=first.p05_s,
+        first_s=first.p05_s if errors.are_enough else None,
     )

@@ -101,6 +101,7 @@ class JobLines:
         self.share = share
         self.deadline_s = batch.expires_at_s
         self.model = batch.model
+        self.context_tokens = context.backend.limits.context_tokens
         self._batch = batch
         self._context = context
         self._note = note

@@ -95,7 +95,8 @@ class JobSupervisor:
     async def create(self, wanted: JobRecord, *, best_effort: bool = False) -> JobRecord:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
 
-        Unless with ``best_effort``, one whose window cannot be kept is refused, too. It goes on
+        Unless with ``best_effort``, one whose window cannot be kept, going by earlier ones, is
+        refused, too. It goes on
         if the caller is cancelled: no batch is in the store that no driver knows of.
         """
         return await to_its_end(self._create(wanted, best_effort))
@@ -160,7 +161,10 @@ class JobSupervisor:
         if earlier is not None:
             return earlier
         tokens = await self._context.threads.run(
-            estimate_file, directory.file(wanted.input_file_id), wanted.endpoint
+            estimate_file,
+            directory.file(wanted.input_file_id),
+            wanted.endpoint,
+            self._context.backend.limits.context_tokens,
         )
         wanted = replace(wanted, estimated_tokens=tokens)
         forecast = self.job_forecasts([wanted])[wanted.id]

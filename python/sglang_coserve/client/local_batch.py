@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from sglang_coserve.client.output_files import ResultFiles, file_errors
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.jsonl.body_limits import COMMON_CONTEXT_TOKENS
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
@@ -140,6 +141,7 @@ class LocalBatch:
     id = ""
     deadline_s = math.inf
     model = ""
+    context_tokens = COMMON_CONTEXT_TOKENS
 
     def __init__(
         self,

@@ -125,7 +125,10 @@ def body_limits(manager: Any) -> BodyLimits:
         max_bytes = max(max_bytes, _MULTIMODAL_BYTES)
     # Room for a prompt of token ids and its other fields.
     max_values = max(default.max_values, max_tokens + default.max_objects)
-    return replace(default, max_bytes=max_bytes, max_values=max_values)
+    context_tokens = int(manager.context_len)
+    return replace(
+        default, max_bytes=max_bytes, max_values=max_values, context_tokens=context_tokens
+    )
 
 
 def _max_tokens(manager: Any) -> int:

@@ -12,10 +12,14 @@ from typing import Final
 
 from sglang_coserve.errors import RequestError
 
-__all__ = ["BodyLimits", "BodyMeter", "BodyTooLargeError", "check_body"]
+__all__ = ["COMMON_CONTEXT_TOKENS", "BodyLimits", "BodyMeter", "BodyTooLargeError", "check_body"]
 
 _PIECE_BYTES: Final = 1 << 16
 """Takes 0.6 ms at the worst (nothing but quotation marks)."""
+
+
+COMMON_CONTEXT_TOKENS: Final = 131_072
+"""The context of common models, where the model's is not known."""
 
 
 class BodyTooLargeError(RequestError):
@@ -41,6 +45,10 @@ class BodyLimits:
     max_keys: int = 25_000
     """Colons outside of strings. Each of them may be a fault of its own to Pydantic, which
     takes 10 ms to find so many."""
+
+    context_tokens: int = COMMON_CONTEXT_TOKENS
+    """Of the model: prompt and answer together. No body is measured by it; the engine refuses what
+    is longer."""
 
 
 class BodyMeter:

@@ -48,6 +48,9 @@ class CheckLimits:
     max_faults: int
     """The check ends after this many."""
 
+    context_tokens: int
+    """Of which no line takes more."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
@@ -97,7 +100,9 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
             if not seen.add(request.custom_id):
                 message = "an earlier line has the same custom_id: make it unique"
                 raise BadLineError("duplicate_custom_id", message, "custom_id")
-            report.estimated_tokens += estimate_tokens(line.size_bytes, request.body)
+            report.estimated_tokens += estimate_tokens(
+                line.size_bytes, request.body, limits.context_tokens
+            )
         except BadLineError as error:
             report.faults.append(LineFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:

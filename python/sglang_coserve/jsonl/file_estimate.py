@@ -16,7 +16,7 @@ _SAMPLE_BYTES: Final = 1 << 16
 to parse, which holds the interpreter lock: a longer one is judged by its size alone."""
 
 
-def estimate_file(path: Path, endpoint: str) -> int:
+def estimate_file(path: Path, endpoint: str, context_tokens: int) -> int:
     """Return the tokens that the requests in a file may take, prompts and answers. Blocks.
 
     Those of its first 64 KiB, in proportion to its size: exact for a small file, as exact as
@@ -33,14 +33,19 @@ def estimate_file(path: Path, endpoint: str) -> int:
         # Its last line is cut off, and left out unless it is the only one.
         sample = sample[: sample.rfind(b"\n") + 1] or sample
         if not sample.endswith(b"\n"):
-            return round(estimate_tokens(len(sample), {}) * total_bytes / len(sample))
+            return round(
+                estimate_tokens(len(sample), {}, context_tokens) * total_bytes / len(sample)
+            )
     lines = read_lines(BytesIO(sample), _SAMPLE_BYTES)
-    tokens = sum(_tokens(line.content or b"", line.size_bytes, endpoint) for line in lines)
+    tokens = sum(
+        _tokens(line.content or b"", line.size_bytes, endpoint, context_tokens) for line in lines
+    )
     return round(tokens * total_bytes / len(sample)) if sample else 0
 
 
-def _tokens(content: bytes, size_bytes: int, endpoint: str) -> int:
+def _tokens(content: bytes, size_bytes: int, endpoint: str, context_tokens: int) -> int:
     try:
-        return estimate_tokens(size_bytes, parse_request_line(content, endpoint).body)
+        body = parse_request_line(content, endpoint).body
+        return estimate_tokens(size_bytes, body, context_tokens)
     except BadLineError:
         return 0

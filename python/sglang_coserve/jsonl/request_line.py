@@ -35,9 +35,6 @@ _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
 _DEFAULT_OUTPUT_TOKENS: Final = 256
 _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-_MAX_ESTIMATE_TOKENS: Final = 131_072
-"""The context of common models, so their longest answer. Engines refuse a line that asks for more,
-and it must not make its batch look too long for its window."""
 
 
 class BadLineError(ValueError):
@@ -211,13 +208,13 @@ def output_limit(body: Mapping[str, Any]) -> int | None:
     return next((body[name] for name in _OUTPUT_LIMITS if type(body.get(name)) is int), None)
 
 
-def estimate_tokens(size_bytes: int, body: Mapping[str, Any]) -> int:
+def estimate_tokens(size_bytes: int, body: Mapping[str, Any], context_tokens: int) -> int:
     """Return how many tokens a line of ``size_bytes`` may take, prompt and answer.
 
-    Only a first guess, from the size of the line and the limit it sets on its answer:
-    what the finished lines took corrects it.
+    Only a first guess, from the size of the line, the limit it sets on its answer, and the room
+    that its prompt leaves in the context: what the finished lines took corrects it.
     """
     limit = output_limit(body)
     output_tokens = _DEFAULT_OUTPUT_TOKENS if limit is None else limit
     prompt_tokens = 1 + size_bytes // _BYTES_PER_TOKEN
-    return prompt_tokens + min(max(0, output_tokens), _MAX_ESTIMATE_TOKENS)
+    return prompt_tokens + max(0, min(output_tokens, context_tokens - prompt_tokens))

@@ -99,6 +99,10 @@ class LineJob(Protocol):
     def model(self) -> str | None:
         """The model of its latest result; None before there is one."""
 
+    @property
+    def context_tokens(self) -> int:
+        """Of which no line takes more, prompt and answer."""
+
     def tag(self, line: InputLine) -> int:
         """Return the tag of a line's record (see ``encode_record``)."""
 
@@ -163,7 +167,7 @@ class LineRun:
                     request = await self._request(line)
                     if request is None:
                         continue
-                    estimated_tokens = estimate_tokens(line.size_bytes, request.body)
+                    estimated_tokens = self._estimate(line, request.body)
                     await slots.acquire(job.share, line.size_bytes, estimated_tokens)
                     task = tasks.create_task(self._serve(line, request, estimated_tokens))
                     # As a callback: a task that is cancelled before it starts runs no code.
@@ -185,7 +189,7 @@ class LineRun:
                 if request is None:
                     continue
                 if deaths[line.number] < MAX_DEATHS:
-                    estimated_tokens = estimate_tokens(line.size_bytes, request.body)
+                    estimated_tokens = self._estimate(line, request.body)
                     await self._serve(line, request, estimated_tokens)
                     continue
                 message = (
@@ -242,7 +246,7 @@ class LineRun:
         # Not in a thread: the encoder would hold the interpreter lock there, too.
         record = encode_record(self._job.tag(line), line.number, custom_id, result)
         if estimated_tokens is None:
-            estimated_tokens = estimate_tokens(line.size_bytes, {})
+            estimated_tokens = self._estimate(line, {})
         try:
             if model not in (None, self._model):
                 # Set before the await, so that the next line does not report the change again.
@@ -257,6 +261,9 @@ class LineRun:
                 estimated_tokens=estimated_tokens,
             )
             self.recorded_bytes += line.size_bytes
+
+    def _estimate(self, line: InputLine, body: Mapping[str, Any]) -> int:
+        return estimate_tokens(line.size_bytes, body, self._job.context_tokens)
 
     def _release(self, size_bytes: int, estimated_tokens: int, task: asyncio.Task[int]) -> None:
         tokens = 0 if task.cancelled() or task.exception() else task.result()
