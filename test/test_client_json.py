@@ -72,7 +72,7 @@ PLACES: Final[dict[str, str]] = {
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
     # Grammars in requests that have passed the request gate.
-    "guard/grammar_compilation.py::_structural_tag": OWN_PROCESS,
+    "guard/grammar_process.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
     "srt/batch_backend/backend.py::line_result": "an error of SGLang's",

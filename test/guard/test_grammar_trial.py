@@ -25,8 +25,8 @@ def fault(small_model: Path) -> Iterator[Fault]:
     """Has grammars tried at once; returns what is wrong with the last of them."""
     from transformers import PreTrainedTokenizerFast
 
-    from sglang_coserve.guard.grammar_compilation import GrammarSettings
-    from sglang_coserve.guard.grammar_trials import GrammarTrials
+    from sglang_coserve.guard.grammar_process import GrammarSettings
+    from sglang_coserve.guard.grammars import GrammarTrials
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
     trials = GrammarTrials(GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True))
@@ -157,7 +157,7 @@ keys = st.tuples(st.just("regex"), st.sampled_from("abcdef"))
 
 @given(st.lists(st.tuples(st.booleans(), keys, st.integers(0, 40))))
 def test_the_cache_keeps_what_was_used_last_within_its_bounds(calls: Any) -> None:
-    from sglang_coserve.guard.grammar_cache import GrammarCache
+    from sglang_coserve.guard.grammars import GrammarCache
 
     cache = GrammarCache(most=3, most_bytes=60)
     order: list[Any] = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.guard.size_limits import PromptLimit
+from sglang_coserve.guard.prompts import PromptLimit
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.guard.size_limits import (
-    RequestGateMiddleware,
-    body_bytes,
-    set_body_limits,
-)
+from sglang_coserve.guard.bodies import RequestGateMiddleware, body_bytes, set_body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
 LIMITS = BodyLimits(max_bytes=1000, max_values=20, max_objects=5)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
-from sglang_coserve.guard.size_limits import RequestGateMiddleware
+from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware

@@ -1,4 +1,11 @@
 """Keeps one client's request from stopping the server, or its event loop, for the others.
 
-Of SGLang, and of nothing else of co-serving. ``install`` puts it in place.
+It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
+
+- ``paced_protocol``, ``bodies``: HTTP: bytes, bodies.
+- ``prompts``, ``threaded_handlers``: what is rendered and tokenized, and where.
+- ``engine_limits``, ``bounds``, ``media_sources``: what a request asks for.
+- ``grammars``, ``grammar_process``: the grammar that its output is to have.
+- ``sampling``: what a request's logits may do to the others of its batch.
+- ``process_health``: what ends the processes, and what stops them for a while.
 """

@@ -1,4 +1,7 @@
-"""Answers invalid bodies soon, and as the fault of the client.
+"""Refuses large bodies before they are parsed; answers invalid ones soon, as the client's fault.
+
+An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
+answers larger ones with 413.
 
 Validation stops at the first invalid item of a list. Pydantic reports every one, for every
 alternative of a union: a body of 1 MiB can have three million errors, which block the event loop
@@ -11,15 +14,138 @@ follow are answered with 400 instead of 500.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator
 
-from sglang_coserve.asgi import error_content
+from sglang_coserve.asgi import (
+    App,
+    Receive,
+    Scope,
+    Send,
+    error_content,
+    is_form,
+    replay,
+    send_error,
+)
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 
-__all__ = ["FailFast", "install_body_errors", "install_fail_fast"]
+__all__ = [
+    "FailFast",
+    "RequestGateMiddleware",
+    "body_bytes",
+    "body_limits",
+    "install_body_errors",
+    "install_fail_fast",
+    "max_tokens",
+    "set_body_limits",
+]
+
+# --- How large a body may be -----------------------------------------------------------------
+
+_BYTES_PER_TOKEN: Final = 16
+"""Largest body, in bytes per token of the context, if that is more than 4 MiB: non-ASCII
+characters may be escapes of 6 bytes, a few of which make a token."""
+
+_MULTIMODAL_BYTES: Final = 64 << 20
+"""Largest body for a multimodal model, as images and sounds are base64 text in the body."""
+
+
+def body_limits(manager: Any) -> BodyLimits:
+    """Return the limits of request bodies for the model of a tokenizer manager."""
+    most, default = max_tokens(manager), BodyLimits()
+    max_bytes = max(default.max_bytes, _BYTES_PER_TOKEN * most)
+    if manager.model_config.is_multimodal:
+        max_bytes = max(max_bytes, _MULTIMODAL_BYTES)
+    # Room for a prompt of token ids and its other fields.
+    max_values = max(default.max_values, most + default.max_objects)
+    context_tokens = int(manager.context_len)
+    return replace(
+        default, max_bytes=max_bytes, max_values=max_values, context_tokens=context_tokens
+    )
+
+
+def max_tokens(manager: Any) -> int:
+    """Return the longest prompt of the model of a tokenizer manager, in tokens."""
+    # The limit of the KV pool is known once the scheduler is running.
+    return int(min(manager.context_len, manager.max_req_input_len or manager.context_len))
+
+
+_FREE_PATHS: Final = frozenset(
+    {
+        "/update_weights_from_tensor",
+        "/load_lora_adapter_from_tensors",
+    }
+)
+"""For operators only."""
+
+_FORM_PATH: Final = "/v1/audio/transcriptions"
+"""Takes a form, which is spooled to a file."""
+
+_STATE: Final = "coserve_body_limits"
+_SIZE: Final = "coserve_body_bytes"
+
+
+def set_body_limits(app: Any, limits: BodyLimits) -> None:
+    """Set the limits of request bodies for ``app``; until then the defaults apply."""
+    setattr(app.state, _STATE, limits)
+
+
+def body_bytes(scope: Scope) -> int:
+    """Return the size of a body that passed the gate; 0 for any other."""
+    size_bytes = scope.get(_SIZE, 0)
+    return int(size_bytes)
+
+
+class RequestGateMiddleware:
+    """Refuses bodies that are too large.
+
+    Args:
+        free_prefixes: Of paths whose routes bound by themselves what they read.
+    """
+
+    def __init__(self, app: App, *, free_prefixes: tuple[str, ...] = ()) -> None:
+        self._app = app
+        self._free_prefixes = free_prefixes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if not self._is_measured(scope):
+            await self._app(scope, receive, send)
+            return
+        state = getattr(scope.get("app"), "state", None)
+        meter = BodyMeter(getattr(state, _STATE, None) or BodyLimits())
+        chunks: list[bytes] = []
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                return  # The client has disconnected.
+            chunks.append(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            try:
+                meter.take(chunks[-1])
+            except BodyTooLargeError as error:
+                await send_error(send, 413, str(error))
+                return
+        body = b"".join(chunks)
+        await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
+
+    def _is_measured(self, scope: Scope) -> bool:
+        # Whatever its method: some of SGLang's routes parse the body of a GET, too.
+        if scope["type"] != "http":
+            return False
+        path = scope["path"]
+        if path in _FREE_PATHS or path.startswith(self._free_prefixes):
+            return False
+        return path != _FORM_PATH or not is_form(scope)
+
+
+# --- What is wrong with a body ---------------------------------------------------------------
+
 
 _LISTS: Final = frozenset({"list", "tuple", "set", "frozenset"})
 _NOT_SCHEMAS: Final = frozenset({"config", "default", "expected", "metadata", "serialization"})

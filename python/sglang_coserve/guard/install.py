@@ -6,9 +6,14 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sglang_coserve.guard.bodies import install_body_errors, install_fail_fast
+from sglang_coserve.guard.bodies import (
+    RequestGateMiddleware,
+    body_limits,
+    install_body_errors,
+    install_fail_fast,
+    set_body_limits,
+)
 from sglang_coserve.guard.paced_protocol import install_paced_protocol
-from sglang_coserve.guard.size_limits import RequestGateMiddleware, body_limits, set_body_limits
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["MIDDLEWARE", "install_in_scheduler", "install_in_server"]
@@ -52,7 +57,7 @@ def install_in_scheduler(processors_of: Any) -> None:
     finds a batch's custom logit processors with.
     """
     from sglang_coserve.guard.engine_limits import install_stop_patterns
-    from sglang_coserve.guard.grammar_cache import install_compiler_bound
+    from sglang_coserve.guard.grammars import install_compiler_bound
     from sglang_coserve.guard.sampling import install_eager_sampling, install_guarded_sampler
 
     install_compiler_bound()

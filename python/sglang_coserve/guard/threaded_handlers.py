@@ -19,8 +19,7 @@ from sglang.srt.entrypoints.openai.serving_tokenize import (
     OpenAIServingTokenize,
 )
 
-from sglang_coserve.guard.size_limits import BoundedManager, prompt_limit
-from sglang_coserve.guard.threaded_manager import finished, is_large
+from sglang_coserve.guard.prompts import BoundedManager, finished, is_large, prompt_limit
 
 __all__ = ["replace_handlers"]
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.size_limits import body_limits
+from sglang_coserve.guard.bodies import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
     Backend,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from sglang_coserve.guard.threaded_manager import thread_loop
+from sglang_coserve.guard.prompts import thread_loop
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["HandlerThread", "OnLoop"]

@@ -15,7 +15,7 @@ from typing import Any, Final
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-from sglang_coserve.guard.size_limits import BoundedManager
+from sglang_coserve.guard.prompts import BoundedManager
 from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.handler_thread import OnLoop

@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.guard.grammar_cache import GrammarCache
+from sglang_coserve.guard.grammars import GrammarCache
 from sglang_coserve.guard.sampling import end_unusable
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled

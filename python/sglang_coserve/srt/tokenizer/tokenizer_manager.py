@@ -21,8 +21,8 @@ from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.engine_limits import check_request, check_values
-from sglang_coserve.guard.grammar_compilation import GrammarSettings
-from sglang_coserve.guard.grammar_trials import GrammarTrials
+from sglang_coserve.guard.grammar_process import GrammarSettings
+from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
-from sglang_coserve.guard.threaded_manager import ThreadedTokenizerManager
+from sglang_coserve.guard.prompts import ThreadedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 

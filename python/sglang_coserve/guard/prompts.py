@@ -3,6 +3,11 @@
 SGLang renders and tokenizes prompts on the event loop. Short ones still are, because a thread
 would cost more than it saves. Since 0.5.22 it converts requests with ``loop.run_in_executor``: in
 a worker thread, which has no event loop, a stand-in runs the function at once.
+
+Of a long text a beginning is tokenized, then a longer one, until it has more than twice as many
+tokens as the model takes; twice, because tokens at the cut are not those of the whole text.
+Tokenization releases the interpreter lock, but converting the tokens to a list holds it: 0.1 s for
+a million of them.
 """
 
 from __future__ import annotations
@@ -17,9 +22,101 @@ from typing import Any, Final, TypeVar
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_coserve.guard.size_limits import BoundedManager, body_bytes, prompt_limit
+from sglang_coserve.guard.bodies import body_bytes, max_tokens
 
-__all__ = ["ThreadedChat", "ThreadedTokenizerManager", "finished", "is_large", "thread_loop"]
+__all__ = [
+    "BoundedManager",
+    "PromptLimit",
+    "ThreadedChat",
+    "ThreadedTokenizerManager",
+    "finished",
+    "is_large",
+    "prompt_limit",
+    "thread_loop",
+]
+
+_CHARS_PER_TOKEN: Final = 4
+"""Texts with at most this many characters per token of the context are tokenized as a whole.
+English prose has about as many characters per token."""
+
+
+class PromptLimit:
+    """Checks texts against the longest prompt that a model takes."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int, *, truncates: bool) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._truncates = truncates
+
+    def fit(self, text: str) -> str:
+        """Return ``text``; or a beginning of it, if it is too long and the server truncates.
+
+        For ordinary texts the time is proportional to the context length, not to the text.
+
+        Raises:
+            ValueError: the text is too long.
+        """
+        num_chars = _CHARS_PER_TOKEN * self._max_tokens
+        while num_chars < len(text):
+            beginning = text[:num_chars]
+            if self._count(beginning) > 2 * self._max_tokens:
+                if self._truncates:
+                    return beginning
+                raise ValueError(
+                    f"The input of {len(text):,} characters is longer than the {self._max_tokens:,}"
+                    " tokens that this server takes."
+                )
+            num_chars *= 2
+        return text
+
+    def _count(self, text: str) -> int:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return len(self._tokenizer.encode(text))
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        return len(encoding)
+
+
+class BoundedManager:
+    """A proxy of SGLang's tokenizer manager whose tokenizer refuses texts that are too long.
+
+    For the chat handlers, which tokenize prompts themselves.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.tokenizer = _BoundedTokenizer(inner.tokenizer, prompt_limit(inner))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _BoundedTokenizer:
+    def __init__(self, inner: Any, limit: PromptLimit) -> None:
+        self._inner = inner
+        self._limit = limit
+        self.refusal: ValueError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tokenize ``text``; raises ValueError if it is too long."""
+        if isinstance(text, str):
+            try:
+                text = self._limit.fit(text)
+            except ValueError as error:
+                self.refusal = error
+                raise
+        return self._inner.encode(text, *args, **kwargs)
+
+
+def prompt_limit(manager: Any) -> PromptLimit:
+    """Return the limit of the model that a tokenizer manager serves."""
+    return PromptLimit(
+        manager.tokenizer, max_tokens(manager), truncates=manager.allow_auto_truncate
+    )
+
 
 _T = TypeVar("_T")
 
