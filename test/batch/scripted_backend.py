@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import ChangeListeners, LineHandedBackError, MovedKv
 
 ENDPOINT = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 def name_of(request: LineRequest) -> str:
-    """The ``custom_id`` of a line of ``scenarios.line``, which is its prompt, too."""
-    return str(request.body["prompt"])
+    """The ``custom_id`` of a line of ``scenarios.line``, which is its prompt, too; the input of a
+    response."""
+    return str(request.body.get("input" if request.endpoint == RESPONSES else "prompt"))
 
 
 def tokens_of(custom_id: str, count: int) -> list[int]:
@@ -32,7 +35,14 @@ def answer(request: LineRequest) -> LineResult:
     count = request.body.get("max_tokens", 4)
     tokens = tokens_of(name_of(request), count)
     usage = {"prompt_tokens": 3, "completion_tokens": count}
-    body = {"choices": [{"text": " ".join(map(str, tokens))}], "usage": usage}
+    text = " ".join(map(str, tokens))
+    body: dict[str, Any] = {"choices": [{"text": text}], "usage": usage}
+    if request.endpoint == RESPONSES:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+        item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
+        output = [{**item, "content": [part]}]
+        body = {"id": "resp_of_the_engine", "model": "scripted", "output": output}
+        body |= {"object": "response", "status": "completed", "usage": {"input_tokens": 3}}
     return LineResult(200, f"cmpl-{name_of(request)}", body)
 
 
@@ -73,7 +83,7 @@ class ScriptedBackend:
     total_tokens: int = 0
     max_in_flight: int | None = None
     model: str = "scripted"
-    endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions"})
+    endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions", RESPONSES})
     limits: BodyLimits = field(default_factory=BodyLimits)
     in_flight: list[InFlight] = field(default_factory=list)
     started: list[LineRequest] = field(default_factory=list)

@@ -180,6 +180,29 @@ def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> Non
             assert answers(client_of(standby), batch_id) == texts(12)
 
 
+def test_a_response_in_the_background_outlives_its_gateway(tmp_path: Path) -> None:
+    with EngineThread(holds=True) as engine:
+        flags = ("--engine", engine.url, "--log-level", "warning")
+        with gateway(tmp_path, *flags) as first:
+            client = client_of(first)
+            response = client.responses.create(input="one", background=True, service_tier="flex")
+            assert response.status == "queued"
+            eventually(lambda: len(engine.backend.in_flight) == 1)
+            assert client.responses.retrieve(response.id).status == "in_progress"
+            first.kill()
+        with gateway(tmp_path, *flags) as second:
+            client = client_of(second)
+            eventually(lambda: len(engine.backend.in_flight) == 1)
+            with pytest.raises(openai.NotFoundError):
+                client_of(second, "another key").responses.retrieve(response.id)
+            engine.finish_all()
+            eventually(lambda: client.responses.retrieve(response.id).status == "completed")
+            answer = client.responses.retrieve(response.id).output_text
+            assert answer == " ".join(map(str, tokens_of("one", 4)))
+            with pytest.raises(openai.NotFoundError, match="router"):
+                client.responses.create(input="one")
+
+
 def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with EngineThread(holds=True) as engine:
         flags = ("--engine", engine.url)

@@ -9,6 +9,7 @@ everything in one directory:
 - ``store`` is SQLite, for what is known of files and batches; what is known of lines is
   in the append-only files of ``lines``.
 - ``forecaster`` says when a batch will be complete.
+- ``responses`` makes a batch of one line of a request that is answered in the background.
 - ``stored_jobs`` is what can be done without a server.
 """
 

@@ -131,6 +131,23 @@ class JobSupervisor:
             return driver.stalled_by if driver else None
         return driver.stalled_by or self._context.backend.stalled_by
 
+    def is_in_engine(self, batch_id: str) -> bool:
+        """Return whether a line of a batch is being served."""
+        driver = self._drivers.get(batch_id)
+        return driver is not None and driver.share.lines_in_flight > 0
+
+    def leads(self, batch_id: str) -> bool:
+        """Return whether a batch has a driver: until it has ended, or the service is closed."""
+        return batch_id in self._drivers
+
+    async def wait(self, batch_id: str, timeout_s: float) -> bool:
+        """Wait until a batch has no driver, or the time is up; False if the service is closed."""
+        task = self._tasks.get(batch_id)
+        if task is None:
+            return True
+        await asyncio.wait({task}, timeout=timeout_s)
+        return not task.cancelled()
+
     def unfinished(self) -> list[JobRecord]:
         """Return the batches that are in no final state."""
         return [driver.record for driver in self._drivers.values()]
@@ -150,10 +167,11 @@ class JobSupervisor:
             raise_if_too_many(files + 2, limits.max_files_per_owner)
             raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
 
+        is_batch = wanted.response is None
         permitted = (
             wanted.created_at_s,
-            limits.max_active_batches,
-            limits.max_active_batches_per_owner,
+            limits.max_active_batches if is_batch else limits.max_active_responses,
+            limits.max_active_batches_per_owner if is_batch else None,
             check,
         )
         # Before the input is looked at, so that a call that is refused costs next to nothing.
@@ -170,7 +188,8 @@ class JobSupervisor:
         forecast = self.job_forecasts([wanted])[wanted.id]
         if not best_effort:
             raise_if_window_too_short(wanted, forecast)
-        wanted = replace(wanted, forecast_s=forecast.forecast_s)
+        if is_batch:  # What becomes of single requests says little about batches.
+            wanted = replace(wanted, forecast_s=forecast.forecast_s)
         # Once more: others may have begun meanwhile.
         record, is_new = await self._context.store.run(batch_rows.create, wanted, *permitted)
         if is_new:

@@ -40,6 +40,13 @@ class BatchLimits:
     """Those of one owner; None: as many as are still free. So one who takes all there are has
     half of them, two have a third each, and there always are some for the next."""
 
+    max_active_responses: int = 2048
+    """Background responses that have not ended, over all owners; one may have as many as are still
+    free. Each is a job, and the event loop looks at all jobs once a second."""
+
+    response_retention_s: float = 7 * _DAY_S
+    """When a response that has ended is deleted, counted from its creation."""
+
     max_stored_bytes_per_owner: int | None = None
     """What the files of one owner may take; None: as much as is still free on the disk. The
     results of a running batch may exceed it, so that none is lost."""

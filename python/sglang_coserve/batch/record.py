@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.progress import Progress
@@ -110,6 +111,10 @@ class JobRecord:
 
     earlier_model_lines: int = 0
     """Completed lines when that was last another model than before; 0 when it never was."""
+
+    response: Mapping[str, Any] | None = None
+    """Of a background response, which is a batch of one line that no list shows: what its object
+    repeats of the request. None for a batch."""
 
     @property
     def will_be_served(self) -> bool:

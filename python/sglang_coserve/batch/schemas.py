@@ -16,6 +16,7 @@ __all__ = [
     "CoserveBatch",
     "CoserveOptions",
     "CreateBatch",
+    "CreateResponse",
     "ExpiresAfter",
     "FileDeleted",
     "FileList",
@@ -23,6 +24,7 @@ __all__ = [
     "InputTokensDetails",
     "OutputTokensDetails",
     "RequestCounts",
+    "ResponseDeleted",
 ]
 
 BatchStatus = Literal[
@@ -110,6 +112,32 @@ class CreateBatch(BaseModel):
     metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
     coserve: CoserveOptions = CoserveOptions()
+
+
+class CreateResponse(BaseModel):
+    """The body of a request for a background response; the engine looks at the other fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    background: Literal[True]
+    stream: bool | None = None
+    store: Literal[True] | None = None
+    """It is stored, whatever else is asked."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] | None = None
+    previous_response_id: str | None = None
+
+    coserve_deadline_s: Annotated[float, Field(ge=1, le=30 * 86_400)] | None = None
+    """When it is given up, counted from its creation; by default after a day."""
+
+
+class ResponseDeleted(BaseModel):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 class BatchError(BaseModel):

@@ -20,6 +20,7 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owners import OwnerStorage
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
+from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchList,
     BatchObject,
@@ -33,6 +34,7 @@ from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsk
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
+from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
@@ -80,6 +82,7 @@ class BatchService:
         self.parts = Uploads(context, files, self._storage, self.create_file)
         """Files that come in parts."""
 
+        self.responses = BackgroundResponses(context, files, self._storage, runner)
         self.uploads = Transfers("uploads", limits.max_transfers)
         self.downloads = Transfers("downloads", limits.max_transfers)
 
@@ -313,6 +316,11 @@ class BatchService:
         return await self._change(owner, batch_id, ResumeAsked())
 
     @property
+    def body_limits(self) -> BodyLimits:
+        """What the engine takes of one request."""
+        return self._context.backend.limits
+
+    @property
     def background(self) -> TaskSupervisor:
         """What runs its tasks."""
         return self._context.background
@@ -384,5 +392,6 @@ class BatchService:
 
     async def _expire_regularly(self) -> None:
         while True:
+            await self.responses.remove_expired()
             await self._files.remove_expired(self._context.clock.now_s())
             await self._context.clock.sleep(_EXPIRY_INTERVAL_S)

@@ -68,11 +68,29 @@ def run_batch(client: Any) -> None:
     client.files.delete(uploaded.id)
 
 
+def answer_in_the_background(client: Any) -> None:
+    """A response that is polled, then streamed from its middle, then deleted."""
+    response = client.responses.create(
+        model="small", input="Who?", max_output_tokens=16, background=True, service_tier="flex"
+    )
+    end_s = time.monotonic() + 60
+    while response.status in ("queued", "in_progress"):
+        assert time.monotonic() < end_s, response
+        time.sleep(0.2)
+        response = client.responses.retrieve(response.id)
+    assert (response.error, response.background) == (None, True)
+    events = client.responses.retrieve(response.id, stream=True, starting_after=3)
+    *_, last = events
+    assert last.response.output_text == response.output_text
+    client.responses.delete(response.id)
+
+
 def main(base_url: str, api_key: str) -> None:
     """Run all of it and print the client's version."""
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
         ask(client)
         run_batch(client)
+        answer_in_the_background(client)
     print(openai.__version__)  # noqa: T201
 
 

@@ -7,7 +7,8 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.routing import Match
 
-from sglang_coserve.batch.routes import batches, files, operator, uploads
+from sglang_coserve.batch.responses import RESPONSES
+from sglang_coserve.batch.routes import batches, files, operator, responses, uploads
 
 __all__ = ["BATCH_PREFIXES", "add_batch_routes", "missing_routes", "operator_endpoints"]
 
@@ -18,11 +19,14 @@ _ENDPOINTS: Final = {
     "/v1/files": files.list_files,
     "/v1/batches": batches.list_batches,
     "/coserve/batches": operator.list_all_batches,
+    f"{RESPONSES}/resp_{0:024x}": responses.retrieve_response,
 }
 
 
 def add_batch_routes(app: FastAPI) -> None:
     """Add the routes to ``app``."""
+    # First, as SGLang has routes at the same paths, which get what is not in the background.
+    app.router.routes[:0] = responses.router.routes
     # One by one, as the application's own: who looks through its routes finds them.
     for router in (
         *(files.router, uploads.router, uploads.part_router),

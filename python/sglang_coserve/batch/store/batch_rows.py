@@ -27,15 +27,18 @@ __all__ = [
     "add_online_delays",
     "apply",
     "create",
+    "delete_expired_responses",
+    "delete_response",
     "find",
     "find_earlier",
+    "find_response",
     "page",
     "past_forecasts",
     "unfinished",
     "void_forecasts",
 ]
 
-_NESTED: Final = ("progress", "faults", "metadata")
+_NESTED: Final = ("progress", "faults", "metadata", "response")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
 _PROGRESS: Final = (
     "completed_lines",
@@ -45,7 +48,7 @@ _PROGRESS: Final = (
     "finished_estimated_tokens",
 )
 _USAGE: Final = tuple(field.name for field in fields(Usage))
-_COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata")
+_COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata", "response")
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
 _UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
@@ -99,20 +102,25 @@ def find_earlier(
         if row is not None:
             return _same_request(_record(row), record)
     file = file_rows.find(connection, record.owner, record.input_file_id, now_s)
-    if file.purpose != "batch":
+    if file.purpose != ("batch" if record.response is None else "response"):
         raise BatchRequestError(
             f"file {file.id} has the purpose {file.purpose!r}: a batch needs purpose 'batch'",
             code="invalid_file_purpose",
             param="input_file_id",
         )
-    query = f"SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches WHERE {_UNFINISHED}"
-    of_all, of_owner = connection.execute(query, (record.owner,)).fetchone()
+    kind = "batches" if record.response is None else "responses"
+    query = (
+        "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches"
+        f" WHERE {_UNFINISHED} AND (response IS NULL) = ?"
+    )
+    values = (record.owner, record.response is None)
+    of_all, of_owner = connection.execute(query, values).fetchone()
     free = max_active - of_all
     if free <= 0 or of_owner >= (free if max_active_of_owner is None else max_active_of_owner):
         raise TooManyError(
-            f"{of_owner} batches of this key are unfinished, and {free} more could be of all keys:"
+            f"{of_owner} {kind} of this key are unfinished, and {free} more could be of all keys:"
             " wait for one of them, or cancel it",
-            code="too_many_batches",
+            code=f"too_many_{kind}",
         )
     if check is not None:
         check(*file_rows.stored(connection, record.owner))
@@ -134,6 +142,60 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
     return record
 
 
+def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> JobRecord:
+    """Return the batch behind a response of ``owner``.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    row = connection.execute(
+        f"{_SELECT} WHERE id = ? AND owner = ? AND response IS NOT NULL", (batch_id, owner)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(
+            "no such response: it was deleted, has expired, or belongs to another key",
+            code="response_not_found",
+            param="response_id",
+        )
+    return _record(row)
+
+
+def delete_response(
+    connection: sqlite3.Connection, batch_id: str, owner: str, now_s: float
+) -> None:
+    """Forget a response of ``owner``; its files expire now.
+
+    Raises:
+        NotFoundError: there is none.
+        ConflictError: it has not ended.
+    """
+    record = find_response(connection, batch_id, owner)
+    if not record.status.is_final:
+        raise ConflictError(
+            "the response has not ended: cancel it first", code="response_not_ended"
+        )
+    _delete_response(connection, record, now_s)
+
+
+def delete_expired_responses(
+    connection: sqlite3.Connection, created_by_s: float, now_s: float
+) -> None:
+    """Forget responses that were created by then and have ended, a thousand at the most."""
+    rows = connection.execute(
+        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= ? AND NOT {_UNFINISHED}"
+        " LIMIT 1000",
+        (created_by_s,),
+    )
+    for row in rows.fetchall():
+        _delete_response(connection, _record(row), now_s)
+
+
+def _delete_response(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
+    connection.execute("DELETE FROM batches WHERE id = ?", (record.id,))
+    files = (record.input_file_id, record.output_file_id, record.error_file_id)
+    file_rows.expire(connection, files, now_s)
+
+
 def page(
     connection: sqlite3.Connection,
     owner: str | None,
@@ -142,14 +204,14 @@ def page(
     limit: int,
     status: str | None = None,
 ) -> list[JobRecord]:
-    """Return up to ``limit`` batches of ``owner``, or of all, the newest first.
+    """Return up to ``limit`` batches of ``owner``, or of all and responses, the newest first.
 
     Raises:
         NotFoundError: ``after`` is no batch of ``owner``.
     """
     conditions = ["TRUE"]
     if owner is not None:
-        conditions.append("owner = :owner")
+        conditions.append("owner = :owner AND response IS NULL")
     if status is not None:
         conditions.append("status = :status")
     if after is not None:
@@ -198,7 +260,9 @@ def apply(
     connection.execute(f"UPDATE batches SET {assignments} WHERE id = :id", _row(after))
     if isinstance(event, Progressed | Finalized | Failed):
         _put_outputs(connection, after, now_s)
-    if after.status.is_final and outbox_id is not None:
+    if after.status.is_final and after.response is not None:
+        file_rows.expire(connection, (after.input_file_id,), now_s)
+    elif after.status.is_final and outbox_id is not None:
         event_rows.insert(
             connection,
             BatchEvent(
@@ -235,7 +299,7 @@ def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float)
                     id=file_id,
                     owner=batch.owner,
                     filename=f"{batch.id}_{kind}.jsonl",
-                    purpose="batch_output",
+                    purpose="batch_output" if batch.response is None else "response",
                     size_bytes=size_bytes,
                     created_at_s=now_s,
                     expires_at_s=expires_at_s,
@@ -291,7 +355,9 @@ def _row(record: JobRecord) -> dict[str, Any]:
     row |= zip(_PROGRESS, counts, strict=True)
     row |= asdict(progress.usage)
     row["faults"] = json.dumps([asdict(fault) for fault in record.faults])
-    row["metadata"] = None if record.metadata is None else json.dumps(dict(record.metadata))
+    for name in ("metadata", "response"):
+        value = getattr(record, name)
+        row[name] = None if value is None else json.dumps(dict(value))
     return row
 
 
@@ -310,4 +376,5 @@ def _record(values: tuple[Any, ...]) -> JobRecord:
         progress=Progress(completed, failed, output_bytes, error_bytes, usage, estimated),
         faults=msgspec.convert(json.loads(row["faults"]), tuple[LineFault, ...]),
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
+        response=None if row["response"] is None else json.loads(row["response"]),
     )

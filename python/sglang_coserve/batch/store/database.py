@@ -128,6 +128,12 @@ MIGRATIONS: Final = (
         "ALTER TABLE batches ADD COLUMN online_delay_s REAL",
     ),
     ("DROP TABLE served_hours",),
+    (
+        # What the object of a background response repeats of its request, in JSON; null for a
+        # batch.
+        "ALTER TABLE batches ADD COLUMN response TEXT",
+        "CREATE INDEX responses ON batches (created_at_s) WHERE response IS NOT NULL",
+    ),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
@@ -10,7 +11,7 @@ from sglang_coserve.batch.record import FileRecord
 
 __all__ = [
     *("UPLOAD", "part_of", "parts"),
-    *("delete", "exists", "expired", "find", "insert", "page", "put_output", "stored"),
+    *("delete", "exists", "expire", "expired", "find", "insert", "page", "put_output", "stored"),
 ]
 
 UPLOAD = "upload"
@@ -132,8 +133,9 @@ def page(
     Raises:
         NotFoundError: ``after`` is no file of ``owner``.
     """
+    # The files of a response are seen through its object only.
     conditions = [
-        f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%'",
+        f"owner = :owner AND purpose NOT LIKE '{UPLOAD}%' AND purpose <> 'response'",
         "(expires_at_s IS NULL OR expires_at_s > :now_s)",
     ]
     if after is not None:
@@ -170,6 +172,13 @@ def delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
             param="file_id",
         )
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def expire(connection: sqlite3.Connection, file_ids: Iterable[str], now_s: float) -> None:
+    """Have files expire now; an unknown one is passed over."""
+    connection.executemany(
+        "UPDATE files SET expires_at_s = ? WHERE id = ?", [(now_s, each) for each in file_ids]
+    )
 
 
 def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tuple[str, str]]:

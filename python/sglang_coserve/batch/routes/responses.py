@@ -1,0 +1,187 @@
+"""``/v1/responses``, for responses in the background. Others are the application's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Final
+
+import orjson
+from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
+
+from sglang_coserve.asgi import replay, send_error
+from sglang_coserve.batch.responses import RESPONSES, BackgroundResponses
+from sglang_coserve.batch.routes.caller import Owner, Service, find_service
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    BatchApiNotReadyError,
+    BatchApiOffError,
+    OpenAIRoute,
+)
+from sglang_coserve.batch.schemas import CreateResponse, ResponseDeleted
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
+
+__all__ = ["router"]
+
+_OUR_ID: Final = re.compile(r"resp_[0-9a-f]{24}")
+"""SGLang's have 32 digits."""
+
+_MAX_BYTES: Final = 64 << 20
+"""Of a body that may turn out to be somebody else's."""
+
+_SMALL_BYTES: Final = 1 << 16
+_KEEP_ALIVE_LOOKS: Final = 30
+"""A comment is sent after so many half seconds without an event: proxies close silent streams."""
+
+
+class _Route(OpenAIRoute):
+    """Leaves what is not in the background to the routes behind it, if there are any."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``Route``."""
+        app, response_id = scope["app"], scope["path_params"].get("response_id")
+        is_ours = False
+        if (limits := _limits(app)) is not None and response_id is not None:
+            is_ours = _OUR_ID.fullmatch(response_id) is not None
+        elif limits is not None and scope["method"] == "POST":
+            try:
+                content = await _read(receive)
+                is_ours = await _is_in_background(content, limits)
+            except BodyTooLargeError as error:
+                await send_error(send, 413, str(error))
+                return
+            except ClientDisconnect:
+                return
+            receive = replay(content, receive)
+        if is_ours:
+            await super().handle(scope, receive, send)
+            return
+        behind = [route for route in app.router.routes if not isinstance(route, _Route)]
+        await Router(behind, default=super().handle).app(scope, receive, send)
+
+
+_STREAMED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
+ResponseId = Annotated[str, Path(max_length=64)]
+
+router = APIRouter(
+    prefix=RESPONSES, tags=["responses"], route_class=_Route, responses=ERROR_RESPONSES
+)
+
+
+@router.post("", response_model=None, responses=_STREAMED)
+async def create_response(
+    service: Service,
+    owner: Owner,
+    body: CreateResponse,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> Response:
+    """Begin a response in the background; the same key and body again return the same one."""
+    created = await service.responses.create(owner, body, idempotency_key)
+    return await _answer(service.responses, owner, created, streams=bool(body.stream))
+
+
+@router.get("/{response_id}", response_model=None, responses=_STREAMED)
+async def retrieve_response(
+    service: Service,
+    owner: Owner,
+    response_id: ResponseId,
+    *,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """Look at a response, or follow it, after the event ``starting_after``."""
+    found = await service.responses.retrieve(owner, response_id)
+    return await _answer(service.responses, owner, found, streams=stream, after=starting_after)
+
+
+@router.post("/{response_id}/cancel", response_model=None)
+async def cancel_response(service: Service, owner: Owner, response_id: ResponseId) -> Response:
+    """Cancel a response; one that has ended stays as it is."""
+    return await _answer(
+        service.responses, owner, await service.responses.cancel(owner, response_id)
+    )
+
+
+@router.delete("/{response_id}")
+async def delete_response(
+    service: Service, owner: Owner, response_id: ResponseId
+) -> ResponseDeleted:
+    """Delete a response that has ended."""
+    await service.responses.delete(owner, response_id)
+    return ResponseDeleted(id=response_id)
+
+
+def _limits(app: Any) -> BodyLimits | None:
+    """Return what a response in the background may be; None if there are none."""
+    try:
+        return find_service(app).body_limits
+    except BatchApiNotReadyError:
+        return BodyLimits()
+    except BatchApiOffError:
+        return None
+
+
+async def _read(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > _MAX_BYTES:
+            raise BodyTooLargeError(f"the request is larger than {_MAX_BYTES:,} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _is_in_background(content: bytes, limits: BodyLimits) -> bool:
+    if b'"background"' not in content:
+        return False
+    if len(content) <= _SMALL_BYTES:
+        return _says_background(content, limits)
+    return await asyncio.to_thread(_says_background, content, limits)
+
+
+def _says_background(content: bytes, limits: BodyLimits) -> bool:
+    check_body(content, limits)
+    try:
+        # As FastAPI reads it: what is told to be ours must be ours.
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and fields.get("background") is True
+
+
+async def _answer(
+    responses: BackgroundResponses,
+    owner: str,
+    response: dict[str, Any],
+    *,
+    streams: bool = False,
+    after: int = -1,
+) -> Response:
+    if streams:
+        events = _sent_events(responses, owner, response["id"], after)
+        return StreamingResponse(events, media_type="text/event-stream")
+    return Response(await asyncio.to_thread(orjson.dumps, response), media_type="application/json")
+
+
+async def _sent_events(
+    responses: BackgroundResponses, owner: str, response_id: str, after: int
+) -> AsyncGenerator[bytes]:
+    looks = 0
+    async for event in responses.events(owner, response_id, after):
+        if event is not None:
+            yield b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+        looks = 0 if event is not None else looks + 1
+        if looks == _KEEP_ALIVE_LOOKS:
+            looks = 0
+            yield b": still waiting\n\n"

@@ -1,0 +1,300 @@
+"""Background responses through the routes and OpenAI's client, on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import Request
+from openai.types.responses import Response
+
+from batch.live_app import LiveApp
+from batch.route_calls import engine_has, finish, refused
+from batch.scenarios import OWNER, Scene, opened
+from batch.scripted_backend import ScriptedBackend, failure, tokens_of
+from sglang_coserve.batch import NotFoundError
+from sglang_coserve.batch.response_object import has_ended
+from sglang_coserve.batch.schemas import CreateResponse
+from waiting import GIVE_UP_S, eventually
+
+RETENTION_S = 7 * 86_400.0
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[LiveApp]:
+    with LiveApp(tmp_path / "data", ScriptedBackend(holds=True), max_in_flight=1) as app:
+        yield app
+
+
+@pytest.fixture
+def client(app: LiveApp) -> Iterator[openai.OpenAI]:
+    with app.client() as client:
+        yield client
+
+
+def begin(client: openai.OpenAI, name: str, **fields: Any) -> Response:
+    created: Response = client.responses.create(
+        model="small", input=name, background=True, service_tier="flex", **fields
+    )
+    return created
+
+
+def reaches(client: openai.OpenAI, response_id: str, status: str) -> Response:
+    eventually(lambda: client.responses.retrieve(response_id).status == status)
+    return client.responses.retrieve(response_id)
+
+
+def text_of(name: str) -> str:
+    return " ".join(map(str, tokens_of(name, 4)))
+
+
+def test_from_queued_to_completed(app: LiveApp, client: openai.OpenAI) -> None:
+    first = begin(client, "first", metadata={"run": "7"}, temperature=0.5)
+    assert first.status == "queued"
+    assert first.to_dict()["service_tier"] == "flex"
+    assert (first.background, first.metadata, first.temperature) == (True, {"run": "7"}, 0.5)
+    second = begin(client, "second")
+    assert reaches(client, first.id, "in_progress").output == []
+    assert client.responses.retrieve(second.id).status == "queued"
+    finish(app, "first")
+    done = reaches(client, first.id, "completed")
+    assert done.output_text == text_of("first")
+    assert (done.id, done.background, done.metadata) == (first.id, True, {"run": "7"})
+    assert done.usage is not None
+    assert reaches(client, second.id, "in_progress")
+    assert app.backend.started[0].body == {
+        "model": "small",
+        "input": "first",
+        "service_tier": "flex",
+        "temperature": 0.5,
+        "metadata": {"run": "7"},
+    }
+
+
+def test_no_list_shows_it_and_no_other_key_has_it(app: LiveApp, client: openai.OpenAI) -> None:
+    response = begin(client, "one")
+    engine_has(app, 1)
+    assert not client.batches.list().data
+    assert not client.files.list().data
+    with app.client("another key") as other:
+        for call in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+            with pytest.raises(openai.NotFoundError) as caught:
+                call(response.id)
+            refused(caught, 404, "response_not_found", "response_id")
+    assert client.responses.retrieve(response.id).status == "in_progress"
+
+
+def test_cancelled_it_leaves_the_engine_at_once(app: LiveApp, client: openai.OpenAI) -> None:
+    response = begin(client, "one")
+    engine_has(app, 1)
+    assert client.responses.cancel(response.id).status == "cancelled"
+    engine_has(app, 0)
+    assert client.responses.cancel(response.id).status == "cancelled"
+    done = begin(client, "two")
+    engine_has(app, 1)
+    finish(app, "two")
+    reaches(client, done.id, "completed")
+    assert client.responses.cancel(done.id).status == "completed"
+
+
+def test_deleted_it_is_gone_with_its_files(app: LiveApp, client: openai.OpenAI) -> None:
+    response = begin(client, "one")
+    engine_has(app, 1)
+    with pytest.raises(openai.ConflictError):
+        client.responses.delete(response.id)
+    finish(app, "one")
+    reaches(client, response.id, "completed")
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    assert app.data is not None
+    assert not list((app.data / "files").iterdir())
+
+
+def test_what_the_engine_refuses_has_failed(app: LiveApp, client: openai.OpenAI) -> None:
+    response = begin(client, "one")
+    engine_has(app, 1)
+    app.in_loop(lambda: app.backend.held("one").finish(failure(400)))
+    failed = reaches(client, response.id, "failed")
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.message) == ("invalid_prompt", "no")
+
+
+def test_a_request_that_is_sent_again_is_served_once(app: LiveApp, client: openai.OpenAI) -> None:
+    headers = {"Idempotency-Key": "key"}
+    first = begin(client, "one", extra_headers=headers)
+    assert begin(client, "one", extra_headers=headers).id == first.id
+    with pytest.raises(openai.ConflictError):
+        begin(client, "other", extra_headers=headers)
+    assert app.data is not None
+    assert len(list((app.data / "files").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "unsupported_parameter", "previous_response_id"),
+        ({"store": False}, "invalid_value", "store"),
+        ({"metadata": {"a": "x" * 513}}, "invalid_value", "metadata.a"),
+        ({"extra_body": {"coserve_deadline_s": 0}}, "invalid_value", "coserve_deadline_s"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(
+    app: LiveApp, fields: dict[str, Any], code: str, param: str | None
+) -> None:
+    body = {"input": "one", "background": True, **fields.pop("extra_body", {}), **fields}
+    answer = httpx.post(
+        f"{app.base_url}/v1/responses",
+        content=json.dumps(body),  # Of httpx itself, a lone surrogate is none.
+        headers={"content-type": "application/json"},
+        timeout=GIVE_UP_S,
+    )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert app.data is not None
+    assert not list((app.data / "files").iterdir())
+
+
+def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    with (
+        LiveApp(tmp_path / "data", backend, max_active_responses=4) as app,
+        app.client() as client,
+        app.client("another key") as other,
+    ):
+        for name in ("1", "2"):
+            begin(client, name)
+        with pytest.raises(openai.RateLimitError) as caught:
+            begin(client, "3")
+        assert caught.value.code == "too_many_responses"
+        assert begin(other, "1").status == "queued"
+
+
+def test_a_stream_is_resumed_after_any_event(app: LiveApp, client: openai.OpenAI) -> None:
+    with client.responses.create(
+        model="small", input="one", background=True, stream=True
+    ) as events:
+        seen = [next(events) for _ in range(3)]
+    kinds = ["response.created", "response.queued", "response.in_progress"]
+    assert [event.type for event in seen] == kinds
+    response_id = seen[0].response.id  # type: ignore[union-attr]
+    finish(app, "one")
+    reaches(client, response_id, "completed")
+    everything = list(client.responses.retrieve(response_id, stream=True))
+    assert [event.sequence_number for event in everything] == list(range(len(everything)))
+    assert [event.type for event in everything[:3]] == kinds
+    assert everything[-1].type == "response.completed"
+    assert everything[-1].response.output_text == text_of("one")
+    deltas = [e.delta for e in everything if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == text_of("one")
+    for after in range(len(everything)):
+        with client.responses.retrieve(response_id, stream=True, starting_after=after) as rest:
+            assert list(rest) == everything[after + 1 :]
+
+
+def test_a_stream_waits_for_the_answer(app: LiveApp, client: openai.OpenAI) -> None:
+    response = begin(client, "one")
+    engine_has(app, 1)
+    with client.responses.retrieve(response.id, stream=True, starting_after=1) as events:
+        assert next(events).type == "response.in_progress"
+        finish(app, "one")
+        assert [event.type for event in events][-1] == "response.completed"
+
+
+def test_what_is_not_in_the_background_goes_on_to_the_routes_behind(tmp_path: Path) -> None:
+    app = LiveApp(tmp_path / "data")
+
+    async def behind(request: Request) -> Any:
+        return {"body": (await request.body()).decode()}
+
+    async def look_behind(response_id: str) -> str:
+        return response_id
+
+    app.app.add_api_route("/v1/responses", behind, methods=["POST"])
+    app.app.add_api_route("/v1/responses/{response_id}", look_behind)
+    with app:
+        url = f"{app.base_url}/v1/responses"
+        for body in ('{"input": "a"}', '{"background": false}', '"background"', '{"background"'):
+            assert httpx.post(url, content=body).json() == {"body": body}
+        theirs = f"resp_{0:032x}"
+        assert httpx.get(f"{url}/{theirs}").json() == theirs
+        assert httpx.get(f"{url}/resp_{0:024x}").status_code == 404
+    without = LiveApp(None)
+    without.app.add_api_route("/v1/responses", behind, methods=["POST"])
+    with without:
+        url, body = f"{without.base_url}/v1/responses", '{"background": true}'
+        assert httpx.post(url, content=body).json() == {"body": body}
+
+
+async def begun(scene: Scene, **fields: Any) -> str:
+    request = CreateResponse.model_validate({"background": True, "input": "one", **fields})
+    return str((await scene.service.responses.create(OWNER, request))["id"])
+
+
+async def ended(scene: Scene, response_id: str) -> dict[str, Any]:
+    async def look() -> dict[str, Any] | None:
+        response = await scene.service.responses.retrieve(OWNER, response_id)
+        return response if has_ended(response) else None
+
+    return await scene.eventually(look)
+
+
+async def test_it_expires_and_so_do_its_files(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, response_retention_s=RETENTION_S)
+    async with scene.service as service:
+        response_id = await begun(scene)
+        assert (await ended(scene, response_id))["status"] == "completed"
+        scene.clock.advance(RETENTION_S - 120)
+        await service.responses.retrieve(OWNER, response_id)
+        scene.clock.advance(120)
+
+        async def is_gone() -> bool | None:
+            scene.clock.advance(60)
+            try:
+                await service.responses.retrieve(OWNER, response_id)
+            except NotFoundError:
+                return not list((tmp_path / "files").iterdir()) or None
+            return None
+
+        assert await scene.eventually(is_gone)
+
+
+async def test_one_that_is_not_served_in_time_has_failed(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        response_id = await begun(scene, coserve_deadline_s=90)
+        await scene.in_flight(1)
+        scene.clock.advance(90)
+        failed = await ended(scene, response_id)
+        assert failed["status"] == "failed"
+        assert failed["error"]["message"] == "not finished within 1m30s"
+        assert scene.backend.in_flight == []
+
+
+async def test_a_restart_continues_after_its_tokens(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service:
+        response_id = await begun(scene)
+        await scene.in_flight(1)
+        scene.backend.held("one").generate(3)
+    scene = await opened(tmp_path)
+    async with scene.service:
+        done = await ended(scene, response_id)
+        assert done["output"][0]["content"][0]["text"] == text_of("one")
+        assert [len(request.generated) for request in scene.backend.started] == [3]
+
+
+async def test_batches_learn_nothing_from_it_and_webhooks_are_not_called(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(tokens_per_s=100.0), record_events=True)
+    async with scene.service as service:
+        await ended(scene, await begun(scene))
+        assert await service.pending_events() == []
+        batch = await scene.create(b"")
+        assert (await scene.ends(batch.id)).status == "failed"
+        assert [event.batch_id for event in await service.pending_events()] == [batch.id]
