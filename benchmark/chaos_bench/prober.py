@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import httpx
 import orjson
+from httpx_sse import EventSource
 
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.observation import ChaosError, Observation
@@ -171,19 +172,20 @@ async def _stream(
             status = response.status_code
             if status != 200:
                 detail = (await response.aread()).decode(errors="replace")[:300]
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
+                response.raise_for_status()
+            async for event in EventSource(response).aiter_sse():
+                if event.data == "[DONE]":
                     is_whole = True
-                elif line.startswith("data: {"):
+                else:
                     now_s = time.monotonic()
                     if text:
                         seen.append(Observation("gap", last_s, now_s, status))
                     last_s = now_s
-                    choices = orjson.loads(line.removeprefix("data: ")).get("choices") or [{}]
+                    choices = orjson.loads(event.data).get("choices") or [{}]
                     text += answered_text(choices[0])
                     reason = choices[0].get("finish_reason") or reason
     except httpx.HTTPError as error:
-        detail = repr(error)
+        detail = detail or repr(error)
     # A stream whose engine was killed may come through a router with an end, but without a reason.
     if status == 200 and (not is_whole or reason in (None, "abort")):
         status, detail = 0, detail or "the stream ended early"

@@ -173,6 +173,14 @@ def test_lines_are_repeated_until_they_last(tmp_path: Path) -> None:
     assert target.read_text().splitlines()[0] == texts[0]
 
 
+def test_separators_of_text_end_no_line(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    text = json.dumps({"custom_id": "a", "body": {"prompt": "a\u2028b\x85c"}}, ensure_ascii=False)
+    source.write_text(text + "\r\n", encoding="utf-8")
+    assert write_offline_load(source, target, 0.001, {}) == 1
+    assert json.loads(target.read_text(encoding="utf-8")) == json.loads(text)
+
+
 def test_lines_are_joined_for_longer_prompts(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     source = sample_path("offline")

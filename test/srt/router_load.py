@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
+from httpx_sse import EventSource
 
 PROMPT_WORDS = 48
 ONLINE_TOKENS = 16
@@ -77,17 +77,18 @@ async def _answer(client: httpx.AsyncClient, request: OnlineRequest) -> OnlineAn
     try:
         async with client.stream("POST", "/generate", json=body) as response:
             if response.status_code != 200:
-                failure = f"{response.status_code} {(await response.aread())[:120]!r}"
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
+                said = f"{response.status_code} {(await response.aread())[:120]!r}"
+                return OnlineAnswer(request, start_s, None, time.monotonic(), "", None, said)
+            async for event in EventSource(response).aiter_sse():
+                if event.data == "[DONE]":
                     failure = None
-                elif line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "text" not in event:
-                        failure = line[:120]
-                        break
-                    first_token_s = first_token_s or time.monotonic()
-                    text, engine = event["text"], event["meta_info"]["weight_version"]
+                    continue
+                found = event.json()
+                if "text" not in found:
+                    failure = event.data[:120]
+                    break
+                first_token_s = first_token_s or time.monotonic()
+                text, engine = found["text"], found["meta_info"]["weight_version"]
     except httpx.HTTPError as error:
         failure = repr(error)
     return OnlineAnswer(request, start_s, first_token_s, time.monotonic(), text, engine, failure)

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self
 
 import httpx
+from httpx_sse import aconnect_sse
 
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline
@@ -27,6 +28,9 @@ __all__ = ["StreamedLoad", "replayed", "write_offline_load"]
 
 _LINES_PER_S: Final = 500
 """Twenty times what four CPU cores serve of the bundled sample with the small model."""
+
+_DONE: Final = "[DONE]"
+"""The last event of a stream."""
 
 _MAX_BYTES: Final = 64 << 20
 """Of a file that is made by repeating another one."""
@@ -56,7 +60,7 @@ def write_offline_load(
         InputFileError: ``source`` cannot be read, or has no line.
     """
     try:
-        texts = [text for text in source.read_text("utf-8").splitlines() if text.strip()]
+        texts = [text for text in source.read_text("utf-8").split("\n") if text.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputFileError(f"{source}: cannot be read: {reason}") from error
@@ -234,16 +238,14 @@ class _Stream:
 
     async def receive(self, client: httpx.AsyncClient) -> None:
         try:
-            async with client.stream(
-                "POST", self._request.url, json=self._request.body
-            ) as response:
-                if response.status_code != 200:
-                    self.outcome = Outcome.FAILED
-                    return
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        self._take(json.loads(line.removeprefix("data: ")))
-        except httpx.HTTPError:
+            async with aconnect_sse(
+                client, "POST", self._request.url, json=self._request.body
+            ) as source:
+                source.response.raise_for_status()
+                async for event in source.aiter_sse():
+                    if event.data != _DONE:
+                        self._take(event.json())
+        except (httpx.HTTPError, ValueError):
             self.outcome = Outcome.FAILED
         if self.outcome is Outcome.UNFINISHED:  # The stream ended before the answer did.
             self.outcome = Outcome.FAILED

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from httpx_sse import EventSource
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
@@ -117,8 +118,8 @@ class Watched:
         with httpx.stream(
             "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
         ) as response:
-            tokens = (line for line in response.iter_lines() if line.startswith("data: {"))
-            times_s = [time.perf_counter() for _ in tokens]
+            events = EventSource(response).iter_sse()
+            times_s = [time.perf_counter() for event in events if event.data != "[DONE]"]
         gaps_s = [after - before for before, after in pairwise(times_s)]
         return Measured(times_s[0] - sent_s, gaps_s)
 
