@@ -85,6 +85,7 @@ class ScriptedBackend:
     model: str = "scripted"
     endpoints: frozenset[str] = frozenset({ENDPOINT, "/v1/chat/completions", RESPONSES})
     limits: BodyLimits = field(default_factory=BodyLimits)
+    model_names: tuple[str, ...] = ()
     in_flight: list[InFlight] = field(default_factory=list)
     started: list[LineRequest] = field(default_factory=list)
     aborted: list[LineRequest] = field(default_factory=list)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batch.records import a_batch
 from batch.scenarios import line, lines
-from batch.scripted_backend import ENDPOINT
+from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.state import Failed, Validated
@@ -34,7 +34,8 @@ def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
 
 def validate(path: Path) -> Validated | Failed:
     batch = a_batch(endpoint=ENDPOINT)
-    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), LINE_LIMITS))
+    backend = ScriptedBackend(limits=LINE_LIMITS)
+    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), backend))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
@@ -161,6 +162,43 @@ def test_a_separator_of_text_ends_no_line(separator: str) -> None:
     ).encode()
     assert codes(content) == []
     assert parse_request_line(content, ENDPOINT).custom_id == text
+
+
+NAMED = CheckLimits(1000, 4000, 5, 4096, model_names=("small", "poet"))
+
+
+@pytest.mark.parametrize(
+    ("body", "model"),
+    [
+        ({}, "small"),
+        ({"model": None}, "small"),
+        ({"model": "default"}, "small"),
+        ({"model": "small"}, "small"),
+        ({"model": "poet"}, "small:poet"),
+        ({"model": "small:poet"}, "small:poet"),
+        ({"model": "small", "prompt": "x" * 5000}, "small"),
+        ({"model": 7}, "small"),
+    ],
+)
+def test_the_model_of_the_first_line_is_that_of_the_batch(
+    tmp_path: Path, body: dict[str, Any], model: str
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(a_line(body=body) + b"\n" + a_line(custom_id="b", body={"model": "poet"}))
+    with path.open("rb") as file:
+        report = check_file(file, ENDPOINT, NAMED)
+    assert (report.model, report.faults) == (model, [])
+
+
+@pytest.mark.parametrize("model", ["gpt-4o", "small:painter", "gpt-4o:poet", "Small", "x" * 5000])
+def test_a_model_that_is_not_served_is_named_with_its_line(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(lines(1) + a_line(body={"model": model}))
+    with path.open("rb") as file:
+        (fault,) = check_file(file, ENDPOINT, NAMED).faults
+    assert (fault.code, fault.line, fault.param) == ("model_mismatch", 2, "body.model")
+    assert "'small', 'poet'" in fault.message
+    assert len(fault.message) < 300
 
 
 def test_azures_paths_are_openais() -> None:

@@ -263,4 +263,25 @@ def test_without_a_directory_every_call_says_how_to_switch_it_on() -> None:
         for call in calls:
             with pytest.raises(openai.APIStatusError, match="--coserve-data-dir") as caught:
                 call()
-            refused(caught, 503, "batch_api_off", None)
+            refused(caught, 404, "batch_api_off", None)
+
+
+def test_a_batch_says_which_model_serves_it(tmp_path: Path) -> None:
+    backend = ScriptedBackend(model_names=("small", "poet"))
+    with LiveApp(tmp_path / "data", backend) as app, app.client() as client:
+        batch = until(client, create(client, line("a", model="poet").encode()).id, "completed")
+        assert batch.model_dump()["model"] == "small:poet"
+        batch = until(client, create(client, line("a", model="gpt-4o").encode()).id, "failed")
+        assert batch.errors is not None
+        assert batch.errors.data
+        (error,) = batch.errors.data
+        assert (error.code, error.line) == ("model_mismatch", 1)
+
+
+def test_an_endpoint_in_azures_form_is_openais(client: openai.OpenAI) -> None:
+    endpoint: Any = "/completions"
+    content = lines(1).replace(ENDPOINT.encode(), endpoint.encode())
+    batch = client.batches.create(
+        input_file_id=upload(client, content), endpoint=endpoint, completion_window="24h"
+    )
+    assert until(client, batch.id, "in_progress").endpoint == ENDPOINT

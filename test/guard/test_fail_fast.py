@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from sglang_coserve.guard.bodies import FailFast, install_fail_fast
@@ -38,14 +41,78 @@ values = st.recursive(
 
 
 @given(st.fixed_dictionaries({"prompt": values}, optional={"items": values, "bias": values}))
-def test_it_takes_and_gives_what_pydantic_does(body: Any) -> None:
+def test_it_takes_and_gives_what_pydantic_does_without_nulls(body: Any) -> None:
     try:
-        expected = ADAPTER.validate_python(body)
+        expected = ADAPTER.validate_python({k: v for k, v in body.items() if v is not None})
     except ValidationError:
         with pytest.raises(ValidationError):
             FailFast(ADAPTER).validate_python(body)
     else:
         assert FailFast(ADAPTER).validate_python(body) == expected
+
+
+OF_OPENAI = {
+    "CompletionRequest": (completion_create_params.CompletionCreateParamsBase, {"prompt": "x"}),
+    "ChatCompletionRequest": (
+        chat_params.CompletionCreateParamsBase,
+        {"messages": [{"role": "user", "content": "x"}]},
+    ),
+    "EmbeddingRequest": (embedding_create_params.EmbeddingCreateParams, {"input": "x"}),
+    "ResponsesRequest": (response_create_params.ResponseCreateParamsBase, {"input": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", OF_OPENAI)
+def test_a_null_says_what_leaving_the_field_out_says(name: str) -> None:
+    from sglang.srt.entrypoints.openai import protocol
+
+    model = getattr(protocol, name)
+    params, body = OF_OPENAI[name]
+    nullable = {
+        field
+        for field, hint in get_type_hints(params).items()
+        if type(None) in get_args(hint) and field not in body
+    }
+    optional = {field for field, info in model.model_fields.items() if not info.is_required()}
+    nulls = dict.fromkeys(nullable | optional)
+    adapter = FailFast(TypeAdapter(model))
+    changing = {"rid", "request_id", "created", "created_at"}
+    given, left_out = (
+        adapter.validate_python(dict(each)).model_dump(exclude=changing)
+        for each in (body | nulls, body)
+    )
+    assert given == left_out
+
+
+def test_a_null_inside_of_a_field_does_so_too() -> None:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+
+    function = {"name": "f", "description": None, "strict": None, "parameters": None}
+    call = {"id": "c", "type": None, "index": None, "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "refusal": None, "audio": None, "name": None}
+    body = {
+        "messages": [
+            {"role": "user", "content": "x", "name": None},
+            {**said, "function_call": None, "tool_calls": [call]},
+            {"role": "tool", "content": "y", "tool_call_id": "c"},
+        ],
+        "tools": [{"type": None, "function": function}],
+        "stream_options": {"include_usage": None},
+    }
+    chat = FailFast(TypeAdapter(ChatCompletionRequest)).validate_python(body)
+    assert chat.tools[0].type == "function"
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": None, "description": None}
+    response = FailFast(TypeAdapter(ResponsesRequest)).validate_python(
+        {"input": [{"role": "user", "content": "x", "type": None}], "tools": [tool]}
+    )
+    assert response.tools[0].strict is False
+
+
+def test_a_null_that_a_field_needs_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        FailFast(ADAPTER).validate_python({"prompt": None})
+    with pytest.raises(ValidationError):
+        FailFast(ADAPTER).validate_python({"prompt": "a", "items": [{"text": None}]})
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ TEXT = "Who repaired the boat?"
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
 DOORS: dict[str, dict[str, Any]] = {
     "/generate": {"text": TEXT, "sampling_params": {"max_new_tokens": 2}},
-    "/v1/completions": {"model": "m", "prompt": TEXT, "max_tokens": 2},
-    "/v1/chat/completions": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"model": "default", "prompt": TEXT, "max_tokens": 2},
+    "/v1/chat/completions": {"model": "default", "messages": MESSAGES, "max_tokens": 2},
 }
 LATE = {"coserve_slo_ttft_ms": 0.001}
 """Nobody can meet it."""
@@ -68,7 +68,7 @@ def test_the_official_client_sees_the_error(server: LocalServer, streams: bool) 
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(
-                model="m", messages=MESSAGES, max_tokens=2, stream=streams, extra_body=LATE
+                model="default", messages=MESSAGES, max_tokens=2, stream=streams, extra_body=LATE
             )
         assert refused.value.status_code == 503
         assert refused.value.response.headers["retry-after"] == "1"

@@ -395,6 +395,36 @@ def test_malformed_bodies_get_sglangs_own_answer(server: LocalServer, content: b
     assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize("path", [path for path in DOORS if path != "/generate"])
+def test_another_model_is_not_found_on_any_route(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json=DOORS[path] | {"model": "gpt-4o"})
+    assert answer.status_code == 404
+    assert "the model 'gpt-4o' is not served here: use 'm'" in answer.text
+
+
+def test_the_official_client_knows_that_a_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-4o", messages=MESSAGES, stream=True)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+NULLS = {
+    "/v1/completions": ("echo", "logprobs", "n", "stop", "stream", "suffix", "top_p", "user"),
+    "/v1/chat/completions": ("logprobs", "n", "stream", "tools", "tool_choice", "stop", "user"),
+    "/v1/responses": ("tools", "tool_choice", "service_tier", "stream", "top_p", "metadata"),
+    "/v1/messages": ("stream", "tools", "tool_choice", "top_p", "system", "metadata"),
+    "/generate": ("stream", "return_logprob", "rid"),
+}
+
+
+@pytest.mark.parametrize("path", NULLS)
+def test_nulls_and_halves_of_pairs_are_served(http: httpx.Client, path: str) -> None:
+    text = json.dumps(DOORS[path] | dict.fromkeys(NULLS[path])).replace("boat", "boat \\ud83d")
+    assert "ud83d" in text
+    answer = http.post(path, content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
 def test_text_that_looks_like_an_event_stays_text(http: httpx.Client) -> None:
     # The prompt comes back first (echo), inside one event, braces and newlines included.
     body = {

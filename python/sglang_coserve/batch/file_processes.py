@@ -17,8 +17,8 @@ from typing import Final
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Validated
-from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
+from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.helper_process import run_module
 from sglang_coserve.lines.line_source import PrefixOrder
@@ -41,20 +41,19 @@ class FileProcesses:
         self._turns = FairSlots(_MOST, max_bytes=1)
 
     async def validate(
-        self, batch: JobRecord, path: Path, limits: BatchLimits, body_limits: BodyLimits
+        self, batch: JobRecord, path: Path, limits: BatchLimits, backend: Backend
     ) -> Validated | Failed:
-        """Return a summary of the input, or the errors for which it cannot be used.
-
-        Lines over ``body_limits`` are not parsed, and are no error of the input.
+        """Return a summary of the input, or the errors for which ``backend`` cannot use it.
 
         Raises:
             StorageError: the check itself failed; the file may be good.
         """
         wanted = CheckLimits(
             limits.max_lines,
-            body_limits.max_bytes,
+            backend.limits.max_bytes,
             limits.max_reported_errors,
-            body_limits.context_tokens,
+            backend.limits.context_tokens,
+            backend.model_names,
         )
         async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
             report = await run_module(
@@ -62,7 +61,7 @@ class FileProcesses:
             )
         if report["faults"]:
             return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
-        return Validated(report["requests"], report["estimated_tokens"])
+        return Validated(report["requests"], report["estimated_tokens"], report["model"])
 
     async def order(self, batch: JobRecord, path: Path, order: PrefixOrder) -> None:
         """Find the order of the input's lines; see ``PrefixOrder.find``."""

@@ -134,8 +134,8 @@ class JobDriver:
     async def _check_input(self, batch: JobRecord) -> Validated | Failed:
         context = self._context
         path = context.directory.file(batch.input_file_id)
-        limits, body_limits = context.limits, context.backend.limits
-        return await context.file_processes.validate(batch, path, limits, body_limits)
+        check = context.file_processes.validate(batch, path, context.limits, context.backend)
+        return await check
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))

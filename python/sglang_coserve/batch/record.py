@@ -92,6 +92,9 @@ class JobRecord:
     """How long it was to take when it was admitted; None when that was not known, or it does
     not count: the batch was paused, or the server stopped."""
 
+    model_name: str | None = None
+    """What clients call the model of its first line; None before the input has been validated."""
+
     total_lines: int = 0
     """Requests in the input; 0 before it has been validated."""
 

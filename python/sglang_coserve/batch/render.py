@@ -61,6 +61,7 @@ def batch_object(
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
+        model=batch.model_name,
         errors=BatchErrors(data=faults) if faults else None,
         input_file_id=batch.input_file_id,
         completion_window=batch.completion_window,

@@ -222,6 +222,9 @@ class BatchObject(BaseModel):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
+    model: str | None
+    """What the first line asks for; None until the input was checked."""
+
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str

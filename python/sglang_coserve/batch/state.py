@@ -43,6 +43,7 @@ class Validated:
 
     total_lines: int
     estimated_tokens: int
+    model_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +149,14 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
             f"cannot {verb} batch {record.id}: it is {record.status}", code="invalid_batch_status"
         )
     match event:
-        case Validated(total_lines, estimated_tokens):
+        case Validated(total_lines, estimated_tokens, model_name):
             return replace(
                 record,
                 status=_S.IN_PROGRESS,
                 in_progress_at_s=now_s,
                 total_lines=total_lines,
                 estimated_tokens=estimated_tokens,
+                model_name=model_name,
             )
         case Failed(faults):
             return replace(record, status=_S.FAILED, failed_at_s=now_s, faults=faults)

@@ -16,7 +16,6 @@ from sglang_coserve.client.calls import (
     CONNECT_TIMEOUT_S,
     Caller,
     Outage,
-    error_code,
     json_object,
     raise_if_refused,
     unusable,
@@ -84,7 +83,7 @@ class BatchApi(Caller):
     async def is_on(self) -> bool:
         """Return whether the server has a Batch API. Only what it says itself counts as a no."""
         answer = await self._answer("GET", "/v1/batches", params={"limit": 1})
-        if answer.status_code == HTTPStatus.NOT_FOUND or error_code(answer) == "batch_api_off":
+        if answer.status_code == HTTPStatus.NOT_FOUND:
             return False
         if json_object(answer).get("object") != "list":
             raise unusable(answer, "list of batches")

@@ -30,7 +30,7 @@ __all__ = [
 CONNECT_TIMEOUT_S: Final = 10.0
 
 _PASSING: Final = frozenset({408, 429, 502, 503, 504})
-_LASTING_CODES: Final = frozenset({"batch_api_off", "insufficient_quota"})
+_LASTING_CODES: Final = frozenset({"insufficient_quota"})
 """Codes of errors that retrying does not help, in spite of their status."""
 
 _UNSENT_BYTES: Final = 1 << 17

@@ -201,6 +201,11 @@ class FleetBackend(Backend):
         return frozenset(self.served.endpoints)
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """See ``Backend.model_names``: those of all engines of the model."""
+        return self.served.names
+
+    @property
     def limits(self) -> BodyLimits:
         """See ``Backend.limits``: what every engine of the model takes."""
         return self.served.limits

@@ -1,7 +1,10 @@
 """Refuses large bodies before they are parsed; answers invalid ones soon, as the client's fault.
 
 An ASGI middleware measures bodies from their raw bytes, of which at most the limit is kept, and
-answers larger ones with 413.
+answers larger ones with 413. Whoever stands behind it gets a body as a whole, without halves of
+surrogate pairs.
+
+A null says of a field what leaving it out says, as with OpenAI: many clients write all fields.
 
 Validation stops at the first invalid item of a list. Pydantic reports every one, for every
 alternative of a union: a body of 1 MiB can have three million errors, which block the event loop
@@ -19,7 +22,13 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator
+from pydantic_core import (
+    InitErrorDetails,
+    PydanticCustomError,
+    PydanticUseDefault,
+    SchemaValidator,
+)
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from sglang_coserve.asgi import (
     App,
@@ -32,6 +41,7 @@ from sglang_coserve.asgi import (
     send_error,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
+from sglang_coserve.jsonl.request_line import mended_json
 
 __all__ = [
     "FailFast",
@@ -131,7 +141,7 @@ class RequestGateMiddleware:
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
                 return
-        body = b"".join(chunks)
+        body = mended_json(b"".join(chunks))
         await self._app({**scope, _SIZE: len(body)}, replay(body, receive), send)
 
     def _is_measured(self, scope: Scope) -> bool:
@@ -154,7 +164,8 @@ _MOST_FAULTS: Final = 100
 
 
 class FailFast:
-    """A Pydantic ``TypeAdapter`` whose validation stops at the first invalid item of a list."""
+    """A Pydantic ``TypeAdapter`` whose validation stops at the first invalid item of a list, and
+    that takes null for a field with a default, which the field then has."""
 
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         self._adapter = adapter
@@ -202,10 +213,20 @@ def _failing_fast(schema: Any) -> Any:
         # A model may have a field named "type", whose schema is a dict.
         if isinstance(changed.get("type"), str) and changed["type"] in _LISTS:
             changed["fail_fast"] = True
+        if changed.get("type") == "default" and "schema" in schema:
+            inner = changed["schema"]
+            changed["schema"] = no_info_before_validator_function(_not_null, inner)
         return changed
     if isinstance(schema, list | tuple):
         return type(schema)(_failing_fast(each) for each in schema)
     return schema
+
+
+def _not_null(value: Any) -> Any:
+    """Have Pydantic take the default of a field that is null."""
+    if value is None:
+        raise PydanticUseDefault
+    return value
 
 
 _MODELS: Final = "sglang.srt.entrypoints.openai.protocol"

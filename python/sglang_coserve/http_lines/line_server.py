@@ -8,7 +8,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from sglang_coserve.batch.routes import BatchApiOffError, endpoints_of, operator_router
+from sglang_coserve.batch.routes import BatchApiNotReadyError, endpoints_of, operator_router
 from sglang_coserve.batch.routes.errors import OpenAIRoute
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
@@ -175,5 +175,5 @@ async def serve_lines(request: Request) -> Response:
 def _server(request: Request) -> LineServer:
     server: LineServer | None = getattr(request.app.state, _STATE, None)
     if server is None:
-        raise BatchApiOffError(_STARTING)
+        raise BatchApiNotReadyError(_STARTING)
     return server

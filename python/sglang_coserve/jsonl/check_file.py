@@ -1,10 +1,9 @@
 """The process that reads a batch file, so that the server's interpreter lock stays free.
 
 ``python -m sglang_coserve.jsonl.check_file FILE ENDPOINT LIMITS``, with ``CheckLimits`` in JSON,
-checks the whole of it and prints one JSON object: ``requests``, ``estimated_tokens`` and ``faults``
-of ``code``, ``message``, ``line`` and ``param``. A file is good when it has no faults. With an
-offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins there,
-which has been checked before, and is too large to be served.
+checks the whole of it and prints a ``FileReport`` in JSON. A file is good when it has no faults.
+With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
+there, which has been checked before, and is too large to be served.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import BinaryIO
 import orjson
 
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, is_blank, read_lines
+from sglang_coserve.jsonl.model_names import not_served, served_name
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
@@ -51,6 +51,9 @@ class CheckLimits:
     context_tokens: int
     """Of which no line takes more."""
 
+    model_names: tuple[str, ...] = ()
+    """What lines may ask for, see ``model_names``; empty while that is unknown."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
@@ -71,6 +74,9 @@ class FileReport:
 
     requests: int = 0
     estimated_tokens: int = 0
+    model: str | None = None
+    """What the first line asks for, as the server calls it."""
+
     faults: list[LineFault] = field(default_factory=list)
 
 
@@ -100,6 +106,11 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
             if not seen.add(request.custom_id):
                 message = "an earlier line has the same custom_id: make it unique"
                 raise BadLineError("duplicate_custom_id", message, "custom_id")
+            asked = request.body.get("model")
+            if (model := served_name(asked, limits.model_names)) is None:
+                message = not_served(asked, limits.model_names)
+                raise BadLineError("model_mismatch", message, "body.model")
+            report.model = report.model or model or None
             report.estimated_tokens += estimate_tokens(
                 line.size_bytes, request.body, limits.context_tokens
             )

@@ -206,6 +206,11 @@ class Backend(LineBackend, Protocol):
         """Why no line can be served now; None while lines are."""
         return None
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What lines may ask for: the model's name, then its adapters'; empty while unknown."""
+        return ()
+
     def when_changing(self, take_out: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002
         """Register ``take_out``, to be called when an update would wait for lines in flight.
 

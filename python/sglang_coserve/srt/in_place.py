@@ -13,6 +13,7 @@ from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import MIDDLEWARE
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
@@ -62,7 +63,10 @@ def verify_app(app: FastAPI) -> None:
     installed: set[Any] = {entry.cls for entry in app.user_middleware}
     problems = [
         f"{middleware.__name__} is not installed"
-        for middleware in (MarksMiddleware, *MIDDLEWARE, DrainHealthMiddleware)
+        for middleware in (
+            *(MarksMiddleware, WantedModelMiddleware),
+            *(*MIDDLEWARE, DrainHealthMiddleware),
+        )
         if middleware not in installed
     ]
     paths = {getattr(route, "path", None) for route in app.routes}

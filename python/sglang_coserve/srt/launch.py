@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from sglang_coserve.batch.routes import BATCH_PREFIXES, PAGE_PATH, Keys, batch_api_status
@@ -25,6 +26,7 @@ from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
 from sglang_coserve.srt.kv_checkpoint.settings import (
@@ -34,6 +36,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware, set_model_names
 from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.profiling.latency_source import check_profile
@@ -195,7 +198,9 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         offline_objectives=config.offline_objectives,
         finds_tenants=config.online_order == "vtc",
     )
-    # Before our routes are there, which read little. The middleware added last runs first.
+    # The middleware added last runs first.
+    app.add_middleware(WantedModelMiddleware)
+    # Before our routes are there, which read little.
     install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
     compat.check_extra_keys()
     app.add_middleware(DrainHealthMiddleware)
@@ -214,6 +219,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         for warning in (defaults.warning, open_routes):
             if warning is not None:
                 logger.warning(warning)
+        set_model_names(app, partial(model_names, tokenizer_manager))
         # Again, because another process may have taken the port while the model was loaded.
         check_listen_address(server_args.host, server_args.port)
         freeze_imports()

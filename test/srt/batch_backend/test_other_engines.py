@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from base64 import b64decode
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,3 +39,50 @@ def test_plans_continue_lines_too(start: Callable[..., Served]) -> None:
     foreign, _ = served.serve(COMPLETIONS, COMPLETION, [7, 8, 9] * 20)
     assert foreign.body["choices"][0]["token_ids"][:60] == [7, 8, 9] * 20
     served.assert_nothing_left()
+
+
+def test_embeddings_as_clients_ask_for_them(start: Callable[..., Served]) -> None:
+    served = start("auto", is_embedding=True)
+
+    def ask(**body: object) -> dict[str, Any]:
+        return served.answer(EMBEDDINGS, {"model": "small", **body})
+
+    floats = ask(input=[PROMPT, "Oil"], encoding_format=None, dimensions=None, user=None)
+    encoded = ask(input=[PROMPT, "Oil"], encoding_format="base64")
+    for one, other in zip(floats["data"], encoded["data"], strict=True):
+        decoded = struct.unpack(f"<{len(one['embedding'])}f", b64decode(other["embedding"]))
+        assert list(decoded) == pytest.approx(one["embedding"], abs=1e-5)
+    assert encoded["usage"] == floats["usage"]
+    assert floats["usage"]["total_tokens"] == floats["usage"]["prompt_tokens"] > 0
+    tokens = served.manager.tokenizer.encode(PROMPT)
+    for given in (tokens, [tokens]):
+        (one,) = ask(input=given)["data"]
+        assert one["embedding"] == pytest.approx(floats["data"][0]["embedding"], abs=1e-5)
+    many = ask(input=["Oil"] * 40)
+    assert [item["index"] for item in many["data"]] == list(range(40))
+    served.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"input": ""}, "empty"),
+        ({"input": []}, "empty"),
+        ({"input": [""]}, "empty"),
+        ({"input": ["Oil", ""]}, "empty"),
+        ({"input": [[]]}, "empty"),
+        ({"input": [[1], []]}, "empty"),
+        ({"input": None}, "input"),
+        ({"input": "Oil", "dimensions": 8}, "dimensions"),
+        ({"input": "Oil", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": ["Oil"] * 2049}, "2049"),
+    ],
+    ids=str,
+)
+def test_an_embedding_of_nothing_is_refused(
+    start: Callable[..., Served], body: dict[str, Any], told: str
+) -> None:
+    served = start("auto", is_embedding=True)
+    result, _ = served.serve(EMBEDDINGS, {"model": "small", **body})
+    assert (result.status_code, result.is_retryable) == (400, False)
+    assert told in result.body["error"]["message"]

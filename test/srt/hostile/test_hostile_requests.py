@@ -47,7 +47,7 @@ def server(
     flags = ["--model-path", str(model), "--dtype", "float32", "--log-level", "error"]
     flags += ["--offline-policy", policy, "--coserve-data-dir", str(directory / "data")]
     flags += ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
-    flags += ["--tp-size", str(num_ranks)]
+    flags += ["--tp-size", str(num_ranks), "--served-model-name", "small"]
     # One thread: of a model this small, more only wait for each other where cores are busy.
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "OMP_NUM_THREADS": "1"}
     log = directory / "server.log"

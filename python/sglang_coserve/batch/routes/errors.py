@@ -55,7 +55,10 @@ _STATUS: Final = (
 
 
 class BatchApiOffError(CoserveError):
-    """There is no service: the server has no data directory."""
+    """There is no service: the server has no data directory (HTTP 404).
+
+    Gateways such as LiteLLM serve batches themselves where that is the answer.
+    """
 
 
 class BatchApiNotReadyError(BatchApiOffError):
@@ -181,7 +184,7 @@ def _failed(error: CoserveError) -> Response:
         answer.headers.update({"retry-after": "1", "x-should-retry": "true"})
         return answer
     if isinstance(error, BatchApiOffError):
-        return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="batch_api_off")
+        return _error(HTTPStatus.NOT_FOUND, str(error), code="batch_api_off")
     if isinstance(error, NoAdminKeyError):
         return _error(HTTPStatus.FORBIDDEN, str(error), code="no_admin_key")
     if isinstance(error, AdminKeyError):

@@ -134,6 +134,7 @@ MIGRATIONS: Final = (
         "ALTER TABLE batches ADD COLUMN response TEXT",
         "CREATE INDEX responses ON batches (created_at_s) WHERE response IS NOT NULL",
     ),
+    ("ALTER TABLE batches ADD COLUMN model_name TEXT",),
 )
 """Step ``n`` takes a database from version ``n`` to ``n + 1``."""
 

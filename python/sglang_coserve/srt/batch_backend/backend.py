@@ -19,6 +19,7 @@ from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bodies import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.jsonl.model_names import not_served, served_name
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
@@ -32,7 +33,12 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
 from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
-from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_format, model_in_use
+from sglang_coserve.srt.batch_backend.loaded_model import (
+    kv_fingerprint,
+    kv_format,
+    model_in_use,
+    model_names,
+)
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave
@@ -69,6 +75,12 @@ def line_result(request_id: str, answer: Any) -> LineResult:
 def invalid_request(request_id: str, message: str) -> LineResult:
     """Return the result for a body that cannot be served, now or later."""
     return _failed(request_id, HTTPStatus.BAD_REQUEST, "invalid_request_error", message)
+
+
+def _model_not_found(request_id: str, message: str) -> LineResult:
+    error = {"message": message, "type": "invalid_request_error", "param": "model"}
+    body = {"error": {**error, "code": "model_not_found"}}
+    return LineResult(HTTPStatus.NOT_FOUND.value, request_id, body)
 
 
 def engine_failure(request_id: str, message: str) -> LineResult:
@@ -182,6 +194,11 @@ class BatchBackend(Backend):
         return body_limits(self._tokenizer_manager)
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """See ``Backend.model_names``."""
+        return model_names(self._tokenizer_manager)
+
+    @property
     def is_stopping(self) -> bool:
         """True once the server waits for all requests to end before it stops.
 
@@ -226,6 +243,12 @@ class BatchBackend(Backend):
             known = ", ".join(sorted(self._endpoints))
             message = f"this model does not serve {request.endpoint}: use one of {known}"
             return invalid_request(request_id, message)
+        asked, names = request.body.get("model"), self.model_names
+        name = served_name(asked, names)
+        if name is None:
+            return _model_not_found(request_id, not_served(asked, names))
+        if asked in names[1:]:
+            request.body["model"] = name  # SGLang knows an adapter by this name alone.
 
         note_operation(request.endpoint)
         num_reported = 0

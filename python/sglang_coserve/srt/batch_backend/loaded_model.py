@@ -31,6 +31,7 @@ __all__ = [
     "kv_format",
     "loaded_fingerprint",
     "model_in_use",
+    "model_names",
     "sampled_ranges",
 ]
 
@@ -192,6 +193,12 @@ def model_in_use(manager: Any, loaded: str) -> str:
     version = manager.config_value("weight_version") or ""
     updates = manager.coserve_weights.name
     return "|".join(filter(None, (loaded, str(version), updates)))
+
+
+def model_names(manager: Any) -> tuple[str, ...]:
+    """Return what requests may ask for: the model's name, and then its adapters'."""
+    adapters = manager.lora_registry.get_all_adapters().values()
+    return (str(manager.served_model_name), *(adapter.lora_name for adapter in adapters))
 
 
 def kv_format(server_args: Any) -> KvFormat:

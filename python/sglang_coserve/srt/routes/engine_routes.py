@@ -19,7 +19,12 @@ from sglang_coserve.batch.routes import operator_router
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines import LOAD_PATH
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.loaded_model import kv_fingerprint, kv_format, model_in_use
+from sglang_coserve.srt.batch_backend.loaded_model import (
+    kv_fingerprint,
+    kv_format,
+    model_in_use,
+    model_names,
+)
 from sglang_coserve.srt.monitoring.scheduler_query import ask, last_steps
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
 from sglang_coserve.srt.routes.drain import is_draining
@@ -73,7 +78,7 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
         age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in loads)),
         is_draining=is_draining or bool(manager.gracefully_exit),
         model_name=args.served_model_name,
-        models=(args.served_model_name, *_adapters(manager)),
+        models=model_names(manager),
         model=model,
         kv_fingerprint=kv_fingerprint(model, kv),
         kv_format=kv,
@@ -81,10 +86,6 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
             sglang_coserve=__version__, sglang=compat.installed_version() or "unknown"
         ),
     )
-
-
-def _adapters(manager: Any) -> list[str]:
-    return [adapter.lora_name for adapter in manager.lora_registry.get_all_adapters().values()]
 
 
 TRACE_PATH: Final = "/coserve/trace"

@@ -1,0 +1,106 @@
+"""Answers requests for a model that is not served with 404, whatever their route.
+
+Of SGLang's routes most answer with the model they have, and name it as they were asked. An adapter
+they take as ``MODEL:ADAPTER`` alone; its own name, which ``/v1/models`` lists, gets that form here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import orjson
+
+from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay
+from sglang_coserve.jsonl.model_names import not_served, served_name
+
+__all__ = ["MODEL_PATHS", "WantedModelMiddleware", "set_model_names"]
+
+_OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
+_ANTHROPIC_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+
+MODEL_PATHS: Final = (
+    _OLLAMA_PATHS
+    | _ANTHROPIC_PATHS
+    | {
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"),
+        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
+        *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
+    }
+)
+"""Routes whose bodies name a model."""
+
+_LATEST: Final = ":latest"
+"""What Ollama's clients add to a name without a tag."""
+
+_STATE: Final = "coserve_model_names"
+
+
+class _Body(msgspec.Struct):
+    model: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def set_model_names(app: Any, names: Callable[[], Sequence[str]]) -> None:
+    """Set what says what ``app`` serves: the model's name and then its adapters'; until then
+    nothing is refused."""
+    setattr(app.state, _STATE, names)
+
+
+class WantedModelMiddleware:
+    """Stands behind what bounds a body and puts it together; see the module's docstring."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        known = getattr(getattr(scope.get("app"), "state", None), _STATE, None)
+        if path not in MODEL_PATHS or known is None or is_form(scope):
+            await self._app(scope, receive, send)
+            return
+        message = await receive()
+        body, names = message.get("body", b""), known()
+        model = _model_in(body)
+        if path in _OLLAMA_PATHS and isinstance(model, str):
+            model = model.removesuffix(_LATEST) if model not in names else model
+        name = served_name(model, names)
+        if name is None:
+            await _send_refusal(send, path, not_served(model, names))
+            return
+        if model in names[1:]:
+            body = orjson.dumps({**json.loads(body), "model": name})
+        await self._app(scope, replay(body, receive), send)
+
+
+def _model_in(body: bytes) -> Any:
+    """Return the model that a body names; None for none, and for what the route will refuse."""
+    try:
+        return msgspec.json.decode(msgspec.json.decode(body, type=_Body).model)
+    except msgspec.ValidationError:
+        return None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        fields = json.loads(body)  # Takes NaN, as the route does.
+    except (ValueError, RecursionError):
+        return None
+    return fields.get("model") if isinstance(fields, dict) else None
+
+
+async def _send_refusal(send: Send, path: str, message: str) -> None:
+    """Send the refusal as the protocol of the route has it."""
+    content: dict[str, Any]
+    if path in _OLLAMA_PATHS:
+        content = {"error": message}
+    elif path in _ANTHROPIC_PATHS:
+        content = {"type": "error", "error": {"type": "not_found_error", "message": message}}
+    else:
+        error = {"message": message, "type": "invalid_request_error", "param": "model"}
+        content = {"error": {**error, "code": "model_not_found"}}
+    body = orjson.dumps(content)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 404, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,107 @@
+"""Requests for a model that is not served are refused, on every route that names one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+
+from sglang_coserve.guard.bodies import RequestGateMiddleware
+from sglang_coserve.srt.marks.wanted_model import (
+    MODEL_PATHS,
+    WantedModelMiddleware,
+    set_model_names,
+)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+
+    @app.post("/{path:path}")
+    async def echo(request: Request) -> Any:
+        return await request.json()
+
+    app.add_middleware(WantedModelMiddleware)
+    app.add_middleware(RequestGateMiddleware)
+    set_model_names(app, lambda: ("small", "poet"))
+    return TestClient(app)
+
+
+def post(client: TestClient, path: str, body: Any) -> tuple[int, Any]:
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    answer = client.post(path, content=content, headers={"content-type": "application/json"})
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("path", sorted(MODEL_PATHS))
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_model_is_refused(client: TestClient, path: str, stream: bool) -> None:
+    status, body = post(client, path, {"model": "gpt-4o", "stream": stream, "prompt": "x"})
+    assert status == 404
+    said = "the model 'gpt-4o' is not served here: use 'small', 'poet', or leave model out"
+    assert said in str(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/chat/completions", {"type": "invalid_request_error", "code": "model_not_found"}),
+        ("/v1/messages", {"type": "not_found_error"}),
+    ],
+)
+def test_the_refusal_is_of_the_routes_protocol(
+    client: TestClient, path: str, told: Mapping[str, str]
+) -> None:
+    _, body = post(client, path, {"model": "gpt-4o"})
+    assert told.items() <= body["error"].items()
+    _, body = post(client, "/api/chat", {"model": "gpt-4o"})
+    assert isinstance(body["error"], str)
+
+
+@pytest.mark.parametrize("model", ["small", "default", "", None, 7, ["small"], "small:poet"])
+def test_what_is_served_passes_as_it_is(client: TestClient, model: object) -> None:
+    body = {"model": model, "prompt": "x"}
+    assert post(client, "/v1/completions", body) == (200, body)
+
+
+def test_who_names_none_gets_what_there_is(client: TestClient) -> None:
+    for body in ({"prompt": "x"}, [], "text"):
+        assert post(client, "/v1/completions", body) == (200, body)
+
+
+def test_the_name_of_an_adapter_reaches_it(client: TestClient) -> None:
+    body = {"model": "poet", "prompt": ["\u2028", 1e10]}
+    served = {**body, "model": "small:poet"}
+    assert post(client, "/v1/completions", body) == (200, served)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": {"model": "small"}, "model": "gpt-4o"}',
+        b'{"model": "small", "model": "gpt-4o"}',
+        b'{"model": "gpt\\u002d4o"}',
+        b'{"top_p": NaN, "model": "gpt-4o"}',
+        b'{"prompt": "cut \\ud83d", "model": "gpt-4o"}',
+        b'{"model": "gpt-4o \\ud83d"}',
+    ],
+)
+def test_it_is_the_model_that_the_route_would_read(client: TestClient, content: bytes) -> None:
+    assert post(client, "/v1/completions", content)[0] == 404
+
+
+def test_ollamas_tag_is_no_part_of_the_name(client: TestClient) -> None:
+    assert post(client, "/api/chat", {"model": "small:latest"})[0] == 200
+    assert post(client, "/v1/completions", {"model": "small:latest"})[0] == 404
+
+
+def test_half_a_surrogate_pair_is_served_as_a_character(client: TestClient) -> None:
+    body = {"model": "small", "prompt": ["cut \ud83d", "whole \U0001f600"]}
+    served = {"model": "small", "prompt": ["cut \ufffd", "whole \U0001f600"]}
+    for path in ("/v1/completions", "/generate"):
+        assert post(client, path, body) == (200, served)
