@@ -266,6 +266,16 @@ def test_hostile_inputs_fail_their_batch_only(client: openai.OpenAI, name: str) 
     }
 
 
+def test_half_a_surrogate_pair_becomes_a_character(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    body = {"input_file_id": upload(client, lines(1)), "endpoint": ENDPOINT}
+    body |= {"completion_window": "24h", "metadata": {"note": "cut \ud83d"}}
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/batches", content=json.dumps(body), headers=headers)
+    assert answer.raise_for_status().json()["metadata"] == {"note": "cut \ufffd"}
+
+
 BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "no endpoint": ({"endpoint": None}, "endpoint"),
     "endpoint": ({"endpoint": "/v1/images"}, "endpoint"),

@@ -27,6 +27,7 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
+from sglang_coserve.jsonl.request_line import mended_json
 
 __all__ = [
     "ERROR_RESPONSES",
@@ -142,9 +143,15 @@ class JsonRoute(OpenAIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
-            return await handle(Request(request.scope, _Bounded(request.receive)))
+            return await handle(_JsonRequest(request.scope, _Bounded(request.receive)))
 
         return answer
+
+
+class _JsonRequest(Request):
+    async def body(self) -> bytes:
+        """See ``Request``; without halves of surrogate pairs, which are no text."""
+        return mended_json(await super().body())
 
 
 class _Bounded:
