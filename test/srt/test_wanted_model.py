@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Form, Request, UploadFile
 from fastapi.testclient import TestClient
 
 from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.srt.marks.wanted_model import (
     MODEL_PATHS,
     WantedModelMiddleware,
+    check_models_of_forms,
     set_model_names,
 )
 
@@ -21,6 +23,12 @@ from sglang_coserve.srt.marks.wanted_model import (
 @pytest.fixture
 def client() -> TestClient:
     app = FastAPI()
+
+    @app.post("/v1/audio/transcriptions")
+    async def transcribe(file: UploadFile, model: str = Form(default="default")) -> str:
+        return model
+
+    check_models_of_forms(app)
 
     @app.post("/{path:path}")
     async def echo(request: Request) -> Any:
@@ -93,6 +101,18 @@ def test_the_name_of_an_adapter_reaches_it(client: TestClient) -> None:
 )
 def test_it_is_the_model_that_the_route_would_read(client: TestClient, content: bytes) -> None:
     assert post(client, "/v1/completions", content)[0] == 404
+
+
+def test_a_form_names_a_model_too(client: TestClient) -> None:
+    def transcribed(**fields: str) -> httpx.Response:
+        file = {"file": ("a.wav", b"sound")}
+        answer: httpx.Response = client.post("/v1/audio/transcriptions", data=fields, files=file)
+        return answer
+
+    assert transcribed(model="small").json() == "small"
+    assert transcribed().json() == "default"
+    refused = transcribed(model="whisper-1")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_ollamas_tag_is_no_part_of_the_name(client: TestClient) -> None:

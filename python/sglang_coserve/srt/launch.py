@@ -36,7 +36,11 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware, set_model_names
+from sglang_coserve.srt.marks.wanted_model import (
+    WantedModelMiddleware,
+    check_models_of_forms,
+    set_model_names,
+)
 from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.profiling.latency_source import check_profile
@@ -198,6 +202,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         offline_objectives=config.offline_objectives,
         finds_tenants=config.online_order == "vtc",
     )
+    check_models_of_forms(app)
     # The middleware added last runs first.
     app.add_middleware(WantedModelMiddleware)
     # Before our routes are there, which read little.

@@ -77,7 +77,6 @@ def test_embeddings_as_clients_ask_for_them(start: Callable[..., Served]) -> Non
         ({"input": "Oil", "encoding_format": "int8"}, "encoding_format"),
         ({"input": ["Oil"] * 2049}, "2049"),
     ],
-    ids=str,
 )
 def test_an_embedding_of_nothing_is_refused(
     start: Callable[..., Served], body: dict[str, Any], told: str

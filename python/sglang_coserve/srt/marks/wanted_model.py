@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 import orjson
+from fastapi.responses import JSONResponse
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay
 from sglang_coserve.jsonl.model_names import not_served, served_name
 
-__all__ = ["MODEL_PATHS", "WantedModelMiddleware", "set_model_names"]
+__all__ = ["MODEL_PATHS", "WantedModelMiddleware", "check_models_of_forms", "set_model_names"]
 
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
 _ANTHROPIC_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -30,7 +32,9 @@ MODEL_PATHS: Final = (
         *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
     }
 )
-"""Routes whose bodies name a model."""
+"""Routes whose JSON bodies name a model."""
+
+_FORM_PATH: Final = "/v1/audio/transcriptions"
 
 _LATEST: Final = ":latest"
 """What Ollama's clients add to a name without a tag."""
@@ -46,6 +50,24 @@ def set_model_names(app: Any, names: Callable[[], Sequence[str]]) -> None:
     """Set what says what ``app`` serves: the model's name and then its adapters'; until then
     nothing is refused."""
     setattr(app.state, _STATE, names)
+
+
+def check_models_of_forms(app: Any) -> None:
+    """Check the model at the route that takes it in a form, which a middleware does not read."""
+    for route in app.routes:
+        if getattr(route, "path", None) == _FORM_PATH:
+            route.dependant.call = _checked(route.dependant.call, app)
+
+
+def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
+    async def checked(**fields: Any) -> Any:
+        names = getattr(app.state, _STATE, tuple)()
+        if served_name(fields["model"], names) is None:
+            refusal = _refusal(_FORM_PATH, not_served(fields["model"], names))
+            return JSONResponse(refusal, HTTPStatus.NOT_FOUND)
+        return await transcribe(**fields)
+
+    return checked
 
 
 class WantedModelMiddleware:
@@ -68,7 +90,9 @@ class WantedModelMiddleware:
             model = model.removesuffix(_LATEST) if model not in names else model
         name = served_name(model, names)
         if name is None:
-            await _send_refusal(send, path, not_served(model, names))
+            await JSONResponse(_refusal(path, not_served(model, names)), HTTPStatus.NOT_FOUND)(
+                scope, receive, send
+            )
             return
         if model in names[1:]:
             body = orjson.dumps({**json.loads(body), "model": name})
@@ -90,17 +114,11 @@ def _model_in(body: bytes) -> Any:
     return fields.get("model") if isinstance(fields, dict) else None
 
 
-async def _send_refusal(send: Send, path: str, message: str) -> None:
-    """Send the refusal as the protocol of the route has it."""
-    content: dict[str, Any]
+def _refusal(path: str, message: str) -> dict[str, Any]:
+    """Return the refusal as the protocol of the route has it."""
     if path in _OLLAMA_PATHS:
-        content = {"error": message}
-    elif path in _ANTHROPIC_PATHS:
-        content = {"type": "error", "error": {"type": "not_found_error", "message": message}}
-    else:
-        error = {"message": message, "type": "invalid_request_error", "param": "model"}
-        content = {"error": {**error, "code": "model_not_found"}}
-    body = orjson.dumps(content)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 404, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        return {"error": message}
+    if path in _ANTHROPIC_PATHS:
+        return {"type": "error", "error": {"type": "not_found_error", "message": message}}
+    error = {"message": message, "type": "invalid_request_error", "param": "model"}
+    return {"error": {**error, "code": "model_not_found"}}
