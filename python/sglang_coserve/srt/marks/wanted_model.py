@@ -61,7 +61,7 @@ def check_models_of_forms(app: Any) -> None:
 
 def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
     async def checked(**fields: Any) -> Any:
-        names = getattr(app.state, _STATE, tuple)()
+        names: Sequence[str] = getattr(app.state, _STATE, tuple)()
         if served_name(fields["model"], names) is None:
             refusal = _refusal(_FORM_PATH, not_served(fields["model"], names))
             return JSONResponse(refusal, HTTPStatus.NOT_FOUND)
