@@ -67,14 +67,11 @@ class StepStats(NamedTuple):
         """Return this batch with one more request that computes ``tokens`` prompt tokens."""
         assert tokens > 0, f"a prefill computes at least one token, got {tokens}"
         assert context_tokens >= 0, f"negative context: {context_tokens}"
-        return StepStats(
-            self.prefill_requests + 1,
-            self.prefill_tokens + tokens,
-            self.prefill_context_tokens + context_tokens,
-            self.prefill_attention_pairs + tokens * (tokens + context_tokens),
-            self.decode_requests,
-            self.decode_context_tokens,
-        )
+        requests, all_tokens, context, pairs, decodes, keys = self
+        more_pairs = tokens * (tokens + context_tokens)
+        sums = requests + 1, all_tokens + tokens, context + context_tokens, pairs + more_pairs
+        # Like StepStats(), at half the cost: a plan tries dozens of chunks.
+        return tuple.__new__(StepStats, (*sums, decodes, keys))
 
     def with_decode(self, context_tokens: int) -> StepStats:
         """Return this batch with one more decode request of ``context_tokens`` cached tokens."""

@@ -7,7 +7,6 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,7 @@ from sglang_coserve.errors import InputFileError, WorkloadError
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest, prompt_token_ids
 
-__all__ = ["TELLING_TOKENS", "TrafficSource", "from_jsonl", "from_trace"]
+__all__ = ["TrafficSource", "from_jsonl", "from_trace"]
 
 
 class TrafficSource:
@@ -74,9 +73,8 @@ _TEXT_BYTES = 4
 _VOCAB_SIZE = 2**31
 _DEFAULT_OUTPUT_TOKENS = 256
 
-TELLING_TOKENS: Final = 1024
-"""A fleet places lines by no more of their prompts. A longer prompt that shares nothing has zeros
-after them: making all its ids took 3% of a run."""
+_FIRST_OWN_ID: Final = 2**32
+"""Above all ids of shared prefixes, of texts and of outputs."""
 
 
 def from_trace(
@@ -105,6 +103,7 @@ def from_trace(
                 "(fit_to_context leaves out requests that failed when recorded)"
             )
         limit = max_new_tokens or request.output_tokens
+        serial = 2 * request.index + parity
         yield SimRequest(
             RequestInfo(
                 rid=f"{request_class.value}-{request.index}",
@@ -114,17 +113,18 @@ def from_trace(
                 arrival_s=request.arrival_s,
             ),
             min(request.output_tokens, limit),
-            partial(_trace_prompt, request, seed + parity),
-            2 * request.index + parity,
+            partial(_trace_prompt, request, seed + parity, serial),
+            serial,
         )
 
 
-def _trace_prompt(request: TraceRequest, seed: int) -> PackedTokens:
-    num_zeros = 0 if request.hash_ids else max(0, request.prompt_tokens - TELLING_TOKENS)
-    telling = replace(request, prompt_tokens=request.prompt_tokens - num_zeros)
-    token_ids = prompt_token_ids(telling, vocab_size=_VOCAB_SIZE, seed=seed)
-    zeros = bytes(num_zeros * TOKEN_BYTES)
-    return PackedTokens(token_ids.astype(f"u{TOKEN_BYTES}").tobytes() + zeros)
+def _trace_prompt(request: TraceRequest, seed: int, serial: int) -> PackedTokens:
+    if not request.hash_ids:
+        # Nobody shares more of a prompt than what is before the first different id.
+        own_id = pack_tokens([_FIRST_OWN_ID + serial])
+        return PackedTokens(own_id.ljust(request.prompt_tokens * TOKEN_BYTES, b"\0"))
+    token_ids = prompt_token_ids(request, vocab_size=_VOCAB_SIZE, seed=seed)
+    return PackedTokens(token_ids.astype(f"u{TOKEN_BYTES}").tobytes())
 
 
 def from_jsonl(path: str | Path) -> Iterator[SimRequest]:

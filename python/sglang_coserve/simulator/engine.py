@@ -291,8 +291,8 @@ class SimEngine:
             executor.pool.held_tokens,
             executor.cache.evictable_tokens,
             tuple((request.info.rid, tokens) for request, tokens in batch.chunks),
-            batch.online_decodes,
-            len(batch.decodes) - batch.online_decodes,
+            len(batch.online_decodes),
+            len(batch.decodes) - len(batch.online_decodes),
             is_suspended,
         )
         for observer in self._observers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Iterable
 from typing import Final
 
 from sglang_coserve.core.latency_model import LatencyModel
@@ -120,11 +121,14 @@ class SimulatedExecutor:
                 request.refresh_view(self._kv.cached_tokens(request))
         self._kv.note_sharing(self.admitted.values())
         pool, config, suspended = self.pool, self.config, self.suspended
-        away = set(suspended.requests) if suspended else ()
+        admitted: Iterable[SimRequest] = self.admitted.values()
+        if suspended:
+            away = set(suspended.requests)
+            admitted = (request for request in admitted if request not in away)
         safepoint = config.safepoint
         return EngineSnapshot(
             now_s=now_s,
-            admitted=[request.view for request in self.admitted.values() if request not in away],
+            admitted=[request.view for request in admitted],
             waiting=[request.view for request in self.waiting],
             free_kv_tokens=pool.free_pages * pool.page_tokens,
             evictable_kv_tokens=self.cache.evictable_tokens,
@@ -156,7 +160,7 @@ class SimulatedExecutor:
             started_s=now_s,
             chunks=[],
             decodes=decoding.requests,
-            online_decodes=decoding.num_online,
+            online_decodes=decoding.online,
             stats=StepStats(),
             seconds=0.0,
             retracted=retracted,
@@ -183,8 +187,9 @@ class SimulatedExecutor:
         decoding = _DECODES_IN[batch.lane]
         for request in batch.decodes:
             request.computed_tokens = computed = request.computed_tokens + 1
-            request.generated_tokens = generated = request.generated_tokens + 1
-            request.token_times_s.append(end_s)
+            times_s = request.token_times_s
+            times_s.append(end_s)
+            generated = len(times_s)
             if generated == request.output_tokens:
                 ended.append(request)
                 continue
@@ -345,7 +350,6 @@ class SimulatedExecutor:
         request.recomputed_tokens += max(0, redone_to - start)
         self._kv.share(request, min(computed, request.info.prompt_tokens))
         if computed == request.length_tokens:
-            request.generated_tokens += 1
             request.num_prefills += 1
             request.token_times_s.append(end_s)
             request.move(decoding)

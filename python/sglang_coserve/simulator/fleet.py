@@ -23,7 +23,6 @@ from sglang_coserve.core.line_placement import (
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.simulator.binding import TELLING_TOKENS
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.fleet_inputs import Mailbox, OnlineRouter, Outage
@@ -37,6 +36,10 @@ _LOOK_S: Final = 0.5
 _ROUTED_AHEAD_S: Final = 1.0
 """A request is routed so long before it arrives: an engine must know of it before the step in which
 it arrives. Loads that the router goes by are so old; ``smg`` asks for them every 10 s."""
+
+
+_TELLING_TOKENS: Final = 1024
+"""Lines are placed by no more of their prompts."""
 
 
 class FleetEngine(NamedTuple):
@@ -358,7 +361,7 @@ class Fleet:
         for line in lines:
             rid = line.info.rid
             self._inside[rid] = line
-            prompt = unpack_tokens(line.prompt)[:TELLING_TOKENS].tolist()
+            prompt = unpack_tokens(line.prompt)[:_TELLING_TOKENS].tolist()
             self._carry_out(self._placement.offer(rid, prefix_key({"prompt": prompt})))
 
     def _carry_out(self, placed: Iterable[Placed]) -> None:

@@ -33,7 +33,6 @@ class SimRequest:
         "deadline_s",
         "dropped_tokens",
         "expected_output_tokens",
-        "generated_tokens",
         "given_tokens",
         "info",
         "loaded_to_tokens",
@@ -81,7 +80,6 @@ class SimRequest:
         self._tokens: PackedTokens | None = None
 
         self.state = RequestState.WAITING
-        self.generated_tokens = 0
         self.computed_tokens = 0
         """Tokens with KV on the device."""
 
@@ -104,6 +102,8 @@ class SimRequest:
         """Its position by order of admission."""
 
         self.token_times_s: list[float] = []
+        """When each of its output tokens came out."""
+
         self.cached_prompt_tokens = 0
         """Prompt tokens found in the prefix cache at its first admission."""
 
@@ -154,6 +154,11 @@ class SimRequest:
     def prompt(self) -> PackedTokens:
         """Its prompt, packed."""
         return PackedTokens(self.tokens[: self.info.prompt_tokens * TOKEN_BYTES])
+
+    @property
+    def generated_tokens(self) -> int:
+        """Its output tokens so far."""
+        return len(self.token_times_s)
 
     @property
     def length_tokens(self) -> int:
@@ -244,7 +249,9 @@ class DecodingRequests:
         self.requests = [request for request in requests if request.state is state]
         """A new list after each change, so that a step keeps the requests that it began with."""
 
-        self.num_online = sum(request.info.is_online for request in self.requests)
+        self.online = [request for request in self.requests if request.info.is_online]
+        """Those of them that are online; a new list, too."""
+
         self._context_tokens = sum(request.computed_tokens for request in self.requests)
         self._page_tokens = page_tokens
         self._iterations = 0
@@ -284,9 +291,9 @@ class DecodingRequests:
                 del requests[index]
                 self._count(request, -1)
         self.requests = requests
+        self.online = [request for request in requests if request.info.is_online]
 
     def _count(self, request: SimRequest, number: int) -> None:
-        self.num_online += number * request.info.is_online
         self._context_tokens += number * request.computed_tokens
         fill = (request.computed_tokens - self._iterations) % self._page_tokens
         self._requests_by_fill[fill] += number
@@ -294,7 +301,7 @@ class DecodingRequests:
     def check_invariants(self, requests: Iterable[SimRequest]) -> None:
         """Assert that the sums equal those computed anew from ``requests``."""
         fresh = DecodingRequests(requests, self._page_tokens)
-        assert (self.requests, self.num_online) == (fresh.requests, fresh.num_online)
+        assert (self.requests, self.online) == (fresh.requests, fresh.online)
         assert self._context_tokens == fresh._context_tokens
         assert self.opened_pages == fresh.opened_pages
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.latency_model import LatencyModel
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
@@ -32,8 +31,8 @@ class RunningStep:
     """Prefill requests, and the tokens that each computes."""
 
     decodes: list[SimRequest]
-    online_decodes: int
-    """Number of online requests in ``decodes``."""
+    online_decodes: list[SimRequest]
+    """The online ones of them."""
 
     stats: StepStats
     """Sums over its requests."""
@@ -62,7 +61,7 @@ class RunningStep:
     @property
     def has_offline(self) -> bool:
         """True when an offline request is in it."""
-        return len(self.decodes) > self.online_decodes or any(
+        return len(self.decodes) > len(self.online_decodes) or any(
             not request.info.is_online for request, _ in self.chunks
         )
 
@@ -76,14 +75,13 @@ class RunningStep:
         return SuspendedStep(self.step, self.stats, self.done_share)
 
     def result(self, end_s: float) -> StepResult:
-        """Return its result, after ``Executor.end``. O(requests)."""
+        """Return its result, after ``Executor.end``. O(chunks + online requests)."""
         served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
         # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
-        new, online = tuple.__new__, RequestClass.ONLINE
+        new = tuple.__new__
         served += [
             new(ServedRequest, (request.info, request.token_times_s[-2], end_s))
-            for request in self.decodes
-            if request.info.request_class is online
+            for request in self.online_decodes
         ]
         return StepResult(
             step=self.step,
@@ -102,7 +100,8 @@ class RunningStep:
 
     def tokens_by_class(self) -> tuple[int, int]:
         """Return the tokens computed for online and for offline requests. O(chunks)."""
-        online, offline = self.online_decodes, len(self.decodes) - self.online_decodes
+        online = len(self.online_decodes)
+        offline = len(self.decodes) - online
         for request, tokens in self.chunks:
             if request.info.is_online:
                 online += tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 from typing import TYPE_CHECKING
 
 from sglang_coserve.core.step_stats import StepStats
@@ -38,20 +39,28 @@ def longest_prefill(
 ) -> int:
     """Return the largest n ≤ limit for which ``model.predict`` stays within the budget.
 
-    Correct for any monotone ``predict``. With ``guess``, an approximate
-    solution, the search starts there and takes only two predictions if the guess is exact;
-    without, it bisects in O(log limit) predictions.
+    Correct for any monotone ``predict``, in O(log limit) predictions: at most every third halves
+    what is left. With ``guess``, an approximate solution, the search starts there, and takes two
+    predictions if the guess is exact. From there it follows the line through the last two, as
+    models are linear in pieces.
     """
     assert limit_tokens >= 0, f"negative limit: {limit_tokens}"
     low, high = 0, limit_tokens + 1  # low fits, high does not
-    step = 1 if guess is not None else high
+    last, last_s = 0, budget_s
     probe = high // 2 if guess is None else round(min(guess, limit_tokens))
-    while high - low > 1:
-        if model.predict(batch.with_prefill(probe, context_tokens)) <= budget_s:
-            low, probe = probe, probe + step
+    for number in count(1):
+        if high - low <= 1:
+            break
+        seconds = model.predict(batch.with_prefill(probe, context_tokens))
+        if seconds <= budget_s:
+            low, ahead = probe, 1.0
         else:
-            high, probe = probe, probe - step
-        step *= 2
-        if not low < probe < high:
+            high, ahead = probe, -1.0
+        if number > 1 and seconds != last_s:
+            ahead = (budget_s - seconds) * (probe - last) / (seconds - last_s)
+        last, last_s = probe, seconds
+        if number % 3:
+            probe = math.floor(min(max(probe + ahead, low + 1), high - 1))
+        else:
             probe = (low + high) // 2
     return low
