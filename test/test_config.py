@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import flags_page
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.slo import format_slo, request_targets
 from sglang_coserve.errors import ConfigError
@@ -28,6 +29,11 @@ def test_every_field_has_a_flag_with_its_default() -> None:
 
 def test_every_field_is_documented() -> None:
     assert all(len(field.metadata["doc"]) > 20 for field in dataclasses.fields(CoserveConfig))
+
+
+def test_the_page_of_flags_is_current() -> None:
+    """Else: python scripts/reference/flags_page.py."""
+    assert flags_page.PAGE.read_text() == flags_page.page()
 
 
 def test_flags_set_fields() -> None:

@@ -39,9 +39,8 @@ class BatchApiConfig(FlagSettings):
 
     coserve_data_dir: str | None = setting(
         None,
-        "Directory of the Batch API: what users upload, its results, and what is still to do. "
-        "Made when it is not there; for one server at a time. Without one, /v1/files and "
-        "/v1/batches are off, so that nothing is kept unasked.",
+        "Directory of the Batch API, made when it is not there; for one server at a time. "
+        "Without one, /v1/files and /v1/batches are off.",
         metavar="DIRECTORY",
     )
     batch_max_upload_mib: Annotated[int, POSITIVE] = setting(
@@ -52,8 +51,7 @@ class BatchApiConfig(FlagSettings):
     )
     batch_max_in_flight: Annotated[int, POSITIVE] = setting(
         512,
-        "Most lines of all batches that the engine has at once: it chooses among them by shared "
-        "prefixes, and runs as many as fit.",
+        "Most lines of all batches that the engine has at once.",
         type=int,
         metavar="N",
     )
@@ -63,29 +61,27 @@ class BatchApiConfig(FlagSettings):
     batch_max_active_per_key: Annotated[int | None, POSITIVE] = setting(
         None,
         "Most unfinished batches of one API key. By default as many as are still free of "
-        "--batch-max-active, so half of it for one key alone.",
+        "--batch-max-active.",
         type=int,
         metavar="N",
     )
     batch_max_stored_gib_per_key: Annotated[float | None, POSITIVE] = setting(
         None,
-        "Most that the files of one API key may take on the disk, in GiB: uploads and results. "
-        "What a running batch writes may exceed it; a new one is refused then. By default as much "
-        "as is still free on the disk.",
+        "Most that the files of one API key may take on the disk, in GiB, uploads and results "
+        "together. By default as much as is still free.",
         type=float,
         metavar="GIB",
     )
     batch_max_files_per_key: Annotated[int, POSITIVE] = setting(
         100_000,
-        "Most files of one API key, uploads and results together: an empty one takes a place on "
-        "the disk, too. They are summed up at each upload, which takes some 10 ms for so many.",
+        "Most files of one API key, uploads and results together.",
         type=int,
         metavar="N",
     )
     batch_webhook_url: str | None = setting(
         None,
-        "Address that is told when a batch has completed, failed, expired or been cancelled. The "
-        "secret to sign with is in the environment variable COSERVE_WEBHOOK_SECRET.",
+        "Address that is told when a batch has ended. The secret to sign with is in the "
+        "environment variable COSERVE_WEBHOOK_SECRET.",
         metavar="URL",
     )
     batch_webhook_allow_private: bool = setting(

@@ -72,58 +72,52 @@ class CoserveConfig(BatchApiConfig):
 
     slo_ttft_ms: Annotated[float | None, POSITIVE] = setting(
         None,
-        "Target for the time to first token of every online request that brings none of its own, "
-        "in milliseconds. /coserve/status shows the share of requests within it.",
+        "Target in milliseconds for the time to first token of every online request that "
+        "brings none of its own.",
         type=float,
         metavar="MS",
     )
     slo_tpot_ms: Annotated[float | None, POSITIVE] = setting(
         None,
-        "Target for the mean time per output token (after the first) of every online request "
-        "that brings none of its own, in milliseconds. /coserve/status shows the share of "
-        "requests within it.",
+        "The same for the mean time per output token after the first.",
         type=float,
         metavar="MS",
     )
     slo: tuple[str, ...] = setting(
         (),
-        "Bounds on statistics over the online requests, all to be met at once: 'ttft p99 <= 300ms' "
-        "'tpot mean <= 50ms'. Latencies are ttft, tpot (mean of a request) and tbt (every gap "
-        "between tokens), statistics mean, p50, p90 and p99; '<= +10%' is over what the same "
-        "requests would get without offline work. Each request is scheduled by the "
-        "least of them and of the two targets above; /coserve/status shows what is reached.",
+        "Bounds on statistics over the online requests, all to be met at once: 'ttft p99 <= "
+        "300ms' 'tpot mean <= 50ms'. Latencies are ttft, tpot (mean of a request) and tbt "
+        "(every gap between tokens), statistics mean, p50, p90 and p99; '<= +10%' is over what "
+        "the same requests would get without offline work.",
         nargs="+",
         action="extend",
         metavar="SLO",
     )
     online_slowdown: str | None = setting(
         None,
-        "How much longer than without offline work online requests may take, such as 10%: bounds "
-        "P99 TTFT and the P99 of the gaps between tokens, relative to what the server predicts "
-        "that the same requests would get alone. No milliseconds to choose, but not exact: see "
-        "docs/policies.md. By default 10% where no target and no --offline-policy is given.",
+        "How much longer than without offline work P99 TTFT and the P99 gap between tokens may "
+        "be, as predicted: docs/policies.md. By default 10% where no target and no "
+        "--offline-policy is given.",
         metavar="PERCENT",
     )
     offline_policy: str = setting(
         _AUTO,
         "When offline requests run. fifo: first come, first served, whenever no online request "
-        "waits. The others plan every step with a latency model, against --online-slowdown, "
-        "--slo-ttft-ms, --slo-tpot-ms and --slo. auto: coserve.",
+        "waits. The others plan every step with a latency model, against the targets. auto: "
+        "coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
     )
     online_order: str = setting(
         "fcfs",
-        "Which waiting online request is next. fcfs: in order of arrival. vtc: that of the tenant "
-        "that was served least, so that one that floods the server delays no other; a tenant is "
-        "what the header x-llm-d-inference-fairness-id says, else the body's user, else the API "
-        "key. For policies that plan.",
+        "Which waiting online request is next. fcfs: in order of arrival. vtc: that of the "
+        "tenant that was served least (docs/policies.md). For policies that plan.",
         choices=ONLINE_ORDERS,
     )
     overload: str = setting(
         "best_effort",
-        "What to do when online requests alone cannot meet their targets. best_effort: serve them "
-        "all, late. shed: refuse those that can no longer meet their TTFT target, with 503 and "
-        "Retry-After. For policies that plan, but for bros.",
+        "What to do when online requests alone cannot meet their targets. best_effort: serve "
+        "them all, late. shed: refuse those that can no longer meet their TTFT target, with "
+        "503 and Retry-After. For policies that plan.",
         choices=OVERLOADS,
     )
     offline_objectives: tuple[str, ...] = setting(
@@ -136,17 +130,16 @@ class CoserveConfig(BatchApiConfig):
     )
     offline_utility_ratio: Annotated[float | None, SHARE] = setting(
         None,
-        "How often the next offline request is one that shares its prompt's head with those before "
-        "it, rather than the one that has waited longest: HyGen's utility ratio, from 0 to 1, 0.95 "
-        "by default. For --offline-policy coserve and hygen.",
+        "How often the next offline request is one that shares a prefix with those before it, "
+        "rather than the one that has waited longest: HyGen's utility ratio, from 0 to 1, 0.95 "
+        "by default.",
         type=float,
         metavar="SHARE",
     )
     offline_random_picks: Annotated[int | None, NOT_NEGATIVE] = setting(
         None,
         "How many offline decodes are drawn at random for a step that cannot hold all of them, "
-        "before the shortest fill it up: K of OOCO's mix decoding selection, 8 by default. For "
-        "--offline-policy ooco.",
+        "before the shortest fill it up: K of OOCO's mix decoding selection, 8 by default.",
         type=int,
         metavar="N",
     )
@@ -160,15 +153,13 @@ class CoserveConfig(BatchApiConfig):
 
     latency_profile: str | None = setting(
         None,
-        "Latency profile of this model on this machine, from coserve profile. Without one the "
-        "server profiles briefly at start-up.",
+        "Latency profile of this model on this machine, from coserve profile.",
         metavar="PROFILE.json",
     )
     startup_profile_seconds: Annotated[float, NOT_NEGATIVE] = setting(
         10.0,
-        "How long to profile at start-up when there is no --latency-profile; 0: not at all, the "
-        "model's shape and the device's peaks give a first guess. In each case every step "
-        "refines the prediction.",
+        "How long to profile at start-up when there is no --latency-profile; 0: not at all, "
+        "the model's shape and the device's peaks give a first guess.",
         type=float,
         metavar="S",
         is_off_at_zero=True,
@@ -176,26 +167,25 @@ class CoserveConfig(BatchApiConfig):
     iteration_budget_ms: Annotated[float | None, POSITIVE] = setting(
         None,
         "Longest step, as predicted, that offline work may make, in milliseconds; coserve "
-        "simulate --find-budget finds the one that just meets given SLOs. By default the "
-        "deadlines of the online requests alone decide.",
+        "simulate --find-budget finds one. By default the deadlines of the online requests "
+        "alone decide.",
         type=float,
         metavar="MS",
     )
     safepoint_interval: Annotated[int | None, NOT_NEGATIVE] = setting(
         None,
-        "Suspend a batch of offline requests for online ones in the middle of a forward pass, "
-        "before every N-th layer of the model; at most a quarter of the layers. It goes on later, "
-        "and nothing is computed twice. By default 4 on a CPU, and 0 on a GPU, where outputs were "
-        "not compared yet. 0: batches always run to their end, as with --offline-policy fifo.",
+        "Suspend a step of offline requests for online ones before every N-th layer of the "
+        "model, at most a quarter of the layers; 0: never. By default 4 on a CPU, and 0 on a "
+        "GPU, where outputs were not compared yet.",
         type=int,
         metavar="N",
         is_off_at_zero=True,
     )
     safepoint_decode_graphs: bool = setting(
         False,
-        "On a GPU, also capture decode steps as one CUDA graph per group of layers, so that those "
-        "of offline requests can be suspended too. Start-up takes longer, and graphs more memory; "
-        "without it a decode step is one graph and runs to its end.",
+        "On a GPU, also capture decode steps as one CUDA graph per group of layers, so that "
+        "those of offline requests can be suspended too. Start-up takes longer, and graphs "
+        "more memory.",
         action="store_true",
     )
     record_plans: str | None = setting(
@@ -207,11 +197,9 @@ class CoserveConfig(BatchApiConfig):
 
     kv_checkpoint: str = setting(
         _AUTO,
-        "Keep the KV of offline requests in host memory, so that it is reclaimed for online ones "
-        "at once and comes back without being computed again. eager: copy it as it is made. lazy: "
-        "copy only what is reclaimed, while online requests wait. pressure: as eager, while the "
-        "device's KV memory is nearly full. auto: off for now, on a CPU because the same memory "
-        "does more as KV memory, on a GPU because no engine has run with them there yet.",
+        "When the KV of offline requests is copied to host memory. eager: as it is made. lazy: "
+        "when it is reclaimed, while online requests wait. pressure: as eager, while the "
+        "device's KV memory is nearly full. auto: never, for now (docs/kv_checkpoint.md).",
         choices=(_AUTO, *(mode.value for mode in CheckpointMode)),
     )
     kv_checkpoint_host_gb: Annotated[float | None, POSITIVE] = setting(
@@ -228,36 +216,32 @@ class CoserveConfig(BatchApiConfig):
     )
     kv_move_dir: str | None = setting(
         None,
-        "Directory, the same one for several engines, through which the KV of a line goes with it "
-        "from an engine that gives it back (a drain) to the one that goes on. Nobody but the "
-        "user that the engines run as may read it. By default only tokens go, and their KV is "
-        "computed again.",
+        "Directory, the same one for several engines, through which the KV of a line goes with "
+        "it from an engine that gives it back to the one that goes on. Nobody but their user "
+        "may read it. By default only tokens go.",
         metavar="DIRECTORY",
     )
 
     pool: Pool | None = setting(  # noqa: RUF009 (as everywhere here)
         None,
-        "What the engine is for a gateway that has engines of both pools. relaxed: lines begin "
-        "here. strict: online requests are served here, and lines that run elsewhere and suit "
-        "this engine's targets go on here. Needs --kv-move-dir. By default lines begin and end "
-        "here, which gets more done: docs/fleet.md.",
+        "What the engine is for a gateway with pools (docs/fleet.md). relaxed: lines begin "
+        "here. strict: online requests are served here, and running lines that suit its "
+        "targets go on here. Needs --kv-move-dir.",
         choices=get_args(Pool),
     )
 
     media_sources: str = setting(
         "public",
-        "Where images, videos and sounds of requests and of lines of batches may come from. "
-        "inline: the request itself, as base64 or a data: URL. public: http(s) addresses in the "
-        "internet, too. any: whatever SGLang opens, private addresses and files of this machine "
-        "among it.",
+        "Where images, videos and sounds may come from. inline: the request itself. public: "
+        "http(s) addresses in the internet, too. any: whatever SGLang opens, private addresses "
+        "and files of this machine among it.",
         choices=MEDIA_SOURCES,
     )
 
     open_view: bool = setting(
         False,
-        "Let everybody who reaches the port look at /coserve without a key: at the engine's "
-        "figures, at no batches, and without buttons. Otherwise the page asks for --api-key or "
-        "--admin-api-key where --api-key is set.",
+        "Show the engine's figures at /coserve to everybody who reaches the port; batches and "
+        "buttons still need a key.",
         action="store_true",
     )
 
