@@ -74,6 +74,19 @@ def server(
         yield server
 
 
+def test_a_model_that_no_engine_serves_fails_the_batch(server: LocalServer) -> None:
+    with client_of(server, API_KEY) as client:
+        batch_id = created(client, lines(1) + lines(1, "other", model="gpt-4o"))
+        eventually(lambda: client.batches.retrieve(batch_id).status == "failed")
+        batch = client.batches.retrieve(batch_id)
+        assert batch.errors is not None
+        assert batch.errors.data
+        assert ("model_mismatch", 2) in [(each.code, each.line) for each in batch.errors.data]
+        served = created(client, lines(1, model="adapter"))
+        eventually(lambda: client.batches.retrieve(served).status == "completed")
+        assert client.batches.retrieve(served).to_dict()["model"] == "scripted:adapter"
+
+
 def test_openais_client_gets_every_line_once_from_all_engines(
     server: LocalServer, engines: list[EngineThread]
 ) -> None:
