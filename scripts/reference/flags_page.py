@@ -51,8 +51,10 @@ def page() -> str:
 def _of_field(field: dataclasses.Field[Any]) -> str:
     text = field.metadata["doc"]
     refusing = [name for name in OFFLINE_POLICIES if field.name in FIELDS_WITHOUT_EFFECT[name]]
+    acting = [name for name in OFFLINE_POLICIES if name not in refusing]
     if refusing:
-        text += f" Not with {', '.join(f'`{name}`' for name in refusing)}."
+        shorter, word = min((refusing, "Not"), (acting, "Only"), key=lambda pair: len(pair[0]))
+        text += f" {word} with {', '.join(f'`{name}`' for name in shorter)}."
     return _row(flag(field.name), field.metadata["cli"].get("metavar"), field.default, text)
 
 
