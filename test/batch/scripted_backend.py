@@ -42,7 +42,11 @@ def answer(request: LineRequest) -> LineResult:
         item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
         output = [{**item, "content": [part]}]
         body = {"id": "resp_of_the_engine", "model": "scripted", "output": output}
-        body |= {"object": "response", "status": "completed", "usage": {"input_tokens": 3}}
+        body["usage"] = {"input_tokens": 3, "output_tokens": count, "total_tokens": 3 + count} | {
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
+        body |= {"object": "response", "status": "completed"}
     return LineResult(200, f"cmpl-{name_of(request)}", body)
 
 

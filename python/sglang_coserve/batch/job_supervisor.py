@@ -96,8 +96,8 @@ class JobSupervisor:
         """Store a batch and lead it to its end; see ``batch_rows.create`` for what it raises.
 
         Unless with ``best_effort``, one whose window cannot be kept, going by earlier ones, is
-        refused, too. It goes on
-        if the caller is cancelled: no batch is in the store that no driver knows of.
+        refused, too; but no response. It goes on if the caller is cancelled: no batch is in the
+        store that no driver knows of.
         """
         return await to_its_end(self._create(wanted, best_effort))
 
@@ -185,10 +185,12 @@ class JobSupervisor:
             self._context.backend.limits.context_tokens,
         )
         wanted = replace(wanted, estimated_tokens=tokens)
-        forecast = self.job_forecasts([wanted])[wanted.id]
-        if not best_effort:
-            raise_if_window_too_short(wanted, forecast)
-        if is_batch:  # What becomes of single requests says little about batches.
+        if is_batch:
+            # Not for a response, of which there may be thousands: each looks at all there are, and
+            # what becomes of it says little about batches.
+            forecast = self.job_forecasts([wanted])[wanted.id]
+            if not best_effort:
+                raise_if_window_too_short(wanted, forecast)
             wanted = replace(wanted, forecast_s=forecast.forecast_s)
         # Once more: others may have begun meanwhile.
         record, is_new = await self._context.store.run(batch_rows.create, wanted, *permitted)

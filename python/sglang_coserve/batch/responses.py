@@ -184,7 +184,7 @@ class BackgroundResponses:
         await self._add_input(wanted, line)
         found = None
         try:
-            found = await self._runner.create(wanted, best_effort=True)
+            found = await self._runner.create(wanted)
         finally:
             if found is None or found.id != wanted.id:
                 await self._files.remove(wanted.owner, wanted.input_file_id)
