@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
 from array import array
@@ -32,6 +33,9 @@ class LineTokens:
         self.model = model
         """What generated them, which alone can continue them."""
 
+        self.has_grown = asyncio.Event()
+        """Set with every token that comes; for who saves them to clear."""
+
         self._tokens: dict[int, array[int]] = {}
 
     def tokens(self, line: int) -> tuple[int, ...]:
@@ -41,6 +45,7 @@ class LineTokens:
     def add(self, line: int, tokens: Sequence[int]) -> None:
         """Append ``tokens`` to those generated for ``line`` so far."""
         _append(self._tokens, line, tokens)
+        self.has_grown.set()
 
     def drop(self, line: int) -> None:
         """Remove a line that is finished or has to start over."""

@@ -270,8 +270,11 @@ class LineRun:
         self._context.slots.release(self._job.share, size_bytes, estimated_tokens, tokens)
 
     async def _journal_regularly(self) -> None:
+        # Thousands of jobs may wait for their turn: they take no time meanwhile.
         while True:
+            await self._journal.has_grown.wait()
             await self._context.clock.sleep(self._context.journal_interval_s)
+            self._journal.has_grown.clear()
             await self._journal.save(self._context.threads)
 
 
