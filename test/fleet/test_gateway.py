@@ -290,6 +290,21 @@ def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: P
                 assert all(len(held.request.generated) == 2 for held in engine.backend.in_flight)
 
 
+def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> None:
+    dead = "http://127.0.0.1:1"
+    flags = ("--engine", dead, "--router", dead, "--log-format", "json")
+    with gateway(tmp_path, *flags) as server:
+        url = f"{server.base_url}/v1/completions"
+        for given, is_taken in (("trace-7", True), ("two words", False)):
+            answer = httpx.post(url, json={}, headers={"x-request-id": given})
+            assert (answer.headers["x-request-id"] == given) == is_taken
+        last = answer.headers["x-request-id"]
+    records = [json.loads(line) for line in (tmp_path / "gateway.log").read_text().splitlines()]
+    assert all(record.keys() >= {"at", "level", "logger", "message"} for record in records)
+    told = [r.get("request_id") for r in records if "cannot be reached" in r["message"]]
+    assert told == ["trace-7", last]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

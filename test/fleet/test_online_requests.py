@@ -46,7 +46,12 @@ class RecordingRouter:
         if b'"stream"' in body:
             await self._stream(receive, send)
             return
-        headers = [(b"x-engine", b"7"), (b"set-cookie", b"a=1"), (b"set-cookie", b"b=2")]
+        headers = [
+            (b"x-engine", b"7"),
+            (b"x-request-id", b"own"),
+            (b"set-cookie", b"a=1"),
+            (b"set-cookie", b"b=2"),
+        ]
         await send({"type": "http.response.start", "status": 429, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"error": {"code": "busy"}}'})
 
@@ -125,8 +130,10 @@ async def test_requests_and_answers_pass_unchanged(tmp_path: Path) -> None:
         assert answer.status_code == 429
         assert answer.json() == {"error": {"code": "busy"}}
         assert answer.headers["x-engine"] == "7"
+        assert answer.headers.get_list("x-request-id") == ["r-1"]
         assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
-        await client.get(f"{url}/v1/responses/resp_1")
+        made = (await client.get(f"{url}/v1/responses/resp_1")).headers["x-request-id"]
+        assert dict(router.seen[1][2])[b"x-request-id"] == made.encode()
         assert router.seen[1][:2] == ("GET", b"/v1/responses/resp_1?")
 
 

@@ -16,7 +16,8 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import LineServer
-from sglang_coserve.srt.routes.drain import Drain, DrainHealthMiddleware, set_drain
+from sglang_coserve.srt.routes.drain import Drain, set_drain
+from sglang_coserve.srt.routes.health import HealthMiddleware
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:
@@ -73,7 +74,7 @@ async def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
 def test_an_engine_that_has_ended_refuses_every_request() -> None:
     drain, _, manager = drain_of([])
     app = FastAPI()
-    app.add_middleware(DrainHealthMiddleware)
+    app.add_middleware(HealthMiddleware)
 
     async def models() -> dict[str, str]:
         return {}

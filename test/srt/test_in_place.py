@@ -17,8 +17,9 @@ from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.monitoring.replicas import replicas_info
-from sglang_coserve.srt.routes.drain import DRAIN_PATH, DrainHealthMiddleware, install_drain_routes
+from sglang_coserve.srt.routes.drain import DRAIN_PATH, install_drain_routes
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
+from sglang_coserve.srt.routes.health import HealthMiddleware
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 
@@ -31,7 +32,7 @@ def complete_app() -> FastAPI:
     app.add_middleware(MarksMiddleware)
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
-    app.add_middleware(DrainHealthMiddleware)
+    app.add_middleware(HealthMiddleware)
     app.add_api_route(STATUS_PATH, answer)
     app.add_api_route(LOAD_PATH, answer)
     add_batch_routes(app)
@@ -69,7 +70,7 @@ def test_a_complete_server_passes() -> None:
         (app_without("MarksMiddleware"), "MarksMiddleware"),
         (app_without("RequestGateMiddleware"), "RequestGateMiddleware"),
         (app_without("UnreadBodyMiddleware"), "UnreadBodyMiddleware"),
-        (app_without("DrainHealthMiddleware"), "DrainHealthMiddleware"),
+        (app_without("HealthMiddleware"), "HealthMiddleware"),
         (app_without(DRAIN_PATH), DRAIN_PATH),
         (app_without(STATUS_PATH), STATUS_PATH),
         (app_without(LOAD_PATH), LOAD_PATH),

@@ -16,6 +16,7 @@ from sglang_coserve.core.engine_load import Pool
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.logs import LOG_FORMATS
 
 __all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "CoserveConfig"]
 
@@ -238,6 +239,12 @@ class CoserveConfig(BatchApiConfig):
         choices=MEDIA_SOURCES,
     )
 
+    log_format: str = setting(
+        LOG_FORMATS[0],
+        "text: as SGLang writes its log. json: each record of every process as one line of JSON, "
+        "with the request_id of the request that it is about.",
+        choices=LOG_FORMATS,
+    )
     open_view: bool = setting(
         False,
         "Show the engine's figures at /coserve to everybody who reaches the port; batches and "

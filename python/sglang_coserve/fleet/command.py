@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import logging.config
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
 from sglang_coserve.listen_address import check_listen_address
+from sglang_coserve.logs import log_settings
 
 __all__ = ["main", "serve_gateway"]
 
@@ -49,10 +51,7 @@ def serve_gateway(options: GatewayOptions) -> None:
         ConfigError: a setting cannot be used.
         KeyboardInterrupt: it was stopped by Ctrl-C.
     """
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.config.dictConfig(log_settings(options.log_format, options.log_level))
     check_listen_address(options.host, options.port)
     webhook_target_of(options.batch_api)
     # One that is in use becomes free, perhaps: this is a standby then.
@@ -75,6 +74,7 @@ def serve_gateway(options: GatewayOptions) -> None:
         gateway_app(options, fail),
         host=options.host,
         port=options.port,
+        log_config=None,
         log_level="warning",
         timeout_graceful_shutdown=_GRACE_S,
     )

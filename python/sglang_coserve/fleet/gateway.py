@@ -42,6 +42,7 @@ from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 from sglang_coserve.view import LEVELS, Page, fleet_standing
 
@@ -167,8 +168,9 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.router.routes.extend(online_routes(router, options.known_router))
     if options.api_key:
         app.add_middleware(KeyCheck, api_key=options.api_key)
-    # Added last, it comes first.
+    # Those added last come first.
     app.add_middleware(UnreadBodyMiddleware)
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 

@@ -44,6 +44,9 @@ _OF_ONE_CONNECTION: Final = frozenset(
 )
 """Headers that are for the next hop alone (RFC 9110, 7.6.1), or that each hop says itself."""
 
+_REQUEST_ID: Final = b"x-request-id"
+"""Of an answer: the gateway says it of every answer, as it is sent to the router."""
+
 _METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 _log = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ class RouterConnection:
                     {
                         "type": "http.response.start",
                         "status": answer.status,
-                        "headers": _kept({"headers": answer.raw_headers}),
+                        "headers": _kept({"headers": answer.raw_headers}, _REQUEST_ID),
                     }
                 )
                 async for piece in answer.content.iter_any():
@@ -190,15 +193,15 @@ def online_routes(router: RouterConnection | None, known_router: str | None) -> 
     ]
 
 
-def _kept(scope: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request or an answer that are not of one connection alone."""
+def _kept(scope: Any, *also: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request or an answer, but those of one connection and ``also``."""
     named = {
         each.strip().lower()
         for name, value in scope["headers"]
         if name.lower() == b"connection"
         for each in value.split(b",")
     }
-    dropped = _OF_ONE_CONNECTION | named
+    dropped = _OF_ONE_CONNECTION | named | frozenset(also)
     return [(name, value) for name, value in scope["headers"] if name.lower() not in dropped]
 
 

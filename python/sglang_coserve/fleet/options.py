@@ -12,6 +12,7 @@ from typing import Final
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, address_of
+from sglang_coserve.logs import LOG_FORMATS
 
 __all__ = ["ENGINE_KEY_VARIABLE", "GatewayOptions", "parse_options"]
 
@@ -42,6 +43,7 @@ class GatewayOptions:
     api_key: str | None
     admin_api_key: str | None
     log_level: str
+    log_format: str
 
 
 def parse_options(argv: Sequence[str]) -> GatewayOptions:
@@ -80,6 +82,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         api_key=args.api_key,
         admin_api_key=args.admin_api_key,
         log_level=args.log_level,
+        log_format=args.log_format,
     )
 
 
@@ -127,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--api-key", metavar="KEY", help="what clients must bring; by default everybody may call")
     add("--admin-api-key", metavar="KEY", help="opens the operator's routes, /coserve/batches")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add("--log-format", default=LOG_FORMATS[0], choices=LOG_FORMATS, help="see coserve serve")
     BatchApiConfig.add_cli_args(parser)
     parser.set_defaults(batch_max_in_flight=_MAX_IN_FLIGHT)
     return parser

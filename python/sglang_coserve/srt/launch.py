@@ -25,6 +25,7 @@ from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.listen_address import check_listen_address
+from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.cpu import defaults as cpu
@@ -49,8 +50,8 @@ from sglang_coserve.srt.routes.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
-from sglang_coserve.srt.routes.drain import DrainHealthMiddleware
 from sglang_coserve.srt.routes.engine_routes import install_load_route
+from sglang_coserve.srt.routes.health import install_health
 from sglang_coserve.srt.routes.view_routes import View
 from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
 
@@ -88,7 +89,13 @@ def launch_server(argv: Sequence[str]) -> None:
     check_move_dir(server_args._coserve)
     provider_if_configured()  # Refuses what it cannot do.
     check_listen_address(server_args.host, server_args.port)
+    from sglang_coserve.srt import processes
 
+    with processes.logs_as(server_args._coserve.log_format, server_args.log_level):
+        _launch(server_args, defaults)
+
+
+def _launch(server_args: Any, defaults: StartDefaults) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
@@ -105,7 +112,7 @@ def launch_server(argv: Sequence[str]) -> None:
     sys.setswitchinterval(_SWITCH_S)
     _install_routes(http_server, server_args, defaults)
     processes.watch_replicas()
-    cores = cpu.cores_for(server_args) if on_cpu else nullcontext()
+    cores = cpu.cores_for(server_args) if defaults.on_cpu else nullcontext()
     try:
         with cores:
             http_server.launch_server(
@@ -208,7 +215,8 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     # Before our routes are there, which read little.
     install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
     compat.check_extra_keys()
-    app.add_middleware(DrainHealthMiddleware)
+    install_health(http_server, background)
+    app.add_middleware(RequestIdMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
     install_load_route(http_server)
     install_batch_api(http_server, server_args.admin_api_key, background)

@@ -7,19 +7,26 @@ them by name.
 
 from __future__ import annotations
 
+import json
+import logging.config
 import os
 import sys
-from typing import Any
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final
 
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import ConfigError, CoserveError
 from sglang_coserve.guard.install import install_in_scheduler
 from sglang_coserve.guard.process_health import freeze_imports
+from sglang_coserve.logs import json_formatter, log_settings
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
 
 __all__ = [
     "init_tokenizer_manager",
+    "logs_as",
     "run_data_parallel_controller_process",
     "run_detokenizer_process",
     "run_scheduler_process",
@@ -105,3 +112,40 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
         server_args, port_args, CoserveTokenizerManager
     )
     return managers
+
+
+_LOGGING_VARIABLE: Final = "SGLANG_LOGGING_CONFIG_PATH"
+"""Names a file that SGLang configures the log of each of its processes by."""
+
+
+@contextmanager
+def logs_as(log_format: str, level: str) -> Generator[None]:
+    """Have what this process and those that it starts in this context log in ``log_format``.
+
+    Raises:
+        ConfigError: a file of SGLang's says already how they log.
+    """
+    if log_format == "text":  # SGLang's own.
+        yield
+        return
+    if _LOGGING_VARIABLE in os.environ:
+        raise ConfigError(
+            f"--log-format {log_format}: {_LOGGING_VARIABLE} says how to log; unset it"
+        )
+    from uvicorn.config import LOGGING_CONFIG
+
+    settings = log_settings(log_format, level)
+    for formatter in LOGGING_CONFIG["formatters"].values():
+        formatter["()"] = json_formatter
+    LOGGING_CONFIG["filters"] = settings["filters"]
+    for handler in LOGGING_CONFIG["handlers"].values():
+        handler["filters"] = list(settings["filters"])
+    logging.config.dictConfig(settings)
+    with tempfile.NamedTemporaryFile("w", prefix="coserve-logging-", suffix=".json") as file:
+        json.dump(settings, file)
+        file.flush()
+        os.environ[_LOGGING_VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            del os.environ[_LOGGING_VARIABLE]

@@ -51,6 +51,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "kv_move_dir": {"kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "pool": {"pool": "relaxed", "kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "media_sources": {"media_sources": "inline"},
+    "log_format": {"log_format": "json"},
     "open_view": {"open_view": True},
     "coserve_data_dir": {"coserve_data_dir": "data"},
     **{

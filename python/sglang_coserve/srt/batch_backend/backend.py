@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
+from asgi_correlation_id import correlation_id
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -238,6 +239,7 @@ class BatchBackend(Backend):
     ) -> LineResult:
         """See ``Backend.run``."""
         request_id = uuid.uuid4().hex
+        correlation_id.set(request_id)  # In the log as in the line's record.
         endpoint = self._endpoints.get(request.endpoint)
         if endpoint is None:
             known = ", ".join(sorted(self._endpoints))

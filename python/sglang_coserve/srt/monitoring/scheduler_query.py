@@ -15,6 +15,7 @@ from sglang_coserve.srt.monitoring.status import SchedulerStatus
 
 __all__ = [
     "BATCH_DELAYS",
+    "PULSE",
     "STANDING",
     "STATUS",
     "answer",
@@ -30,6 +31,9 @@ STANDING: Final = "coserve-standing"
 
 BATCH_DELAYS: Final = "coserve-batch-delays"
 """By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
+
+PULSE: Final = "coserve-pulse"
+"""Whether they run."""
 
 STATUS: Final = "status queries"
 """The part that answers them, by its name in ``Advisory``."""
@@ -83,6 +87,8 @@ def answer(
     """Return the internal state that answers ``question``; None if it is none of ours."""
     if question == STANDING:
         return {_ANSWER_KEY: advisory.ask(STATUS, status.state, {})}
+    if question == PULSE:
+        return {_ANSWER_KEY: True}
     if question == BATCH_DELAYS:
         return {_ANSWER_KEY: advisory.ask(STATUS, status.batch_delays_s, None)}
     if question is not None and question.startswith(_LAST_STEPS):

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
@@ -26,14 +25,13 @@ from sglang_coserve.http_lines import LineServer
 __all__ = [
     "DRAIN_PATH",
     "Drain",
-    "DrainHealthMiddleware",
+    "drain_of",
     "install_drain_routes",
     "is_draining",
     "set_drain",
 ]
 
 DRAIN_PATH: Final = "/coserve/drain"
-_HEALTH_PATHS: Final = frozenset({"/health", "/health_generate", "/ready"})
 _STATE: Final = "coserve_drain"
 _DRAINING: Final = "draining"
 _POLL_S: Final = 0.1
@@ -127,31 +125,14 @@ def set_drain(app: FastAPI, drain: Drain) -> None:
 
 def is_draining(app: Any) -> bool:
     """Return whether the engine of ``app`` is draining."""
-    drain = _drain_of(app)
+    drain = drain_of(app)
     return drain is not None and drain.is_draining
 
 
-def _drain_of(app: Any) -> Drain | None:
+def drain_of(app: Any) -> Drain | None:
+    """Return what drains the engine of ``app``; None before it is there."""
     drain: Drain | None = getattr(getattr(app, "state", None), _STATE, None)
     return drain
-
-
-class DrainHealthMiddleware:
-    """Tells routers that a draining engine wants no more requests, and refuses what comes after its
-    end."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
-        drain = _drain_of(scope.get("app")) if scope["type"] == "http" else None
-        if drain is not None and drain.has_stopped:
-            await send_error(send, 503, "the engine has ended")
-        elif drain is not None and drain.is_draining and scope["path"] in _HEALTH_PATHS:
-            await send_error(send, 503, "the engine is draining")
-        else:
-            await self._app(scope, receive, send)
 
 
 def install_drain_routes(app: FastAPI) -> list[Any]:

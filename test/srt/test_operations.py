@@ -1,0 +1,118 @@
+"""What stands around a server expects of it: probes, collectors of logs, old proxies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from sglang_coserve.local_server import LocalServer
+from waiting import GIVE_UP_S, eventually
+
+BODY = {"model": "m", "prompt": "An old mill", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operations")
+
+
+@pytest.fixture(scope="module")
+def server(small_model: Path, directory: Path) -> Iterator[LocalServer]:
+    flags = [
+        *("--model-path", str(small_model), "--dtype", "float32", "--served-model-name", "m"),
+        *("--coserve-data-dir", str(directory / "data"), "--log-format", "json"),
+        *("--startup-profile-seconds", "0"),
+    ]
+    with LocalServer(flags, log_path=directory / "server.log") as server:
+        yield server
+
+
+def raw(server: LocalServer, *sent: bytes) -> bytes:
+    """What the server answers on a connection of its own, which it closes."""
+    port = int(server.base_url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=GIVE_UP_S) as connection:
+        for piece in sent:
+            connection.sendall(piece)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    return received
+
+
+def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
+    (scheduler,) = [
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if child.cmdline()[:1] == ["sglang::scheduler"]
+    ]
+
+    def status() -> int:
+        return httpx.get(f"{server.base_url}/health", timeout=GIVE_UP_S).status_code
+
+    assert status() == 200
+    os.kill(scheduler.pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: status() == 503)
+        assert "have not answered" in httpx.get(f"{server.base_url}/health").json()["message"]
+    finally:
+        os.kill(scheduler.pid, signal.SIGCONT)
+    eventually(lambda: status() == 200)
+
+
+def test_a_probe_brings_the_engine_no_request(server: LocalServer) -> None:
+    for _ in range(3):
+        httpx.get(f"{server.base_url}/health").raise_for_status()
+    (replica,) = httpx.get(f"{server.base_url}/coserve/status").json()["replicas"]
+    assert "HEALTH_CHECK" not in json.dumps(replica)
+
+
+def test_an_id_goes_through_answer_and_log(server: LocalServer, directory: Path) -> None:
+    url = f"{server.base_url}/v1/completions"
+    answer = httpx.post(url, json=BODY, headers={"x-request-id": "seen-7"}, timeout=GIVE_UP_S)
+    assert answer.headers.get_list("x-request-id") == ["seen-7"]
+    assert httpx.post(url, json=BODY, timeout=GIVE_UP_S).headers["x-request-id"]
+
+    def records() -> list[dict[str, object]]:
+        lines = (directory / "server.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    # SGLang's own access log.
+    eventually(lambda: any(r.get("request_id") == "seen-7" for r in records()))
+    assert {r["process"] for r in records()} > {server.pid}
+
+
+def test_old_proxies_and_careful_clients_are_served(server: LocalServer) -> None:
+    body = json.dumps(BODY).encode()
+    stream = json.dumps({**BODY, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/%s\r\nhost: x\r\ncontent-type: application/json\r\n"
+    for content in (body, stream):
+        length = b"content-length: %d\r\n" % len(content)
+        answer = raw(server, head % b"1.0" + length + b"\r\n" + content)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"transfer-encoding" not in answer.lower()
+        assert b'"text"' in answer
+    length = b"content-length: %d\r\n" % len(body)
+    expect = b"expect: 100-continue\r\nconnection: close\r\n\r\n"
+    answer = raw(server, head % b"1.1" + length + expect, body)
+    assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
+
+
+def test_a_download_goes_on_where_it_was_and_is_told_where_the_end_is(server: LocalServer) -> None:
+    url = f"{server.base_url}/v1/files"
+    file = httpx.post(url, data={"purpose": "batch"}, files={"file": ("a.jsonl", b"0123456789")})
+    content = f"{url}/{file.json()['id']}/content"
+    rest = httpx.get(content, headers={"range": "bytes=4-"})
+    assert (rest.status_code, rest.content) == (206, b"456789")
+    beyond = httpx.get(content, headers={"range": "bytes=10-"})
+    assert beyond.status_code == 416
+    assert beyond.headers["content-range"] == "bytes */10"
+    old = raw(server, f"GET /v1/files/{file.json()['id']}/content HTTP/1.0\r\n\r\n".encode())
+    assert old.endswith(b"0123456789")
