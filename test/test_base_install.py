@@ -11,11 +11,12 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import httpx
 import pytest
 
-from sglang_coserve import extras
+from sglang_coserve import __version__, extras
 from sglang_coserve.errors import MissingExtraError
 from sglang_coserve.local_server import free_port
 
@@ -107,6 +108,25 @@ def test_neither_torch_nor_sglang_is_there(base: Path) -> None:
     names = {line.partition("==")[0].lower() for line in listed.splitlines()}
     assert "sglang-coserve" in names
     assert not names & {"torch", "sglang", "transformers", "scipy", "matplotlib", "ray"}
+
+
+def test_the_sdist_makes_the_same_wheel(base: Path, tmp_path: Path) -> None:
+    """What is published as source lacks no file that the checkout has."""
+    folder = base.parents[1]
+    build_sdist = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build_sdist, str(tmp_path)],
+        cwd=folder / "source",
+        check=True,
+        timeout=INSTALL_S,
+    )
+    sdist = tmp_path / f"sglang_coserve-{__version__}.tar.gz"
+    build = ("pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(sdist))
+    run_tool(*build, path=base, limit_s=INSTALL_S)
+    (ours,) = tmp_path.glob("*.whl")
+    (checkout,) = (folder / "wheels").glob("*.whl")
+    assert ours.name == checkout.name
+    assert sorted(ZipFile(ours).namelist()) == sorted(ZipFile(checkout).namelist())
 
 
 @pytest.mark.parametrize("command", ["gateway", "submit", "simulate", "top"])
