@@ -55,6 +55,18 @@ def test_prompts_leave_the_decodes_in_time() -> None:
     assert not plan.skips_decodes
 
 
+@pytest.mark.parametrize(("slack_s", "is_refused"), [(0.35, True), (0.37, False)])
+def test_a_prompt_that_needs_several_steps_beside_decodes_takes_their_time_too(
+    slack_s: float, is_refused: bool
+) -> None:
+    """In one step it would take 319 ms; the decodes in three further ones 11 ms each."""
+    targets = SloTargets(ttft_s=1.0, tpot_s=0.1)
+    decodes = [online(10, DECODING) for _ in range(10)]
+    prompt = online(3000, rid="prompt", arrival_s=slack_s - 1.0)
+    plan = shedding(targets=targets).plan(snapshot(*decodes, prompt), NO_CACHE)
+    assert plan.shed == (("prompt",) if is_refused else ())
+
+
 @pytest.mark.parametrize(
     ("order", "is_short"), [(OnlineOrder.FCFS, False), (OnlineOrder.VTC, True)]
 )

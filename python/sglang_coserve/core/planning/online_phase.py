@@ -137,11 +137,11 @@ def prefill_online(
     for request, is_new in _prefills(batch, context):
         rest_tokens = request.tokens_to_compute
         cached_tokens = request.computed_tokens or request.cached_tokens
-        if sheds and is_new and request.generated_tokens == 0:
-            whole_s = batch.predict_with_prefill(rest_tokens, cached_tokens)
-            if whole_s > batch.left_s(request) * context.timely:
-                batch.shed(request)
-                continue
+        may_shed = sheds and is_new and request.generated_tokens == 0
+        left_s = batch.left_s(request) * context.timely
+        if may_shed and _first_token_s(batch, request, budget_s) > left_s:
+            batch.shed(request)
+            continue
         if batch.chunks:
             budget_s = min(budget_s, more_s)
         tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
@@ -161,9 +161,24 @@ def prefill_online(
             batch.reserve_rest_for_online()
             return
         if request.info.ttft_target_s is not None:
-            due_s = batch.left_s(request) * context.timely
-            batch.offline_budget_s = min(batch.offline_budget_s, due_s)
+            batch.offline_budget_s = min(batch.offline_budget_s, left_s)
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
+
+
+def _first_token_s(batch: StepBuilder, request: Request, budget_s: float) -> float:
+    """Return how long a prompt that begins now takes, in steps of ``budget_s`` beside decodes."""
+    rest_tokens, cached_tokens = request.tokens_to_compute, request.cached_tokens
+    seconds = batch.predict_with_prefill(rest_tokens, cached_tokens)
+    left_tokens = rest_tokens - batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
+    if not left_tokens:
+        return seconds
+    decodes = batch.online_decode_stats
+    limit = min(left_tokens, batch.snapshot.max_batch_tokens)
+    step_s = min(budget_s, seconds)
+    step_tokens = batch.model.max_prefill_tokens(decodes, cached_tokens, limit, step_s)
+    # Where decodes leave no room at all, when they will is unknown: it waits for one step at least.
+    more_steps = math.ceil(left_tokens / step_tokens) if step_tokens else 1
+    return seconds + more_steps * batch.model.predict(decodes)
 
 
 def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
