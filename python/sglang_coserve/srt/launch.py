@@ -50,7 +50,7 @@ from sglang_coserve.srt.routes.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
-from sglang_coserve.srt.routes.engine_routes import install_load_route
+from sglang_coserve.srt.routes.engine_routes import has_room, install_load_route
 from sglang_coserve.srt.routes.health import install_health
 from sglang_coserve.srt.routes.view_routes import View
 from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
@@ -208,6 +208,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         MarksMiddleware,
         offline_objectives=config.offline_objectives,
         finds_tenants=config.online_order == "vtc",
+        has_room=lambda: has_room(http_server._global_state.tokenizer_manager),
     )
     check_models_of_forms(app)
     # The middleware added last runs first.

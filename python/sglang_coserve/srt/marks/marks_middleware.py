@@ -37,6 +37,7 @@ from sglang_coserve.srt.marks.request_marks import (
     GatewayHints,
     said_by_client,
 )
+from sglang_coserve.srt.marks.waiting import HasRoom, is_refused, kept_alive
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
 
@@ -63,6 +64,16 @@ _UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
 """Tiers that SGLang's ``/v1/responses`` refuses."""
 
 
+_STREAM: Final = b'"stream"'
+
+_EVENT_PATHS: Final = _OPENAI_PATHS | {"/generate", "/v1/messages"}
+"""Routes whose streams are server-sent events."""
+
+
+async def _always() -> bool:
+    return True
+
+
 class MarksMiddleware:
     """ASGI middleware that reads the marks of requests; see the module's docstring."""
 
@@ -72,6 +83,7 @@ class MarksMiddleware:
         offline_objectives: Iterable[str] = (),
         *,
         finds_tenants: bool = False,
+        has_room: HasRoom = _always,
     ) -> None:
         """Wrap ``app``.
 
@@ -80,11 +92,13 @@ class MarksMiddleware:
             offline_objectives: Values of a gateway's header that make a request offline; ``*``
                 stands for any text.
             finds_tenants: Whether the tenant is also taken from the body or the API key.
+            has_room: Asked for offline requests that bound how long they wait.
         """
         self._app = app
         patterns = [fnmatch.translate(each) for each in offline_objectives]
         self._is_offline = re.compile("|".join(patterns) or r"(?!)").match
         self._finds_tenants = finds_tenants
+        self._has_room = has_room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -95,7 +109,7 @@ class MarksMiddleware:
         try:
             in_headers = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
-            tenant = in_headers.tenant
+            tenant, body = in_headers.tenant, b""
             if self._finds_tenants:
                 tenant = tenant or tenant_of_key(scope["headers"])
             if not is_form(scope):
@@ -120,7 +134,25 @@ class MarksMiddleware:
             send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
         send = OverloadAnswer(send)
         with _in_context(marks, in_headers.hints, tenant):
+            if marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
+                await self._serve_offline(scope, receive, send, streams=await _streams(path, body))
+            else:
+                await self._app(scope, receive, send)
+
+    async def _serve_offline(
+        self, scope: Scope, receive: Receive, send: Send, *, streams: bool
+    ) -> None:
+        try:
+            if await is_refused(scope["headers"], self._has_room, send):
+                return
+        except RequestError as error:
+            await send_error(send, 400, str(error))
+            return
+        if not streams:
             await self._app(scope, receive, send)
+            return
+        async with kept_alive(send) as send_events:
+            await self._app(scope, receive, send_events)
 
 
 def _in_context(marks: Mapping[str, Any], hints: GatewayHints, tenant: str | None) -> ExitStack:
@@ -159,6 +191,13 @@ async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}
+
+
+async def _streams(path: str, body: bytes) -> bool:
+    """Return whether events are asked for."""
+    if path not in _EVENT_PATHS or _STREAM not in body:
+        return False
+    return (await _fields(body, needs_all=True)).get("stream") is True
 
 
 async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:

@@ -29,7 +29,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import ask, last_steps
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
 from sglang_coserve.srt.routes.drain import is_draining
 
-__all__ = ["LOAD_PATH", "TRACE_PATH", "install_load_route", "install_trace_route"]
+__all__ = ["LOAD_PATH", "TRACE_PATH", "has_room", "install_load_route", "install_trace_route"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,15 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
         versions=Versions(
             sglang_coserve=__version__, sglang=compat.installed_version() or "unknown"
         ),
+    )
+
+
+async def has_room(manager: Any) -> bool:
+    """Return whether an offline request that comes now would begin soon, by what is reported."""
+    loads = [ReplicaLoad(**each.coserve) for each in await manager.get_loads() if each.coserve]
+    # It goes to any replica; a number that is not known says nothing against one.
+    return not loads or any(
+        not load.offline.waiting and load.headroom_tokens_per_s != 0 for load in loads
     )
 
 
