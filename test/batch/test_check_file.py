@@ -22,7 +22,8 @@ from sglang_coserve.jsonl import file_estimate
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, LineFault, check_file
 from sglang_coserve.jsonl.file_estimate import estimate_file
-from sglang_coserve.jsonl.request_line import estimate_tokens, mended_json, parse_request_line
+from sglang_coserve.jsonl.request_line import estimate_tokens, parse_request_line
+from sglang_coserve.jsonl.surrogates import mended_json
 
 LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5, context_tokens=4096)
 LINE_LIMITS = BodyLimits(max_bytes=4000, context_tokens=4096)
@@ -148,9 +149,24 @@ def test_half_a_surrogate_pair_becomes_a_character() -> None:
     }
 
 
-@pytest.mark.parametrize("content", [b'["\\\\ud83d"]', b'["\\ud83d\\ude00"]', b'["\\ud83d'])
+@pytest.mark.parametrize("content", [b'["\\\\ud83d"]', b'["\\ud83d\\ude00"]'])
 def test_other_json_is_not_touched(content: bytes) -> None:
     assert mended_json(content) is content
+
+
+halves = st.sampled_from(
+    ["\ud83d", "\ude00", "\U0001f600", "\\", "\\ud83d", "u", "d83d", "\n", "é"]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(halves, max_size=12), st.integers(0, 12))
+def test_halves_are_mended_wherever_a_piece_ends(pieces: list[str], before: int) -> None:
+    filler = "x" * ((1 << 20) - 24 + before)  # So that it does not end between characters.
+    text = "".join(pieces)
+    mended = json.loads(mended_json(json.dumps([filler, text]).encode()))
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert mended == [filler, whole]
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])

@@ -33,7 +33,8 @@ from sglang_coserve.batch.schemas import CreateResponse
 from sglang_coserve.batch.state import CancelAsked
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
-from sglang_coserve.jsonl.request_line import BadLineError, mended_json, parse_request_line
+from sglang_coserve.jsonl.request_line import BadLineError, parse_request_line
+from sglang_coserve.jsonl.surrogates import mended_json
 from sglang_coserve.lines.worker_threads import to_its_end
 
 __all__ = ["RESPONSES", "BackgroundResponses"]

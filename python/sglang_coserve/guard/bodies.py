@@ -41,7 +41,7 @@ from sglang_coserve.asgi import (
     send_error,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.jsonl.request_line import mended_json
+from sglang_coserve.jsonl.surrogates import mended_json
 
 __all__ = [
     "FailFast",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
+from sglang_coserve.jsonl.surrogates import mended_json
 
 __all__ = [
     "BadLineError",
@@ -19,7 +19,6 @@ __all__ = [
     "endpoint_of",
     "estimate_tokens",
     "line_head",
-    "mended_json",
     "output_limit",
     "parse_json",
     "parse_request_line",
@@ -30,7 +29,6 @@ _ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddin
 _ENDPOINTS: Final = (*_ANY_ENDPOINT, "/v1/responses")
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 
-_SURROGATE_STARTS: Final = (b"\\ud", b"\\uD")
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
 _DEFAULT_OUTPUT_TOKENS: Final = 256
@@ -175,26 +173,6 @@ def parse_json(content: bytes) -> Any:
         else:
             message = f"not valid JSON: {str(error).partition(' - at ')[0]}"
         raise BadLineError("invalid_json_line", message) from None
-
-
-def mended_json(content: bytes) -> bytes:
-    """Return JSON with U+FFFD in place of every half of a surrogate pair.
-
-    Text that was cut in UTF-16 ends in such a half (``"\ud83d"``). It is no character, so no
-    tokenizer takes it. Anything else, malformed JSON included, is returned as it is. O(n).
-    """
-    if not any(start in content for start in _SURROGATE_STARTS):
-        return content
-    try:
-        msgspec.json.decode(content, type=msgspec.Raw)
-        return content
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        pass
-    try:
-        text = json.dumps(json.loads(content), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return content
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def custom_id_of(fields: object) -> str | None:

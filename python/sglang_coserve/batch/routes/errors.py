@@ -27,7 +27,7 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.routes.patience import SlowClientError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.jsonl.request_line import mended_json
+from sglang_coserve.jsonl.surrogates import mended_json
 
 __all__ = [
     "ERROR_RESPONSES",
