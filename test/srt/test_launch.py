@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.local_server import free_port
 from sglang_coserve.srt.cpu import defaults as cpu
@@ -53,6 +54,25 @@ def test_flags_are_parsed_again_and_again_and_leave_sglang_as_it_was(small_model
         assert compat.settings_of(server_args).attention_backend == "torch_native"
     after = vars(ServerArgs)
     assert all(after[name] is before[name] for name in ("add_cli_args", "from_cli_args"))
+
+
+def test_a_file_may_have_every_flag_of_ours_and_of_sglang(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "coserve.toml"
+    file.write_text(
+        f'model-path = "{small_model}"\nport = 1234\n'
+        '[serve]\nslo = ["ttft p99 <= 300ms", "tpot mean <= 50ms"]\nenable-metrics = true\n'
+        '[gateway]\nengine = ["http://a:1"]\n'
+    )
+    monkeypatch.setenv("COSERVE_SERVED_MODEL_NAME", "m")
+    names = launch._flag_names()
+    argv = with_settings(["--settings", str(file), "--port", "4321"], names, "serve")
+    server_args = launch.parse_server_args(argv, start_defaults(None))
+    settings = compat.settings_of(server_args)
+    assert (server_args.port, settings.served_model_name) == (4321, "m")
+    assert settings.enable_metrics
+    assert server_args._coserve.slo == ("ttft p99 <= 300ms", "tpot mean <= 50ms")
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, address_of
 from sglang_coserve.logs import LOG_FORMATS
@@ -47,13 +48,14 @@ class GatewayOptions:
 
 
 def parse_options(argv: Sequence[str]) -> GatewayOptions:
-    """Read the command line.
+    """Read the command line, a file of settings and the environment.
 
     Raises:
         ConfigError: a flag has a value that cannot be used, or one is missing.
         SystemExit: argparse refused the command line, or printed its help.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(with_settings(argv, parser, "gateway"))
     sources: list[EngineSource] = []
     if args.engine:
         sources.append(EngineList(args.engine))
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="coserve gateway", description="One Batch API in front of many engines."
     )
     add = parser.add_argument
+    add("--settings", metavar="FILE.toml", help="file of settings; flags win over it")
     add("--host", default="127.0.0.1", help="where to listen; default: this machine alone")
     add("--port", type=int, default=30000)
     add(

@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_coserve.batch.routes import BATCH_PREFIXES, PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
@@ -76,6 +77,7 @@ def launch_server(argv: Sequence[str]) -> None:
             SGLang's did not start.
     """
     compat.check_version()
+    argv = with_settings(argv, _flag_names(), "serve")
     defaults = start_defaults(model_path_in(argv))
     on_cpu = defaults.on_cpu
     with compat.refusals_of_sglang():
@@ -153,6 +155,16 @@ def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
     return server_args
 
 
+def _flag_names() -> argparse.ArgumentParser:
+    """Return a parser that knows all flags, and none of what the machine changes in them."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    CoserveConfig.add_cli_args(parser)
+    return parser
+
+
 @contextmanager
 def _our_flags(defaults: StartDefaults) -> Iterator[None]:
     """Patch ``ServerArgs`` so that its parser has our flags and its result our settings."""
@@ -164,6 +176,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
     def add_with_ours(parser: argparse.ArgumentParser) -> None:
         add_cli_args(parser)
         CoserveConfig.add_cli_args(parser)
+        parser.add_argument("--settings", metavar="FILE.toml", help="file of settings")
         parser.set_defaults(**defaults.flags)
 
     def from_with_ours(args: argparse.Namespace) -> Any:

@@ -24,7 +24,7 @@ from srt.test_documented_flags import (
     options_of,
 )
 
-LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "yaml", ""}
+LANGUAGES = {"sh", "bash", "console", "python", "json", "nginx", "text", "toml", "yaml", ""}
 OTHERS = {
     ".",
     "cd",

@@ -1,0 +1,117 @@
+"""One file and the environment as settings of both commands; the command line wins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_coserve.config.settings_file import with_settings
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.fleet.options import GatewayOptions, parse_options
+
+FILE = """
+data-dir = "data"
+port = 4000
+
+[serve]
+model-path = "model"
+
+[gateway]
+engine = ["http://a:1", "http://b:1"]
+engine-admin-key = "secret"
+batch-max-lines = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("COSERVE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "coserve.toml"
+    path.write_text(FILE)
+    return str(path)
+
+
+async def options(*argv: str) -> GatewayOptions:
+    return parse_options(argv)
+
+
+async def engines(found: GatewayOptions) -> list[str]:
+    return [url for source in found.sources for url in await source.urls()]
+
+
+async def test_a_gateway_starts_from_a_file_alone(file: str) -> None:
+    found = await options("--settings", file)
+    assert (found.port, found.data, found.engine_admin_key) == (4000, Path("data"), "secret")
+    assert found.batch_api.batch_max_lines == 7
+    assert await engines(found) == ["http://a:1", "http://b:1"]
+
+
+async def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
+    path = tmp_path / "coserve.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    monkeypatch.setenv("COSERVE_ENGINE_ADMIN_KEY", "secret")
+    found = await options("--settings", str(path))
+    assert found.router == "http://router:30080"
+    assert len(await engines(found)) == 2
+
+
+async def test_the_environment_wins_over_the_file_and_flags_win_over_both(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSERVE_SETTINGS", file)
+    monkeypatch.setenv("COSERVE_PORT", "5000")
+    monkeypatch.setenv("COSERVE_DATA_DIR", "elsewhere")
+    monkeypatch.setenv("COSERVE_ENGINE", "http://c:1 http://d:1")
+    monkeypatch.setenv("COSERVE_API_KEY", "-key")
+    monkeypatch.setenv("COSERVE_OF_SOMETHING_ELSE", "1")
+    found = await options()
+    assert (found.port, found.data, found.api_key) == (5000, Path("elsewhere"), "-key")
+    assert await engines(found) == ["http://c:1", "http://d:1"]
+    found = await options("--port", "6000", "--engine=http://e:1")
+    assert found.port == 6000
+    assert await engines(found) == ["http://e:1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("prot = 1", "no setting 'prot': did you mean port?"),
+        ("[gateway]\nmodel-path = 'm'", "no setting 'model_path'"),
+        ("batch-webhook-allow-private = 'perhaps'", "batch_webhook_allow_private"),
+        ("host = ['a', 'b']", "host"),
+        ("port = ", "is not TOML"),
+        ("gateway = 1", r"gateway is a table"),
+    ],
+)
+async def test_what_is_wrong_in_a_file_is_named(content: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "coserve.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        await options("--settings", str(path))
+    with pytest.raises(ConfigError, match=r"missing.toml cannot be read"):
+        await options("--settings", str(tmp_path / "missing.toml"))
+
+
+def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--many", nargs="+", type=int)
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--off", action="store_true")
+    parser.add_argument("--rate", "-r", type=float, required=True)
+    path = tmp_path / "coserve.toml"
+    parser.add_argument("--either", action=argparse.BooleanOptionalAction, default=True)
+    path.write_text("many = [1, 2]\non = true\noff = false\nrate = 0.5\neither = false\n")
+    found = parser.parse_args(with_settings(["--settings", str(path)], parser, "serve"))
+    assert (found.many, found.on, found.off, found.rate) == ([1, 2], True, False, 0.5)
+    assert found.either is False
+    found = parser.parse_args(with_settings(["-r", "2", "--settings", str(path)], parser, "serve"))
+    assert found.rate == 2.0
