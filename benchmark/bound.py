@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
-from sglang_coserve.core.control.pipeline_baseline import baseline_of
+from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.model_shape import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
@@ -195,7 +195,7 @@ def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float
 
 def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[str, list[float]]:
     """Return when the baseline has each token of each request."""
-    baseline = baseline_of(machinery.executor.engine_size)
+    baseline = Baseline(machinery.executor.engine_size)
     for request in requests:
         rid = str(request.index)
         baseline.arrived(rid, request.arrival_s, request.prompt_tokens)

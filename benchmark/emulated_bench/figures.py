@@ -10,8 +10,7 @@ from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offli
 from interference_bench.engine import RunOutcome
 from interference_bench.load import Load
 from interference_bench.report import figures
-from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.control.pipeline_baseline import baseline_of
+from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
 from sglang_coserve.srt.emulation.settings import Emulation
@@ -31,7 +30,7 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
     By the latency model, on an engine that has nothing else to do, and keeps every prefix.
     """
-    baseline = baseline_of(EngineSize(*_limits(emulation)))
+    baseline = Baseline(EngineSize(*_limits(emulation)))
     seen: set[int] = set()
     for number, request in enumerate(requests):
         rid, tokens = str(number), request.prompt_tokens - cached_tokens(request, seen)

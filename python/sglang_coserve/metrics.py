@@ -216,11 +216,14 @@ class SloTargets:
 
         A single output token has no TPOT, so no TPOT target can be missed.
         """
-        if timeline.outcome is not Outcome.FINISHED:
+        is_finished = timeline.outcome is Outcome.FINISHED
+        return is_finished and self.kept_by(timeline.ttft_s, timeline.tpot_s)
+
+    def kept_by(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """Return whether both latencies are within target; None where undefined."""
+        if self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s):
             return False
-        if self.ttft_s is not None and (timeline.ttft_s is None or timeline.ttft_s > self.ttft_s):
-            return False
-        return self.tpot_s is None or timeline.tpot_s is None or timeline.tpot_s <= self.tpot_s
+        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
 
 def attainment(timelines: Sequence[RequestTimeline], targets: SloTargets) -> float | None:

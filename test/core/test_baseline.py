@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.control.baseline import Baseline
+from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.core.step_stats import StepStats
 
 Request = tuple[float, int, int]
@@ -94,9 +95,7 @@ def test_what_it_says_does_not_depend_on_when_tokens_become_known(
     seed: int,
 ) -> None:
     def baseline() -> Baseline:
-        return Baseline(
-            chunk_tokens=chunk, max_requests=most_requests, kv_tokens=kv, mixes_decodes=mixes
-        )
+        return Baseline(EngineSize(chunk, most_requests, kv, mixes))
 
     heard, known = baseline(), baseline()
     found = times(requests, heard, steps=steps, seed=seed)
@@ -108,7 +107,8 @@ def test_what_it_says_does_not_depend_on_when_tokens_become_known(
 
 
 def make(**settings: int) -> Baseline:
-    return Baseline(**{"chunk_tokens": 100, "max_requests": 8, "kv_tokens": 1000, **settings})
+    size = EngineSize(chunk_tokens=100, max_requests=8, kv_tokens=1000)
+    return Baseline(replace(size, **settings))
 
 
 def test_prompts_run_together_up_to_a_chunk_and_before_decodes() -> None:
@@ -139,7 +139,7 @@ def test_a_cached_prefix_needs_no_computing() -> None:
 
 def test_requests_share_the_kv_of_a_cached_prefix() -> None:
     """400 requests with a system prompt of 4,000 tokens, of which 25 fit if each has its own."""
-    baseline = Baseline(chunk_tokens=8192, max_requests=4096, kv_tokens=100_000)
+    baseline = Baseline(EngineSize(chunk_tokens=8192, max_requests=4096, kv_tokens=100_000))
     for number in range(400):
         baseline.arrived(number, number / 16, 4010, cached_tokens=4000)
         baseline.produced(number, 100)
@@ -151,7 +151,7 @@ def test_requests_share_the_kv_of_a_cached_prefix() -> None:
 
 def test_requests_do_not_share_what_they_computed_themselves() -> None:
     """The second waits for the KV of the first, though not for that of the prefix."""
-    baseline = Baseline(chunk_tokens=1000, max_requests=8, kv_tokens=200)
+    baseline = Baseline(EngineSize(chunk_tokens=1000, max_requests=8, kv_tokens=200))
     for key in "ab":
         baseline.arrived(key, 0.0, 160, cached_tokens=100)
     tokens = baseline.advance(predict, 1.0)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from sglang_coserve.core.control.allowance import Allowance
-from sglang_coserve.core.control.baseline import Baseline
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.control.slo_monitor import SloMonitor, SloReport
+from sglang_coserve.core.control.slo_monitor import SloReport
+from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.metrics import SloTargets
 
 STEP_S = 0.125
 SLOS = ("ttft p99 <= 300ms", "tpot p99 <= 200ms", "tbt p99 <= 200ms")
 
 
-def predict(_: StepStats) -> float:
-    return STEP_S
+MODEL = LinearModel.of(CONSERVE, iteration_s=STEP_S)
+"""Every step takes as long."""
+
+predict = MODEL.predict
 
 
-def followed(*, has_baseline: bool = True) -> Interference:
-    monitor = SloMonitor(SloTargets(0.3, 0.2), [parse_slo(text) for text in SLOS])
-    baseline = Baseline(chunk_tokens=100, max_requests=8, kv_tokens=1000) if has_baseline else None
-    allowance = Allowance(monitor.slos, ttft_prior_s=1.0, gap_prior_s=1.0)
-    return Interference(monitor, baseline, allowance)
+def followed(*, has_baseline: bool = True, micro_batches: int = 1) -> Interference:
+    size = EngineSize(chunk_tokens=100, max_requests=8, kv_tokens=1000, micro_batches=micro_batches)
+    slos = [parse_slo(text) for text in SLOS]
+    return Interference(slos, MODEL if has_baseline else None, size)
 
 
 def info(rid: str = "a", request_class: RequestClass = RequestClass.ONLINE) -> RequestInfo:
@@ -43,7 +43,7 @@ def serve(found: Interference, *token_times_s: float, rid: str = "a") -> None:
 
 
 def measured_and_alone(report: SloReport) -> list[tuple[float | None, float | None]]:
-    return [(s.measured.measured_s, s.alone.measured_s) for s in report.standings]
+    return [(s.measured_s, s.alone_s) for s in report.standings]
 
 
 def test_a_request_is_judged_beside_what_it_would_have_got_alone() -> None:
@@ -152,25 +152,33 @@ def test_offline_requests_are_not_followed() -> None:
 
 def test_the_allowance_learns_what_the_baseline_had() -> None:
     found = followed()
-    before_s = found.allowance.arrival_s
     serve(found, 0.5, 0.75, 1.0)
-    assert (found.allowance.arrival_s, found.allowance.gap_share) == (before_s, 0.3)
-    found.advance(predict, 9.0)
-    # Alone tokens come every 125 ms; the targets are 300 ms, and gaps of 200 ms.
-    assert found.allowance.arrival_s == pytest.approx(0.15, rel=0.01)
-    assert found.allowance.gap_share == pytest.approx(0.075 / 0.2, rel=0.02)
+    # The targets are 300 ms, and gaps of 200 ms. At first every step is taken to last 125 ms.
+    assert found.allowance.arrival_s == pytest.approx(0.15)
+    assert found.allowance.gap_share == pytest.approx(0.075 / 0.2)
+    found.advance(lambda _: 0.18, 9.0)
+    assert found.allowance.arrival_s == pytest.approx(0.12, rel=0.02)
+    assert found.allowance.gap_share == pytest.approx(0.3)
 
 
-def test_without_a_baseline_targets_of_requests_count_as_a_whole() -> None:
+def test_without_a_baseline_nothing_is_bounded() -> None:
     found = followed(has_baseline=False)
-    for number in range(50):
-        own = replace(info(str(number)), ttft_target_s=0.1, tpot_target_s=0.05)
-        found.arrived(own)
-        for now_s in (0.5, 0.75):
-            found.produced(own.rid, now_s)
-        found.ended(own.rid, Ending.COMPLETE)
-    assert found.allowance.arrival_s == pytest.approx(0.3 / 22)  # Less than the requests' own.
-    assert found.allowance.gap_s(1.0) == pytest.approx(0.05, rel=0.01)
+    serve(found, 0.5, 0.75, 1.0)
+    assert (found.allowance.arrival_s, found.allowance.gap_share) == (math.inf, 1.0)
+    assert found.bill is None
+
+
+def test_the_baseline_has_an_engine_for_each_micro_batch() -> None:
+    """Two prompts of ten tokens run at once; the third finds no room in the chunk of the first."""
+    found = followed(micro_batches=2)
+    for rid, prompt_tokens in (("a", 100), ("b", 100), ("c", 100)):
+        found.arrived(replace(info(rid), prompt_tokens=prompt_tokens))
+        found.produced(rid, 1.0)
+        found.ended(rid, Ending.COMPLETE)
+    found.advance(predict, 9.0)
+    (ttft, _, _) = found.monitor.report(9.0).standings
+    assert ttft.alone_s == pytest.approx(STEP_S + 0.98 * STEP_S)  # The third's, but for the P99.
+    assert len(found) == 0
 
 
 @pytest.mark.parametrize("target_s", [5e-324 / 1e3, 5e-324, 1e-313, 1e-309, 1e-6, 1e308])

@@ -7,6 +7,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,12 +51,10 @@ class Follower:
         self._told: dict[str, int] = {}
         config = ExecutorConfig(kv_capacity_tokens=KV_TOKENS)
         # As the policy online_only composes its steps.
-        self._baseline = Baseline(
-            chunk_tokens=OnlineOnlyPolicy().chunk_tokens,
-            max_requests=config.max_running_requests,
-            kv_tokens=KV_TOKENS,
-            mixes_decodes=True,
+        size = replace(
+            config.engine_size, chunk_tokens=OnlineOnlyPolicy().chunk_tokens, mixes_decodes=True
         )
+        self._baseline = Baseline(size)
 
     def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
         info = request.info

@@ -73,7 +73,7 @@ class Scheduler:
         """
         self._advisory = advisory or Advisory()
         self._policy = policy
-        self.interference = Interference.of(slos, model, engine)
+        self.interference = Interference(slos, model, engine)
         """Latencies of online requests compared with the no-interference baseline."""
 
         self._allowance = self.interference.allowance

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, offline, online, queued, scheduler, snapshot
-from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.control.pipeline_baseline import baseline_of
 from sglang_coserve.core.learned_model import pipelined
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
@@ -113,17 +111,3 @@ def test_offline_requests_elsewhere_count_for_the_most_that_may_run() -> None:
     brain = scheduler("coserve", queued(50), max_offline_requests=2)
     assert brain.plan(around([offline()], offline()), NO_CACHE).prefills == ()
     assert len(brain.plan(around([], offline()), NO_CACHE).prefills) == 1
-
-
-# --- The baseline -------------------------------------------------------------------------
-
-
-def test_the_baseline_serves_a_request_in_each_micro_batch() -> None:
-    baseline = baseline_of(EngineSize(chunk_tokens=100, micro_batches=2))
-    for rid in ("a", "b", "c"):
-        baseline.arrived(rid, 0.0, 100)
-        baseline.produced(rid)
-        baseline.ended(rid)
-    ends_s = {rid: at_s for rid, _, at_s in baseline.advance(predict, 1e6)}
-    assert ends_s == {"a": 100.0, "b": 100.0, "c": 200.0}
-    assert len(baseline) == 0

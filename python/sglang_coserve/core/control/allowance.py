@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from sglang_coserve.core.control.recent_values import RecentValues
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic
@@ -42,29 +42,20 @@ and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
 _MISSED_ADDED: Final = 0.1
 """An absolute target that half of the baseline's values miss counts as +10%."""
 
-_LEAST_S: Final = 1e-6
-
-
-class _Value(NamedTuple):
-    """A TTFT, TPOT or gap in the baseline, in seconds."""
-
-    own_target_s: float | None
-    """The target that the request brought along, if any."""
-
-    alone_s: float | None
-    """None without a baseline."""
+_Alone = tuple[float | None, float]
+"""A latency in the baseline, after the target that the request brought along, if any."""
 
 
 class _Headroom:
-    """An SLO's target, and what it leaves above the same statistic of the baseline.
+    """The SLOs on one latency, and what they leave above the same statistics of the baseline.
 
-    Whatever adds no more to any latency keeps the SLO.
+    Whatever adds no more to any latency keeps them.
     """
 
-    def __init__(self, slo: Slo, prior_s: float) -> None:
-        """Start without values; ``prior_s`` is the baseline's statistic until one is known."""
-        self._slo = slo
-        self._least_share = _LEAST_ADDED[slo.latency]
+    def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
+        """Start without values; ``prior_s`` is what the baseline has until one is known."""
+        self.slos: Final = [slo for slo in slos if slo.latency is latency]
+        self._least_share = _LEAST_ADDED[latency]
         self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
         self._strictness = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
         """Inverse of what each request's own target leaves; 0 for none. Empty before the first."""
@@ -77,49 +68,45 @@ class _Headroom:
         self.target_s = math.inf
         """Limit of a latency that is in time; infinite without one."""
 
-        self._renew(prior_s, 0.0)
+        self._renew(lambda _: prior_s, 0.0)
 
     @property
     def added_s(self) -> float:
         """What offline work may add to any latency; infinite if nothing bounds it."""
         return min(self._left_s, self._own_left_s)
 
-    def observe(self, values: Mapping[_Value, int], now_s: float) -> None:
+    def observe(self, values: Mapping[_Alone, int], now_s: float) -> None:
         """Record values that became known together, with the count of each. Amortized O(values)."""
         for (own_s, alone_s), count in values.items():
-            if own_s is not None and (alone_s or 0.0) > own_s:
-                own_s = None  # It could not be met.
-            if alone_s is not None:
-                self._alone.add(alone_s, now_s, count)
+            self._alone.add(alone_s, now_s, count)
             self._num_new += count
+            if own_s is not None and own_s < alone_s:
+                own_s = None  # It could not be met.
             if own_s is not None or self._strictness.count:
                 strictness = 0.0
                 if own_s is not None:
-                    least_s = max(own_s * self._least_share, _LEAST_S)
-                    strictness = 1 / max(own_s - (alone_s or 0.0), least_s)
+                    strictness = 1 / max(own_s - alone_s, own_s * self._least_share)
                 self._strictness.add(strictness, now_s, count)
-        if self._num_new > _RENEWED_SHARE * max(self._alone.count, self._strictness.count):
+        if self._num_new > _RENEWED_SHARE * self._alone.count:
             self._num_new = 0
-            if self._alone.count:
-                statistic_s = self._alone.statistic(self._slo.statistic)
-                self._renew(statistic_s, self._alone.statistic(Statistic.P50))
+            self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
             if self._strictness.count:
                 self._own_left_s = 1 / self._strictness.statistic(Statistic.P99)
 
-    def _renew(self, alone_s: float, median_s: float) -> None:
-        limit_s = self._slo.limit_over_value(alone_s)
-        if self._slo.limit_s is None:
-            self._left_s = limit_s - alone_s
-        elif median_s > limit_s:
-            self._left_s = alone_s * _MISSED_ADDED
-            limit_s = alone_s + self._left_s
-        else:
-            self._left_s = max(limit_s - alone_s, limit_s * self._least_share)
-        self.target_s = limit_s
-
-
-_NO_SLO: Final = Slo(Latency.TTFT, Statistic.P99, limit_s=math.inf)
-"""Only the targets that requests bring along count."""
+    def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
+        self.target_s = self._left_s = math.inf
+        for slo in self.slos:
+            alone_s = statistic(slo.statistic)
+            limit_s = slo.limit_over_value(alone_s)
+            if slo.limit_s is None:
+                left_s = limit_s - alone_s
+            elif median_s > limit_s:
+                left_s = alone_s * _MISSED_ADDED
+                limit_s = alone_s + left_s
+            else:
+                left_s = max(limit_s - alone_s, limit_s * self._least_share)
+            self.target_s = min(self.target_s, limit_s)
+            self._left_s = min(self._left_s, left_s)
 
 
 class Allowance:
@@ -138,14 +125,10 @@ class Allowance:
             ttft_prior_s: Baseline TTFT assumed until one is known.
             gap_prior_s: Baseline gap assumed until one is known.
         """
-
-        def of(latency: Latency, prior_s: float) -> list[_Headroom]:
-            return [_Headroom(slo, prior_s) for slo in slos if slo.latency is latency]
-
-        self._ttft = of(Latency.TTFT, ttft_prior_s) or [_Headroom(_NO_SLO, ttft_prior_s)]
-        self._tpot = of(Latency.TPOT, gap_prior_s)
-        self._tbt = of(Latency.TBT, gap_prior_s)
-        self.needs_gaps: Final = bool(self._tbt)
+        self._ttft = _Headroom(Latency.TTFT, slos, ttft_prior_s)
+        self._tpot = _Headroom(Latency.TPOT, slos, gap_prior_s)
+        self._tbt = _Headroom(Latency.TBT, slos, gap_prior_s)
+        self.needs_gaps: Final = bool(self._tbt.slos)
         """True when an SLO bounds gaps, so that ``gaps`` must be called."""
 
         self.is_relative: Final = all(slo.limit_s is None for slo in slos)
@@ -156,13 +139,12 @@ class Allowance:
         """Longest time, in seconds, that offline work may add to the TTFT of a request that
         arrives now."""
         # It waits for the rest of a step, and is served in another one as long.
-        return min([min(one.added_s, one.target_s / 2) for one in self._ttft])
+        return min(self._ttft.added_s, self._ttft.target_s / 2)
 
     def gap_s(self, slack_s: float) -> float:
         """Return the longest time, in seconds, that offline work may add to a step whose online
         decodes could wait ``slack_s`` longer."""
-        slack_s = max(slack_s, 0.0)
-        return min([slack_s, *[one.added_s for one in self._tpot + self._tbt]])
+        return min(max(slack_s, 0.0), self._tpot.added_s, self._tbt.added_s)
 
     @property
     def gap_share(self) -> float:
@@ -173,24 +155,23 @@ class Allowance:
     @property
     def targets(self) -> SloTargets:
         """TTFT and TPOT targets of a request that brought none of its own."""
-        ttft_s = min([one.target_s for one in self._ttft])
-        tpot_s = min((one.target_s for one in self._tpot + self._tbt), default=None)
-        return SloTargets(None if math.isinf(ttft_s) else ttft_s, tpot_s)
+        ttft_s, tpot_s = self._ttft.target_s, min(self._tpot.target_s, self._tbt.target_s)
+        return SloTargets(
+            None if math.isinf(ttft_s) else ttft_s, None if math.isinf(tpot_s) else tpot_s
+        )
 
-    def first_token(self, info: RequestInfo, alone_s: float | None, now_s: float) -> None:
-        """Record the baseline's TTFT of a request; None without a baseline."""
-        values = {_Value(info.ttft_target_s, alone_s): 1}
-        for one in self._ttft:
-            one.observe(values, now_s)
+    def first_token(self, info: RequestInfo, alone_s: float, now_s: float) -> None:
+        """Record the baseline's TTFT of a request."""
+        self._ttft.observe({(info.ttft_target_s, alone_s): 1}, now_s)
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float | None]], now_s: float) -> None:
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float]], now_s: float) -> None:
         """Record the baseline's gaps that became known together. O(gaps)."""
         # Gaps that end with the same step are mostly equal.
-        values = Counter([_Value(info.tpot_target_s, alone_s) for info, alone_s in gaps])
-        for one in self._tbt:
-            one.observe(values, now_s)
+        values = Counter([(info.tpot_target_s, alone_s) for info, alone_s in gaps])
+        if self._tbt.slos:
+            self._tbt.observe(values, now_s)
 
-    def finished(self, info: RequestInfo, alone_s: float | None, now_s: float) -> None:
+    def finished(self, info: RequestInfo, alone_s: float, now_s: float) -> None:
         """Record the baseline's TPOT of a request that has ended."""
-        for one in self._tpot:
-            one.observe({_Value(info.tpot_target_s, alone_s): 1}, now_s)
+        if self._tpot.slos:
+            self._tpot.observe({(info.tpot_target_s, alone_s): 1}, now_s)

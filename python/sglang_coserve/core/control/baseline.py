@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.step_stats import StepStats
@@ -14,6 +14,37 @@ __all__ = ["Baseline", "BaselineToken", "EngineSize"]
 _MOST_WAIT_S: Final = 60.0
 """Longest that the clock stands still for one request. Between two of a request's tokens the real
 engine takes less, even where it retracts requests; what takes longer is no latency to compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """Limits of an engine; the defaults are SGLang's usual chunk size and unbounded memory."""
+
+    chunk_tokens: int = 8192
+    """Most prompt tokens in a step."""
+
+    max_requests: int = 1 << 20
+    """Most requests that hold KV at a time."""
+
+    kv_tokens: int = 1 << 40
+    """Most tokens with KV at a time."""
+
+    mixes_decodes: bool = False
+    """Decodes run in the same step as prompts, instead of after them."""
+
+    micro_batches: int = 1
+    """Micro-batches in flight at a time; more than one with pipeline parallelism."""
+
+    @property
+    def share(self) -> EngineSize:
+        """What each micro-batch has: a part of the requests and of the KV."""
+        count = self.micro_batches
+        return replace(
+            self,
+            max_requests=max(self.max_requests // count, 1),
+            kv_tokens=max(self.kv_tokens // count, 1),
+            micro_batches=1,
+        )
 
 
 class BaselineToken(NamedTuple):
@@ -78,22 +109,10 @@ class Baseline:
     online requests.
     """
 
-    def __init__(
-        self, *, chunk_tokens: int, max_requests: int, kv_tokens: int, mixes_decodes: bool = False
-    ) -> None:
-        """Start without requests.
-
-        Args:
-            chunk_tokens: Most prompt tokens in a step.
-            max_requests: Most requests that hold KV at a time.
-            kv_tokens: Most tokens with KV at a time.
-            mixes_decodes: Decodes run in the same step as prompts, instead of after them.
-        """
-        assert min(chunk_tokens, max_requests, kv_tokens) > 0
-        self._chunk_tokens = chunk_tokens
-        self._max_requests = max_requests
-        self._kv_tokens = kv_tokens
-        self._mixes_decodes = mixes_decodes
+    def __init__(self, size: EngineSize) -> None:
+        """Start without requests, as an engine of this size with a single micro-batch."""
+        assert min(size.chunk_tokens, size.max_requests, size.kv_tokens) > 0
+        self._size = size
         self._clock_s = 0.0
         self._requests: dict[Hashable, _Request] = {}
         self._waiting: deque[_Request] = deque()
@@ -180,7 +199,7 @@ class Baseline:
         chunks = self._chunks(start_s)
         if chunks is None:
             return self._gives_up(next(filter(_may_have_ended, self._decoding)), now_s)
-        decodes = self._decoding if self._mixes_decodes or not chunks else []
+        decodes = self._decoding if self._size.mixes_decodes or not chunks else []
         keys = len(decodes)
         for decode in decodes:
             if decode.generated_tokens >= decode.known_tokens:
@@ -192,11 +211,10 @@ class Baseline:
         if stats.is_empty:
             return False  # The first prompt waits for memory that a running request holds.
         self._clock_s = end_s = start_s + predict(stats)
-        new_token = tuple.__new__  # What BaselineToken() does, at half its cost.
         for decode in decodes:
             decode.context_tokens += 1
             decode.generated_tokens = number = decode.generated_tokens + 1
-            tokens.append(new_token(BaselineToken, (decode.key, number, end_s)))
+            tokens.append(BaselineToken(decode.key, number, end_s))
             if decode.has_ended and number >= decode.known_tokens:
                 self._gone.append(decode)
         for request, count in chunks:
@@ -250,7 +268,7 @@ class Baseline:
         chunks: list[tuple[_Request, int]] = []
         if not self._waiting or self._waiting[0].arrival_s > start_s:
             return chunks
-        budget = self._chunk_tokens
+        budget = self._size.chunk_tokens
         num_requests = len(self._decoding)
         # Which of the cached tokens two requests share is not known; a system prompt, all of them.
         own = sum([decode.context_tokens - decode.cached_tokens for decode in self._decoding])
@@ -261,8 +279,8 @@ class Baseline:
             with_cached = max(cached, request.cached_tokens)
             with_own = own + request.context_tokens - request.cached_tokens
             with_own += request.prompt_left_tokens
-            is_full = with_own + with_cached > self._kv_tokens and (chunks or self._decoding)
-            if is_full or num_requests == self._max_requests:
+            is_full = with_own + with_cached > self._size.kv_tokens and (chunks or self._decoding)
+            if is_full or num_requests == self._size.max_requests:
                 return None if any(map(_may_have_ended, self._decoding)) else chunks
             count = min(budget, request.prompt_left_tokens)
             chunks.append((request, count))
@@ -274,23 +292,3 @@ class Baseline:
 
 def _may_have_ended(request: _Request) -> bool:
     return request.generated_tokens >= request.known_tokens and not request.has_ended
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSize:
-    """Limits of an engine; the defaults are SGLang's usual chunk size and unbounded memory."""
-
-    chunk_tokens: int = 8192
-    """Most prompt tokens in a step."""
-
-    max_requests: int = 1 << 20
-    """Most requests that hold KV at a time."""
-
-    kv_tokens: int = 1 << 40
-    """Most tokens with KV at a time."""
-
-    mixes_decodes: bool = False
-    """Decodes run in the same step as prompts, instead of after them."""
-
-    micro_batches: int = 1
-    """Micro-batches in flight at a time; more than one with pipeline parallelism."""

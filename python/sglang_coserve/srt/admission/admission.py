@@ -81,7 +81,7 @@ class Admission:
         self.core = core
         self._scheduler = parts.scheduler
         self._config = parts.config
-        self._judged = Interference.measured(parts.config.slos())
+        self._judged = Interference(parts.config.slos(), model=None)
         """What online requests got, where there is no core to judge it."""
 
         self._parts = parts
