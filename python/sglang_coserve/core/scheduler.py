@@ -191,7 +191,7 @@ class Scheduler:
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
         self._in_flight[plan.step] = plan
-        self._advisory.tell("work log", self.work.started, plan, self._arrival_s)
+        self._advisory.tell("work log", self.work.started, plan, self._allowance.arrival_s)
         for chunk in chunks:
             if chunk.rid in self.queue:
                 self.queue.take(chunk.rid)
@@ -291,7 +291,7 @@ class Scheduler:
         return batch
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
-        arrival_s = self._arrival_s
+        arrival_s = self._allowance.arrival_s
         return PlanContext(
             config=self._config,
             queue=self.queue,
@@ -313,11 +313,6 @@ class Scheduler:
     def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
         users = self._waiting_order.users(batch.snapshot.waiting)
         return batch.build(self._next_step, users, until_s)
-
-    @property
-    def _arrival_s(self) -> float:
-        """Longest time that offline work may add to the TTFT of a request that arrives now."""
-        return self._config.arrival_wait_s or self._allowance.arrival_s
 
     def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
         """Return the seconds of a step spent on online and on offline requests; in a pipeline, its

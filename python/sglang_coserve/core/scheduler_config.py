@@ -43,11 +43,6 @@ class SchedulerConfig:
     """Latency budget of a step with online work (the budget that HyGen §4.2 searches for);
     ``None``: only the targets bound it. Online work alone may exceed it."""
 
-    arrival_wait_s: float | None = None
-    """Longest time that offline work may add to a step, because an online request that arrives
-    meanwhile waits for its end. A step without online work may always take ``least_offline_s``.
-    ``None``: what the TTFT target leaves (``Allowance``); infinite without a target."""
-
     online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT
 
@@ -82,10 +77,11 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Check every range."""
-        for name in ("iteration_budget_s", "arrival_wait_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"scheduler: {name} is {value}: use a positive time or None")
+        budget_s = self.iteration_budget_s
+        if budget_s is not None and not budget_s > 0:
+            raise ConfigError(
+                f"scheduler: iteration_budget_s is {budget_s}: use a positive time or None"
+            )
         if self.utility_ratio is not None and not 0 <= self.utility_ratio <= 1:
             raise ConfigError(
                 f"scheduler: utility_ratio is {self.utility_ratio}: use a number from 0 to 1"

@@ -48,7 +48,7 @@ __all__ = ["FORMAT", "VERSION", "EventEncoder", "encode_setup", "read_recording"
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 11
+VERSION: Final = 12
 
 _LETTERS: Final = MappingProxyType(dict(zip(RequestState, "WPKDSFA", strict=True)))
 _STATES: Final = MappingProxyType({letter: state for state, letter in _LETTERS.items()})

@@ -143,10 +143,10 @@ def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
 # --- Beside decodes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arrival_wait_s", [0.015, math.inf])
-def test_offline_work_runs_beside_decodes(arrival_wait_s: float) -> None:
+@pytest.mark.parametrize("ttft_s", [0.03, None])
+def test_offline_work_runs_beside_decodes(ttft_s: float | None) -> None:
     """A step between them would pay for its own fixed cost, and for resumptions."""
-    core = scheduler("coserve", queued(4000), arrival_wait_s=arrival_wait_s)
+    core = scheduler("coserve", queued(4000), targets=SloTargets(ttft_s, 0.1))
     plan = plan_of(core, seen(online(100, DECODING), stop_share=0.02))
     assert plan.lane is Lane.SHARED
     assert plan.prefills
@@ -154,11 +154,8 @@ def test_offline_work_runs_beside_decodes(arrival_wait_s: float) -> None:
 
 def test_a_step_of_its_own_stops_soon_enough_for_an_arrival_and_fits_between_decodes() -> None:
     model = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=0.010)
-    targets = SloTargets(ttft_s=1.0, tpot_s=0.06)
-    for wait_s, longest_s in ((0.02, 0.08), (math.inf, 4 * 0.049)):
-        core = scheduler(
-            "coserve", queued(8000), model=model, targets=targets, arrival_wait_s=wait_s
-        )
+    for ttft_s, longest_s in ((0.04, 0.08), (None, 4 * 0.049)):
+        core = scheduler("coserve", queued(8000), model=model, targets=SloTargets(ttft_s, 0.06))
         plan = plan_of(core, seen())
         assert plan.predicted_s == pytest.approx(longest_s, rel=0.01)
 
@@ -167,14 +164,14 @@ def test_decodes_that_run_to_their_end_are_as_short_as_what_an_arrival_may_wait(
     """On a GPU they are one graph, but a step with prefills stops."""
     requests = [offline(2000, PAUSED) for _ in range(40)]
     model = LinearModel.of(CONSERVE, context_token_s=1e-6, iteration_s=0.001)
-    core = scheduler("coserve", model=model, arrival_wait_s=0.04)
+    core = scheduler("coserve", model=model, targets=SloTargets(0.08, 0.1))
     stops = plan_of(core, seen(*requests))
     assert stops.batch.decode_requests == 40
     ends = plan_of(core, seen(*requests, decodes_stop=False))
     assert ends.lane is Lane.OFFLINE
     assert 0 < ends.batch.decode_requests < 40
     assert ends.predicted_s <= 0.04
-    prompt = scheduler("coserve", queued(8000), arrival_wait_s=0.02)
+    prompt = scheduler("coserve", queued(8000), targets=SloTargets(0.04, 0.1))
     assert plan_of(prompt, seen(decodes_stop=False)).predicted_s == pytest.approx(0.08, rel=0.01)
 
 

@@ -222,7 +222,7 @@ def test_before_any_request_came_an_arrival_waits_for_half_of_its_target() -> No
 
 
 def test_an_arrival_waits_no_longer_than_it_may() -> None:
-    plan = scheduler("coserve", queued(8000), arrival_wait_s=0.05).plan(snapshot(), NO_CACHE)
+    plan = scheduler("coserve", queued(8000), slos=["ttft p99 <= 100ms"]).plan(snapshot(), NO_CACHE)
     assert 0.04 < plan.predicted_s <= 0.05
 
 

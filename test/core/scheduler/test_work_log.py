@@ -107,7 +107,7 @@ def test_a_step_between_two_online_tokens_says_whether_it_fits(
 
 def test_who_arrives_meanwhile_limits_a_step() -> None:
     """One request is served; who comes next may wait 20 ms for offline work."""
-    brain = scheduler("coserve", queued(8000), arrival_wait_s=0.02)
+    brain = scheduler("coserve", queued(8000), slos=["ttft p99 <= 40ms", "tpot p99 <= 100ms"])
     seen = snapshot(online(10, DECODING), offline(10, DECODING))
     ran(brain, brain.plan(seen, NO_CACHE), seen)
     assert any("20 ms" in text and "arrives meanwhile" in text for text in texts(brain))

@@ -19,20 +19,9 @@ _MOST_WORKING: Final = 256
 """Jobs whose work is told apart: those that ran last, as many as may be unfinished by default. On a
 server that always has an online request, it is the jobs of months otherwise."""
 
-_MOST_DELAYS: Final = 1 << 12
-"""Single delays that wait to be taken: more than end in a second, which is when that is done."""
 
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """What a job has run in this busy period, since it was among the last ones."""
-
-    job: str | None
-    seconds: float = 0.0
-
-
-WorkMark = Mapping[_Work, float]
-"""Seconds of each job's work in this busy period, up to some moment."""
+WorkMark = Mapping[str | None, float]
+"""Seconds of each job's work in this busy period, up to some moment; None: of no batch."""
 
 
 class Delay(NamedTuple):
@@ -93,8 +82,8 @@ class Bill:
 
     def __init__(self) -> None:
         """Start with nothing billed."""
-        self._work: OrderedDict[str | None, _Work] = OrderedDict()
-        """By job; the one that ran last stands last."""
+        self._work_s: OrderedDict[str | None, float] = OrderedDict()
+        """In this busy period; the job that ran last stands last."""
 
         self._last_s: dict[str | None, float] = {}
         """Of the last step with offline work."""
@@ -102,7 +91,9 @@ class Bill:
         self._billed_s: OrderedDict[str | None, float] = OrderedDict()
         """The one that was billed last stands last."""
 
-        self._delays: deque[Delay] = deque(maxlen=_MOST_DELAYS)
+        self._delays: deque[Delay] = deque(maxlen=4 * _MOST_JOBS)
+        """Those that wait to be taken: more than end in a second, which is when that is done."""
+
         self._requests = 0
         self._ttft_s = 0.0
         self._gaps_s = 0.0
@@ -113,9 +104,9 @@ class Bill:
         ``beside_offline`` says that the engine has offline requests. What it does of them may be
         suspended, and is then reported only when it has ended.
         """
-        self._work.clear()
+        self._work_s.clear()
         if beside_offline:
-            self._add(self._last_s)
+            _add_to(self._work_s, self._last_s, _MOST_WORKING)
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
         """Note how long a step took for offline work; O(jobs in it).
@@ -131,19 +122,11 @@ class Bill:
             self._last_s = {job: offline_s * tokens / total for job, tokens in jobs}
         else:
             self._last_s = {None: offline_s}
-        self._add(self._last_s)
-
-    def _add(self, seconds_of: Mapping[str | None, float]) -> None:
-        for job, seconds in seconds_of.items():
-            work = self._work.setdefault(job, _Work(job))
-            self._work.move_to_end(job)
-            work.seconds += seconds
-        while len(self._work) > _MOST_WORKING:
-            self._work.popitem(last=False)
+        _add_to(self._work_s, self._last_s, _MOST_WORKING)
 
     def mark(self) -> WorkMark:
         """Return the work so far; O(jobs told apart)."""
-        return {work: work.seconds for work in self._work.values()}
+        return dict(self._work_s)
 
     def charge(self, delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
         """Bill an online request that has ended in the engine and in the baseline.
@@ -184,15 +167,19 @@ class Bill:
     def _split(self, seconds: float, until: WorkMark, since: WorkMark, all_work: WorkMark) -> None:
         if not seconds:
             return
-        work_s: WorkMark = {work: total_s - since.get(work, 0.0) for work, total_s in until.items()}
+        # What was forgotten and came back has less now than then.
+        work_s = {job: max(work - since.get(job, 0.0), 0.0) for job, work in until.items()}
+        if not any(work_s.values()):
+            work_s = dict(all_work)
         whole_s = sum(work_s.values())
-        if whole_s <= 0:
-            work_s = all_work
-            whole_s = sum(work_s.values())
-        billed_s = self._billed_s
-        for work, share_s in work_s.items():
-            if share_s > 0:
-                billed_s[work.job] = billed_s.get(work.job, 0.0) + seconds * share_s / whole_s
-                billed_s.move_to_end(work.job)
-        while len(billed_s) > _MOST_JOBS:
-            billed_s.popitem(last=False)
+        shares_s = {job: seconds * part_s / whole_s for job, part_s in work_s.items() if part_s}
+        _add_to(self._billed_s, shares_s, _MOST_JOBS)
+
+
+def _add_to(sums: OrderedDict[str | None, float], more: WorkMark, at_most: int) -> None:
+    """Add to the sums of jobs, and keep only those that were added to last."""
+    for job, seconds in more.items():
+        sums[job] = sums.get(job, 0.0) + seconds
+        sums.move_to_end(job)
+    while len(sums) > at_most:
+        sums.popitem(last=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,13 +16,11 @@ from sglang_coserve.core.control.slo import Statistic
 __all__ = ["RecentValues"]
 
 _LEAST_S: Final = 1e-5
+_MOST_S: Final = 1e4
+"""Values beyond these count as these."""
+
 _BINS_PER_E: Final = 100
 """Bins per factor of e. They are 1% wide, so a percentile is known to within 0.5%."""
-
-_NUM_BINS: Final = 2048
-"""Covers latencies of up to 2 h."""
-
-_MOST_S: Final = _LEAST_S * math.exp(_NUM_BINS / _BINS_PER_E)
 
 _NUM_PARTS: Final = 8
 """Parts of the window. The oldest goes as a whole, so the window varies by an eighth."""
@@ -31,12 +28,21 @@ _NUM_PARTS: Final = 8
 _QUANTILES: Final = MappingProxyType({Statistic.P50: 0.5, Statistic.P90: 0.9, Statistic.P99: 0.99})
 
 
+def _bin(value_s: float) -> int:
+    """Return where a value is counted: any number, and with the least none at all (NaN)."""
+    return int(_BINS_PER_E * math.log(min(max(_LEAST_S, value_s), _MOST_S) / _LEAST_S))
+
+
+def _no_bins() -> NDArray[np.int64]:
+    return np.zeros(_bin(_MOST_S) + 1, dtype=np.int64)
+
+
 @dataclass(slots=True)
 class _Part:
     """The values of an eighth of the window."""
 
     begin_s: float
-    bins: array[float] = field(default_factory=lambda: array("d", bytes(8 * _NUM_BINS)))
+    bins: NDArray[np.int64] = field(default_factory=_no_bins)
     count: int = 0
     sum_s: float = 0.0
 
@@ -55,6 +61,9 @@ class RecentValues:
         self._part_s = window_s / _NUM_PARTS
         self._at_least = at_least
         self._parts: deque[_Part] = deque()
+        self._bins = _no_bins()
+        """Of all parts."""
+
         self.count = 0
         """Number of values that are not forgotten."""
 
@@ -63,7 +72,9 @@ class RecentValues:
         if not self._parts or now_s >= self._parts[-1].begin_s + self._part_s:
             self._begin_part(now_s)
         part = self._parts[-1]
-        part.bins[_bin(value_s)] += count
+        found = _bin(value_s)
+        part.bins[found] += count
+        self._bins[found] += count
         part.sum_s += count * value_s
         part.count += count
         self.count += count
@@ -72,8 +83,8 @@ class RecentValues:
         """Return a statistic in seconds; not to be called while empty. O(bins) for a percentile."""
         if statistic is Statistic.MEAN:
             return sum(part.sum_s for part in self._parts) / self.count
-        sums = np.cumsum(self._bins())
-        found = int(np.searchsorted(sums, _QUANTILES[statistic] * sums[-1]))
+        sums = np.cumsum(self._bins)
+        found = int(np.searchsorted(sums, _QUANTILES[statistic] * self.count))
         return _LEAST_S * math.exp((found + 0.5) / _BINS_PER_E)
 
     def _begin_part(self, now_s: float) -> None:
@@ -83,20 +94,7 @@ class RecentValues:
             and self._parts[0].begin_s < first_s
             and self.count - self._parts[0].count >= self._at_least
         ):
-            self.count -= self._parts.popleft().count
+            gone = self._parts.popleft()
+            self.count -= gone.count
+            self._bins -= gone.bins
         self._parts.append(_Part(now_s))
-
-    def _bins(self) -> NDArray[np.float64]:
-        bins = np.zeros(_NUM_BINS)
-        for part in self._parts:
-            bins += np.frombuffer(part.bins)
-        return bins
-
-
-def _bin(value_s: float) -> int:
-    """Return where a value is counted: any number, and the first bin for none at all (NaN)."""
-    if not value_s > _LEAST_S:
-        return 0
-    if value_s >= _MOST_S:
-        return _NUM_BINS - 1
-    return min(int(_BINS_PER_E * math.log(value_s / _LEAST_S)), _NUM_BINS - 1)

@@ -34,7 +34,7 @@ class CoservePolicy(Policy):
       (§3.4.4).
 
     Beyond the papers: a step with offline work is no longer than a request
-    that arrives during it may wait (``SchedulerConfig.arrival_wait_s``),
+    that arrives during it may wait (``Allowance.arrival_s``),
     so that TTFT targets are also met where a step cannot be suspended.
     """
 
