@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.control.slo import Latency, Slo, SloCheck, Statistic, parse_slo
+from sglang_coserve.core.budget_search import SloCheck
+from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo

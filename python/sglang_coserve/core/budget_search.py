@@ -6,14 +6,68 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_coserve.core.control.slo import SloCheck, SloResult, format_slo
+from sglang_coserve.core.control.slo import Slo, format_slo
 from sglang_coserve.errors import ConfigError, InfeasibleError
 from sglang_coserve.metrics import LatencyReport
 
-__all__ = ["BudgetRun", "FoundBudget", "Runner", "search_budget"]
+__all__ = ["BudgetRun", "FoundBudget", "Runner", "SloCheck", "SloResult", "search_budget"]
 
 Runner = Callable[[float], LatencyReport]
 """Serves the workload under a step budget in seconds; returns the online latencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloResult:
+    """The measured value of one SLO beside its limit."""
+
+    slo: Slo
+    limit_s: float
+    measured_s: float | None
+    """``None`` if nothing was measured; the SLO then counts as met."""
+
+    @property
+    def is_met(self) -> bool:
+        """True when the limit was not exceeded."""
+        return self.measured_s is None or self.measured_s <= self.limit_s
+
+    @property
+    def excess(self) -> float:
+        """measured / limit - 1: negative if the SLO is met, -1 without measurements."""
+        return -1.0 if self.measured_s is None else self.measured_s / self.limit_s - 1
+
+    def __str__(self) -> str:
+        measured = "-" if self.measured_s is None else f"{self.measured_s * 1000:.3g}ms"
+        limit = f"{self.limit_s * 1000:.3g}ms"
+        name = f"{self.slo.latency.value} {self.slo.statistic.value}"
+        return f"{name} {measured} {'<=' if self.is_met else '>'} {limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class SloCheck:
+    """Several SLOs, all of which must be met (HyGen §5.4, Fig. 11)."""
+
+    slos: tuple[Slo, ...]
+    online_only: LatencyReport | None = None
+    """Latencies of online requests alone, to which tolerances are relative."""
+
+    def results(self, measured: LatencyReport) -> tuple[SloResult, ...]:
+        """Compare the measured online latencies with each SLO.
+
+        Raises:
+            ConfigError: an SLO is a tolerance, and ``online_only`` has no measurement for it.
+        """
+        return tuple(
+            SloResult(
+                slo,
+                slo.limit_over(self.online_only),
+                slo.statistic.of(slo.latency.summary(measured)),
+            )
+            for slo in self.slos
+        )
+
+    def is_met(self, measured: LatencyReport) -> bool:
+        """Return whether every SLO is met."""
+        return all(result.is_met for result in self.results(measured))
 
 
 @dataclass(frozen=True, slots=True)

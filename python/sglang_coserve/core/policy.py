@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import ClassVar, Final
 
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
@@ -45,7 +44,7 @@ class Policy(ABC):
     """Whether offline-only steps are suspended for online work, if the engine can do so."""
 
     @abstractmethod
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """Add the work of the next step to the empty batch."""
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:

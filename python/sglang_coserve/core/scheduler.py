@@ -155,29 +155,28 @@ class Scheduler:
         """
         context = self._context(snapshot, cache)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
-            return self._build(self._compose(self._builder(snapshot, context), context))
+            return self._compose(self._builder(snapshot, context)).build()
         resume_s = self._resume_cost.seconds(snapshot.resume_s)
         snapshot = replace(snapshot, resume_s=resume_s)
         shared = self._builder(snapshot, context)
-        left_s = offline_left_s(shared, context)
+        left_s = offline_left_s(shared)
         if snapshot.suspended is None:
             if left_s is None:
-                return self._build(self._compose(shared, context))
-            alone = self._compose_offline(shared, context)
-            return self._build(alone, snapshot.begins_s + left_s)
+                return self._compose(shared).build()
+            return self._compose_offline(shared).build(snapshot.begins_s + left_s)
         if left_s is not None and reaches_safepoint(shared, left_s):
             return self._resume(snapshot.suspended, snapshot.begins_s + left_s)
         has_prompts = shared.has_online_prompts
-        can_resume = not is_stuck(shared, context)
+        can_resume = not is_stuck(shared)
         # Otherwise no part of the suspended step fits between two decodes, and paused
         # offline decodes may join the online ones.
         if has_prompts or can_resume:
             shared.keep_paused()
         if can_resume and not has_prompts:
             shared.offline_budget_s = 0.0  # The decodes are due: no offline work beside them.
-        if self._compose(shared, context).memory.lacks_kv:
+        if self._compose(shared).memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
-        return self._build(shared)
+        return shared.build()
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
         """Record that a plan is carried out, with exactly these of its prefills.
@@ -261,15 +260,15 @@ class Scheduler:
             predicted_s=(1 - suspended.done_share) * self.model.predict(suspended.batch),
         )
 
-    def _compose_offline(self, shared: StepBuilder, context: PlanContext) -> StepBuilder:
+    def _compose_offline(self, shared: StepBuilder) -> StepBuilder:
         """Compose a step of the offline lane, where nothing of the shared one is there."""
         seen = shared.snapshot
-        most_s = longest_s(shared, context)
+        most_s = longest_s(shared)
 
         def within(budget_s: float) -> StepBuilder:
-            batch = self._builder(seen, context, Lane.OFFLINE)
+            batch = self._builder(seen, shared.context, Lane.OFFLINE)
             batch.offline_budget_s = budget_s
-            return self._compose(batch, context)
+            return self._compose(batch)
 
         alone = within(most_s / seen.stop_share)
         if alone.predicted_s > most_s and stop_share(alone.stats, seen) == 1:
@@ -283,36 +282,29 @@ class Scheduler:
     def _builder(
         self, snapshot: EngineSnapshot, context: PlanContext, lane: Lane = Lane.SHARED
     ) -> StepBuilder:
-        return StepBuilder(snapshot, self.model, context.targets, self._policy.victims, lane)
+        return StepBuilder(snapshot, self.model, context, self._policy.victims, lane)
 
-    def _compose(self, batch: StepBuilder, context: PlanContext) -> StepBuilder:
+    def _compose(self, batch: StepBuilder) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
-        self._policy.compose(batch, context)
+        self._policy.compose(batch)
         return batch
 
     def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
-        arrival_s = self._allowance.arrival_s
         return PlanContext(
             config=self._config,
             queue=self.queue,
             cache=cache,
-            now_s=snapshot.now_s,
+            allowance=self._allowance,
             waiting=self._waiting_order.ordered(snapshot.waiting),
-            targets=self._allowance.targets,
+            waiting_users=self._waiting_order.users(snapshot.waiting),
             step=self._next_step,
-            arrival_s=arrival_s,
-            prompt_s=max(arrival_s - self._added_s, 0.0),
-            gap_s=self._allowance.gap_s,
+            prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
             and not self.queue.num_running
             and not len(self.queue),
             mixes_decodes=self._mixes_decodes,
         )
-
-    def _build(self, batch: StepBuilder, until_s: float = math.inf) -> StepPlan:
-        users = self._waiting_order.users(batch.snapshot.waiting)
-        return batch.build(self._next_step, users, until_s)
 
     def _split(self, plan: StepPlan | None, result: StepResult) -> tuple[float, float]:
         """Return the seconds of a step spent on online and on offline requests; in a pipeline, its

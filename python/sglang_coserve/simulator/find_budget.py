@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from sglang_coserve.core.budget_search import search_budget
-from sglang_coserve.core.control.slo import (
-    SloCheck,
-    SloResult,
-    format_slo,
-    parse_slo,
-    request_targets,
-)
+from sglang_coserve.core.budget_search import SloCheck, SloResult, search_budget
+from sglang_coserve.core.control.slo import format_slo, parse_slo, request_targets
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InfeasibleError

@@ -18,12 +18,10 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import OnlineOrder
-from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -204,18 +202,3 @@ def test_the_average_iteration_is_the_one_that_was_measured() -> None:
     brain, seen = scheduler(policy), snapshot(online(10, DECODING))
     ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=2.0)
     assert policy._mean_iteration_s == 2.0
-
-
-# --- A budget of nothing ------------------------------------------------------------------
-
-
-def builder(*requests: Request) -> StepBuilder:
-    return StepBuilder(snapshot(*requests), MODEL, TARGETS, BrosPolicy().victims)
-
-
-def test_a_budget_of_nothing_is_no_prompt_left_over() -> None:
-    batch = builder(offline())
-    batch.offline_budget_s = 0.0
-    assert not batch.has_left_over_online
-    batch.reserve_rest_for_online()
-    assert batch.has_left_over_online

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.core.budget_search import search_budget
+from sglang_coserve.core.budget_search import SloCheck, search_budget
 from sglang_coserve.core.control.slo import (
     Latency,
     Slo,
-    SloCheck,
     Statistic,
     format_slo,
     parse_slo,

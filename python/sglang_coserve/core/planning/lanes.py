@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from sglang_coserve.core.bottleneck import fixed_s
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step_stats import StepStats
@@ -13,15 +12,13 @@ from sglang_coserve.core.step_stats import StepStats
 __all__ = ["is_stuck", "longest_s", "offline_left_s", "reaches_safepoint", "stop_share"]
 
 
-def offline_left_s(batch: StepBuilder, context: PlanContext) -> float | None:
+def offline_left_s(batch: StepBuilder) -> float | None:
     """Return how long a step of the offline lane may run now; None if online work is next.
 
     Online prompts are computed at once. Decodes leave time only to a suspended step, for as long
     as offline work may delay them, without a TPOT target to its end: a new one runs beside them.
 
-    Args:
-        batch: An empty batch of the shared lane.
-        context: What offline work may add.
+    ``batch`` is an empty one of the shared lane.
     """
     if batch.has_online_prompts:
         return None
@@ -29,17 +26,17 @@ def offline_left_s(batch: StepBuilder, context: PlanContext) -> float | None:
         return math.inf
     if batch.snapshot.suspended is None:
         return None
-    left_s = _left_s(batch, context, batch.slack_s)
+    left_s = _left_s(batch, batch.slack_s)
     return left_s if left_s > 0 else None
 
 
-def is_stuck(batch: StepBuilder, context: PlanContext) -> bool:
+def is_stuck(batch: StepBuilder) -> bool:
     """Return whether the suspended step cannot reach its next safepoint between two decodes.
 
     This happens when it began with fewer online decodes, or when offline work could add more.
     """
     target_s = batch.targets.tpot_s
-    return target_s is not None and not reaches_safepoint(batch, _left_s(batch, context, target_s))
+    return target_s is not None and not reaches_safepoint(batch, _left_s(batch, target_s))
 
 
 def stop_share(batch: StepStats, seen: EngineSnapshot) -> float:
@@ -59,7 +56,7 @@ def reaches_safepoint(batch: StepBuilder, left_s: float) -> bool:
     return not step.is_empty and seen.resume_s + share * batch.model.predict(step) <= left_s
 
 
-def longest_s(batch: StepBuilder, context: PlanContext) -> float:
+def longest_s(batch: StepBuilder) -> float:
     """Return the longest time that an offline-lane step may take between two safepoints.
 
     An arriving request waits only for the next safepoint, not for the end of the step. The time
@@ -69,9 +66,9 @@ def longest_s(batch: StepBuilder, context: PlanContext) -> float:
     gap_s = math.inf
     if batch.targets.tpot_s is not None:
         gap_s = batch.targets.tpot_s - fixed_s(batch.model) - batch.snapshot.resume_s
-    return min(max(gap_s, 0.0), context.arrival_s)
+    return min(max(gap_s, 0.0), batch.context.allowance.arrival_s)
 
 
-def _left_s(batch: StepBuilder, context: PlanContext, slack_s: float) -> float:
+def _left_s(batch: StepBuilder, slack_s: float) -> float:
     decodes_s = batch.model.predict(batch.online_decode_stats)
-    return context.gap_s(slack_s * context.timely - decodes_s)
+    return batch.context.allowance.gap_s(slack_s * batch.context.timely - decodes_s)

@@ -11,7 +11,6 @@ from typing import Final
 from sglang_coserve.core.bottleneck import least_offline_s
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
@@ -46,7 +45,7 @@ def efficient_tokens(batch: StepBuilder) -> int:
     return min(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
 
 
-def serve_offline(batch: StepBuilder, context: PlanContext, *, efficiently: bool = False) -> None:
+def serve_offline(batch: StepBuilder, *, efficiently: bool = False) -> None:
     """Add offline decodes, then offline prefills, within ``batch.offline_budget_s``.
 
     With ``efficiently``, the batch has all decodes, since one more costs less than the average, and
@@ -63,14 +62,14 @@ def serve_offline(batch: StepBuilder, context: PlanContext, *, efficiently: bool
     decode_offline(batch, batch.offline_decodes)
     if efficiently:
         batch.limit_tokens(efficient_tokens(batch))
-    prefill_offline(batch, context)
+    prefill_offline(batch)
     if batch.stats.is_empty and not batch.has_online:
         batch.offline_budget_s = math.inf
         # A chunk has at least one page.
-        least_tokens = max(context.config.min_chunk_tokens, batch.snapshot.page_tokens)
+        least_tokens = max(batch.context.config.min_chunk_tokens, batch.snapshot.page_tokens)
         batch.free_tokens = min(free_tokens, least_tokens)
         decode_offline(batch, batch.offline_decodes)
-        prefill_offline(batch, context)
+        prefill_offline(batch)
 
 
 def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
@@ -111,7 +110,7 @@ def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
     )
 
 
-def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
+def prefill_offline(batch: StepBuilder) -> None:
     """Add offline prefills, unfinished ones first, then from the queue, each as long as fits.
 
     Stops at the first that is cut or does not fit, so at most one is unfinished and
@@ -120,11 +119,11 @@ def prefill_offline(batch: StepBuilder, context: PlanContext) -> None:
     one of the same step is left to the next step, which finds the prefix cached, if this saves
     more than the fixed cost of a step.
     """
-    if _continue_prefills(batch, context) and batch.admits_offline:
-        _admit(batch, context)
+    if _continue_prefills(batch) and batch.admits_offline:
+        _admit(batch)
 
 
-def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
+def _continue_prefills(batch: StepBuilder) -> bool:
     memory = batch.memory
     for request in batch.offline_prefills:
         if memory.is_retracted(request):
@@ -139,15 +138,13 @@ def _continue_prefills(batch: StepBuilder, context: PlanContext) -> bool:
             memory.retract(victim, kv_tokens)
         if not memory.has_room(kv_tokens):
             return False
-        if not _add(
-            batch, context, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens
-        ):
+        if not _add(batch, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens):
             return False
     return True
 
 
-def _admit(batch: StepBuilder, context: PlanContext) -> None:
-    config, queue = context.config, context.queue
+def _admit(batch: StepBuilder) -> None:
+    config, queue = batch.context.config, batch.context.queue
     # Return early: looking up the prefix cache costs as much as the rest of the function.
     if batch.memory.free_slots <= 0 or batch.free_tokens <= 0:
         return
@@ -162,7 +159,7 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
-    for request, cached_tokens in islice(context.candidates(), picks):
+    for request, cached_tokens in islice(batch.candidates(), picks):
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         cached_tokens = min(cached_tokens, length_tokens - 1)
         rest_tokens = length_tokens - cached_tokens
@@ -176,9 +173,7 @@ def _admit(batch: StepBuilder, context: PlanContext) -> None:
         spare_tokens = batch.memory.headroom_tokens(config.headroom_tokens, num_requests)
         if not batch.memory.has_room(kv_tokens + spare_tokens, slots=1):
             return
-        if not _add(
-            batch, context, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True
-        ):
+        if not _add(batch, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True):
             return
         num_requests += 1
         prompts.append(request.token_ids)
@@ -214,7 +209,6 @@ def _is_worth_a_step(
 
 def _add(
     batch: StepBuilder,
-    context: PlanContext,
     rid: str,
     cached_tokens: int,
     rest_tokens: int,
@@ -224,7 +218,7 @@ def _add(
 ) -> bool:
     """Add the longest chunk that fits; return whether it completes the prompt."""
     tokens = batch.longest_chunk(cached_tokens, rest_tokens, batch.offline_budget_s)
-    if tokens < min(rest_tokens, context.config.min_chunk_tokens):
+    if tokens < min(rest_tokens, batch.context.config.min_chunk_tokens):
         return False
     batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
     return tokens == rest_tokens

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from itertools import accumulate
 
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
 from sglang_coserve.core.snapshot import Request
@@ -15,7 +14,7 @@ from sglang_coserve.core.step import Lane
 __all__ = ["decode_online", "prefill_online", "serve_online"]
 
 
-def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> None:
+def serve_online(batch: StepBuilder, budget_s: float) -> None:
     """Add online work: prompts alone as plain SGLang does, or as much of them as decodes can wait.
 
     Sets ``batch.offline_budget_s``, the latency budget of the whole batch with offline work; 0 if
@@ -24,36 +23,36 @@ def serve_online(batch: StepBuilder, context: PlanContext, budget_s: float) -> N
     wait (``Allowance``).
     """
     slack_s = batch.slack_s  # Of the decodes that are retracted here, too.
-    if _is_prompts_first(batch, context):
-        _prefill_before_decodes(batch, context)
+    if _is_prompts_first(batch):
+        _prefill_before_decodes(batch)
     else:
         decode_online(batch)
-        left_s = math.inf if context.is_plain else slack_s
-        prefill_online(batch, context, min(budget_s, left_s) * context.timely)
+        left_s = math.inf if batch.context.is_plain else slack_s
+        prefill_online(batch, min(budget_s, left_s) * batch.context.timely)
     online_s = batch.online_part_s = batch.predicted_s
     if batch.lane is Lane.OFFLINE:
         return  # No online request waits for the end of such a step.
-    added_s = context.gap_s(slack_s * context.timely - online_s)
-    arrival_s = context.arrival_s
+    added_s = batch.context.allowance.gap_s(slack_s * batch.context.timely - online_s)
+    arrival_s = batch.context.allowance.arrival_s
     if batch.has_online_prompts:
         stats = batch.stats._replace(decode_requests=0, decode_context_tokens=0)
         batch.prompts_s = 0.0 if stats.is_empty else batch.model.predict(stats)
-        arrival_s = max(context.prompt_s - (online_s - batch.prompts_s), 0.0)
+        arrival_s = max(batch.context.prompt_s - (online_s - batch.prompts_s), 0.0)
         if batch.offline_budget_s > 0:
             # Where memory was short, thousands may wait: those behind wait for later steps, too.
             first = batch.first_prompts(batch.snapshot.max_batch_tokens)
             due_s = min([batch.left_s(one) for one in first])
-            batch.offline_budget_s = min(batch.offline_budget_s, due_s * context.timely)
+            batch.offline_budget_s = min(batch.offline_budget_s, due_s * batch.context.timely)
     batch.offline_budget_s = min(
-        batch.offline_budget_s, budget_s * context.timely, online_s + min(added_s, arrival_s)
+        batch.offline_budget_s, budget_s * batch.context.timely, online_s + min(added_s, arrival_s)
     )
 
 
-def _prefill_before_decodes(batch: StepBuilder, context: PlanContext) -> None:
+def _prefill_before_decodes(batch: StepBuilder) -> None:
     """Add online prefills without decodes; only the decodes if no prompt finds memory."""
     decodes_kv = batch.memory.kv_to_decode(batch.online_decodes)
     batch.memory.free_kv_tokens -= decodes_kv  # Reserved for the decodes of the next step.
-    prefill_online(batch, context, math.inf)
+    prefill_online(batch, math.inf)
     batch.memory.free_kv_tokens += decodes_kv
     if batch.stats.is_empty:
         decode_online(batch)
@@ -62,7 +61,7 @@ def _prefill_before_decodes(batch: StepBuilder, context: PlanContext) -> None:
         batch.reserve_rest_for_online()
 
 
-def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
+def _is_prompts_first(batch: StepBuilder) -> bool:
     """Return whether online prompts run without decodes, as in plain SGLang.
 
     SGLang stalls the decodes for every prompt. Where nothing asks for shorter gaps than plain
@@ -74,14 +73,14 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
     that wait only as many as fit a step: those behind are taken to be as long.
     """
     decodes, memory = batch.online_decodes, batch.memory
-    sheds = context.config.overload is Overload.SHED
+    sheds = batch.context.config.overload is Overload.SHED
     if not decodes or not batch.has_online_prompts or sheds:
         return False
     if not memory.has_room(memory.kv_to_decode(decodes), requests=len(decodes)):
         return False
-    if context.is_plain:
-        return not context.mixes_decodes
-    step_s = batch.slack_s * context.timely
+    if batch.context.is_plain:
+        return not batch.context.mixes_decodes
+    step_s = batch.slack_s * batch.context.timely
     if math.isinf(step_s) or batch.free_tokens <= 0:
         return False
     first = batch.first_prompts(batch.free_tokens)
@@ -98,11 +97,12 @@ def _is_prompts_first(batch: StepBuilder, context: PlanContext) -> bool:
         return True
     token_s = batch.model.predict(mixed.with_prefill(chunk_tokens, 0)) / chunk_tokens
     all_tokens = tokens * batch.num_online_prompts / len(first)
-    if all_tokens * (token_s - prompts_s / step_tokens) <= context.prompt_s:
+    if all_tokens * (token_s - prompts_s / step_tokens) <= batch.context.prompt_s:
         return False
     ends = accumulate(token_s * one.tokens_to_compute for one in first)
     return any(
-        end_s > batch.left_s(one) * context.timely for one, end_s in zip(first, ends, strict=True)
+        end_s > batch.left_s(one) * batch.context.timely
+        for one, end_s in zip(first, ends, strict=True)
     )
 
 
@@ -118,27 +118,25 @@ def decode_online(batch: StepBuilder) -> None:
     batch.decode(requests)
 
 
-def prefill_online(
-    batch: StepBuilder, context: PlanContext, budget_s: float, *, may_retract: bool = True
-) -> None:
+def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = True) -> None:
     """Add online prefills in order: the unfinished ones, then the waiting ones.
 
     Stops at the first that does not fit, so that no later request overtakes it. Under
     ``Overload.SHED`` requests that would be late are refused. Sets ``offline_budget_s`` (see
     ``serve_online``).
     """
-    config = context.config
+    config = batch.context.config
     sheds = config.overload is Overload.SHED
     more_s = math.inf
     if config.online_order is OnlineOrder.VTC and batch.targets.ttft_s is not None:
         # A request of another tenant may arrive, wait for this step and then take a step as long.
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (measurements-1).
-        more_s = batch.targets.ttft_s / 2 * context.timely
-    for request, is_new in _prefills(batch, context):
+        more_s = batch.targets.ttft_s / 2 * batch.context.timely
+    for request, is_new in _prefills(batch):
         rest_tokens = request.tokens_to_compute
         cached_tokens = request.computed_tokens or request.cached_tokens
         may_shed = sheds and is_new and request.generated_tokens == 0
-        left_s = batch.left_s(request) * context.timely
+        left_s = batch.left_s(request) * batch.context.timely
         if may_shed and _first_token_s(batch, request, budget_s) > left_s:
             batch.shed(request)
             continue
@@ -181,8 +179,8 @@ def _first_token_s(batch: StepBuilder, request: Request, budget_s: float) -> flo
     return seconds + more_steps * batch.model.predict(decodes)
 
 
-def _prefills(batch: StepBuilder, context: PlanContext) -> Iterator[tuple[Request, bool]]:
+def _prefills(batch: StepBuilder) -> Iterator[tuple[Request, bool]]:
     for request in batch.online_prefills:
         yield request, False
-    for request in context.waiting:
+    for request in batch.context.waiting:
         yield request, True

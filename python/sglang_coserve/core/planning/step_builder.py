@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_memory import StepMemory
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.metrics import SloTargets
 
 __all__ = ["StepBuilder"]
 
@@ -33,7 +34,7 @@ class StepBuilder:
         self,
         snapshot: EngineSnapshot,
         model: LatencyModel,
-        targets: SloTargets,
+        context: PlanContext,
         victims: Callable[[StepBuilder], Sequence[Request]],
         lane: Lane = Lane.SHARED,
     ) -> None:
@@ -42,14 +43,16 @@ class StepBuilder:
         Args:
             snapshot: The engine.
             model: Predicts the latency of the batch.
-            targets: TTFT and TPOT targets of online requests without their own.
+            context: What the scheduler knows beside it.
             victims: Returns the offline requests in the order in which they are to be retracted.
             lane: Lane of the step. In that of offline requests, no online one holds KV.
         """
         self.snapshot = snapshot
         self.lane = lane
         self.model = model
-        self.targets = targets
+        self.context = context
+        self.targets = context.allowance.targets
+        """TTFT and TPOT targets of online requests without their own."""
 
         self.online_decodes: list[Request] = []
         """Online requests that decode or are paused."""
@@ -152,6 +155,14 @@ class StepBuilder:
     def offline(self) -> list[Request]:
         """All offline requests that hold KV."""
         return self.offline_decodes + self._staying + self.offline_prefills
+
+    def candidates(self) -> Iterator[tuple[QueuedRequest, int]]:
+        """Yield the queued requests that may be admitted, each with its tokens in the prefix
+        cache; without those whose KV is being loaded. Looks each up when it is reached."""
+        for request in self.context.queue.candidates(self.snapshot.now_s):
+            cached_tokens = self.context.cache.cached_tokens(request.rid)
+            if cached_tokens is not None:
+                yield request, cached_tokens
 
     def keep_paused(self) -> None:
         """Let no paused offline decode join this step. O(requests)."""
@@ -278,12 +289,7 @@ class StepBuilder:
         """The prefill chunks added so far, in order."""
         return tuple(self.memory.chunks.values())
 
-    def build(
-        self,
-        step: int,
-        waiting_users: frozenset[str | None] | None = None,
-        until_s: float = math.inf,
-    ) -> StepPlan:
+    def build(self, until_s: float = math.inf) -> StepPlan:
         """Return the plan: decodes not added pause, prefills not added are parked. O(requests).
 
         A decode that cannot pause is retracted instead. All but its last page stays in the prefix
@@ -323,7 +329,7 @@ class StepBuilder:
         has_prompts = self.has_online_prompts
         added_s = self.predicted_s - (self.prompts_s if has_prompts else self.online_part_s)
         return StepPlan(
-            step=step,
+            step=self.context.step,
             lane=self.lane,
             until_s=until_s,
             shed=tuple(self._shed),
@@ -341,7 +347,7 @@ class StepBuilder:
                 is_deadline_bound=self.is_deadline_bound,
                 added_s=max(added_s, 0.0),
                 waits_online=has_prompts,
-                waiting_users=waiting_users,
+                waiting_users=self.context.waiting_users,
             ),
         )
 

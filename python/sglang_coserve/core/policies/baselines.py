@@ -14,7 +14,6 @@ from typing import ClassVar, NamedTuple
 
 from sglang_coserve.core.planning.offline_phase import decode_offline, prefill_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
@@ -52,7 +51,7 @@ class FcfsPolicy(Policy):
     chunk_tokens: int = 8192
     """Most tokens of a step, prefill and decode together."""
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
@@ -65,10 +64,10 @@ class FcfsPolicy(Policy):
                 is_new=False,
             ):
                 return
-        headroom_tokens = context.config.headroom_tokens
+        headroom_tokens = batch.context.config.headroom_tokens
         num_requests = len(batch.snapshot.admitted)
-        for place, request in enumerate(self._by_arrival(context)):
-            if place == context.config.max_picks or not self._prefill(
+        for place, request in enumerate(self._by_arrival(batch)):
+            if place == batch.context.config.max_picks or not self._prefill(
                 batch,
                 request.rid,
                 request.length_tokens,
@@ -109,7 +108,7 @@ class FcfsPolicy(Policy):
         return tokens == rest_tokens
 
     @staticmethod
-    def _by_arrival(context: PlanContext) -> Iterator[_Waiting]:
+    def _by_arrival(batch: StepBuilder) -> Iterator[_Waiting]:
         online = (
             _Waiting(
                 request.info.arrival_s,
@@ -117,7 +116,7 @@ class FcfsPolicy(Policy):
                 request.length_tokens,
                 request.cached_tokens,
             )
-            for request in context.waiting
+            for request in batch.context.waiting
         )
         offline = (
             _Waiting(
@@ -126,14 +125,12 @@ class FcfsPolicy(Policy):
                 request.num_prompt_tokens + request.num_generated_tokens,
                 cached_tokens,
             )
-            for request, cached_tokens in context.candidates()
+            for request, cached_tokens in batch.candidates()
         )
         return heapq.merge(online, offline, key=lambda request: request.arrival_s)
 
 
-def serve_by_priority(
-    batch: StepBuilder, context: PlanContext, max_tokens: int, *, may_retract: bool
-) -> None:
+def serve_by_priority(batch: StepBuilder, max_tokens: int, *, may_retract: bool) -> None:
     """Add all decodes, then online prefills, then offline prefills, up to ``max_tokens``.
 
     Offline decodes run regardless of latency. With ``may_retract``, offline requests are retracted
@@ -145,13 +142,13 @@ def serve_by_priority(
     # added after the online prefills, because those may still retract them.
     reserved_tokens = len(batch.offline_decodes)
     batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
-    prefill_online(batch, context, math.inf, may_retract=may_retract)
+    prefill_online(batch, math.inf, may_retract=may_retract)
     left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens
     decode_offline(batch, batch.offline_decodes)
     batch.free_tokens = left_tokens
-    prefill_offline(batch, context)
+    prefill_offline(batch)
 
 
 @dataclass
@@ -167,11 +164,11 @@ class OnlineOnlyPolicy(Policy):
     chunk_tokens: int = 2048
     """Most tokens of a step, prefill and decode together (Sarathi-Serve's budget)."""
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         batch.limit_tokens(self.chunk_tokens)
         decode_online(batch)
-        prefill_online(batch, context, math.inf)
+        prefill_online(batch, math.inf)
         batch.offline_budget_s = 0.0
 
 
@@ -194,9 +191,9 @@ class SarathiPolicy(Policy):
     chunk_tokens: int = 2048
     """Tokens of a step, prefill and decode together."""
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
-        serve_by_priority(batch, context, self.chunk_tokens, may_retract=self.may_retract)
+        serve_by_priority(batch, self.chunk_tokens, may_retract=self.may_retract)
 
 
 @dataclass
@@ -238,7 +235,7 @@ class PriorityPolicy(Policy):
         """See ``Policy.victims``: the last admitted first."""
         return [one for one in reversed(batch.snapshot.admitted) if not one.info.is_online]
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         decodes = len(batch.online_decodes) + len(batch.offline_decodes)
-        serve_by_priority(batch, context, self.chunk_tokens + decodes, may_retract=True)
+        serve_by_priority(batch, self.chunk_tokens + decodes, may_retract=True)

@@ -10,7 +10,6 @@ from typing import ClassVar, Final, NamedTuple
 
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.planning.offline_phase import decode_offline
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
@@ -60,19 +59,19 @@ class BrosPolicy(Policy):
     _mean_iteration_s: float | None = field(default=None, init=False)
     """T_avg: moving average of step times in seconds; None before the first measurement."""
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``. O(requests log requests), and a prediction for each request."""
         mean_iteration_s = self._mean_iteration_s or 0.0
-        online = _by_urgency(batch, context, mean_iteration_s)
+        online = _by_urgency(batch, mean_iteration_s)
         bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
-        bound_s *= context.timely
+        bound_s *= batch.context.timely
         batch.offline_budget_s = bound_s
 
         packing = _Packing(
             batch,
             bound_s,
             max_requests=self._batch_requests or self.base_batch_requests,
-            headroom_tokens=context.config.headroom_tokens,
+            headroom_tokens=batch.context.config.headroom_tokens,
         )
         for candidate in _after_retractions(batch, online):
             if not packing.add(candidate):
@@ -81,7 +80,7 @@ class BrosPolicy(Policy):
                     break
                 batch.admits_offline = False
         batch.is_deadline_bound = packing.stopped_by_bound
-        for candidate in _offline(batch, context):
+        for candidate in _offline(batch):
             if not packing.add(candidate) and not packing.replace_last_online(
                 candidate, mean_iteration_s
             ):
@@ -103,16 +102,14 @@ class BrosPolicy(Policy):
         )
 
 
-def _by_urgency(
-    batch: StepBuilder, context: PlanContext, mean_iteration_s: float
-) -> list[_Candidate]:
+def _by_urgency(batch: StepBuilder, mean_iteration_s: float) -> list[_Candidate]:
     """Return the online requests by residual time (lines 2–3)."""
     chunk_tokens = batch.snapshot.max_batch_tokens
     candidates = []
     for requests in (
         batch.online_decodes,
         batch.online_prefills,
-        context.waiting,
+        batch.context.waiting,
     ):
         for request in requests:
             residual_s = batch.left_s(request)
@@ -150,13 +147,13 @@ def _after_retractions(batch: StepBuilder, online: Sequence[_Candidate]) -> Sequ
     return [candidate for candidate in online if candidate.rid not in retracted]
 
 
-def _offline(batch: StepBuilder, context: PlanContext) -> Iterator[_Candidate]:
+def _offline(batch: StepBuilder) -> Iterator[_Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
     for admitted in batch.offline_decodes + batch.offline_prefills:
         if not batch.memory.is_retracted(admitted):
             yield _Candidate.of_request(admitted, math.inf)
     if batch.admits_offline:
-        for request, cached_tokens in islice(context.candidates(), context.config.max_picks):
+        for request, cached_tokens in islice(batch.candidates(), batch.context.config.max_picks):
             yield _Candidate.of_queued(request, cached_tokens)
 
 

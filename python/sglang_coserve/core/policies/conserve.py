@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 
@@ -39,11 +38,11 @@ class ConservePolicy(Policy):
 
     name: ClassVar[str] = "conserve"
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         decode_online(batch)
         if batch.has_online:
             tbt_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
-            budget_s = tbt_s * context.timely
-            prefill_online(batch, context, budget_s)
-        serve_offline(batch, context, efficiently=not batch.has_online)
+            budget_s = tbt_s * batch.context.timely
+            prefill_online(batch, budget_s)
+        serve_offline(batch, efficiently=not batch.has_online)

@@ -9,7 +9,6 @@ from typing import ClassVar
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import serve_online
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 
@@ -47,7 +46,7 @@ class CoservePolicy(Policy):
         """See ``Policy.queue_config``: prefixes, freshness and deadlines."""
         return OfflineQueueConfig(utility_ratio=self.utility_ratio, seed=seed)
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
-        serve_online(batch, context, context.config.iteration_budget_s or math.inf)
-        serve_offline(batch, context, efficiently=True)
+        serve_online(batch, batch.context.config.iteration_budget_s or math.inf)
+        serve_offline(batch, efficiently=True)

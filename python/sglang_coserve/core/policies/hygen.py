@@ -9,7 +9,6 @@ from typing import ClassVar
 from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.core.planning.offline_phase import serve_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 
@@ -58,13 +57,13 @@ class HygenPolicy(Policy):
             seed=seed,
         )
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
-        config = context.config
+        config = batch.context.config
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
         budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
         # Decodes do not count towards the chunk size: leave tokens for the offline ones.
         batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
-        prefill_online(batch, context, budget_s * context.timely)
-        serve_offline(batch, context)
+        prefill_online(batch, budget_s * batch.context.timely)
+        serve_offline(batch)

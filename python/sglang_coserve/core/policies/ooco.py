@@ -16,7 +16,6 @@ from sglang_coserve.core.planning.offline_phase import (
     prefill_offline,
 )
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
-from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy, yields_first
 from sglang_coserve.core.snapshot import Request
@@ -80,23 +79,23 @@ class OocoPolicy(Policy):
             key=lambda request: (yields_first(request), sign * request.computed_tokens),
         )
 
-    def compose(self, batch: StepBuilder, context: PlanContext) -> None:
+    def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""
         tpot_s = batch.least_tpot_s(batch.targets.tpot_s or math.inf)
-        budget_s = tpot_s * context.timely
+        budget_s = tpot_s * batch.context.timely
         if self.role is Role.RELAXED or not batch.has_online:
             budget_s = math.inf
         decode_online(batch)
         if self.role is not Role.STRICT:
-            prefill_online(batch, context, budget_s)
+            prefill_online(batch, budget_s)
             if self.role is Role.RELAXED and batch.chunks:
                 # A step with an online prefill has no offline work.
                 batch.offline_budget_s = 0.0
         batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
-        self._decode_mix(batch, context)
+        self._decode_mix(batch)
         if self.role is not Role.STRICT:
-            batch.admits_offline &= _saves_time(batch, context, self._retraction_rate)
-            prefill_offline(batch, context)
+            batch.admits_offline &= _saves_time(batch, self._retraction_rate)
+            prefill_offline(batch)
 
     def retracted(self) -> None:
         """See ``Policy.retracted``."""
@@ -106,11 +105,11 @@ class OocoPolicy(Policy):
         """See ``Policy.finished``."""
         self._retraction_rate -= _RETRACTION_WEIGHT * self._retraction_rate
 
-    def _decode_mix(self, batch: StepBuilder, context: PlanContext) -> None:
+    def _decode_mix(self, batch: StepBuilder) -> None:
         """Add offline decodes by Algorithm 2. O(requests log requests) if not all fit."""
         requests = batch.memory.without_retracted(batch.offline_decodes)
         if longest_prefix(batch, requests) < len(requests):
-            draws = random.Random(context.config.seed << 32 | context.step)
+            draws = random.Random(batch.context.config.seed << 32 | batch.context.step)
             draws.shuffle(requests)
             chosen: list[Request] = []
             context_tokens = 0
@@ -127,7 +126,7 @@ class OocoPolicy(Policy):
         decode_offline(batch, requests)
 
 
-def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float) -> bool:
+def _saves_time(batch: StepBuilder, retraction_rate: float) -> bool:
     """Return whether the next offline request is worth its prefill (§3.4.2).
 
     One more request beside b decodes lowers the time per token from T(b)/b to
@@ -135,7 +134,7 @@ def _saves_time(batch: StepBuilder, context: PlanContext, retraction_rate: float
     have average length, since its own context must be read sooner or later in any case. The
     cost is one more prefill, times the probability that it is retracted.
     """
-    request = context.queue.peek(batch.snapshot.now_s)
+    request = batch.context.queue.peek(batch.snapshot.now_s)
     decodes = batch.stats.decode_requests
     if request is None or decodes == 0:
         return True
