@@ -75,14 +75,19 @@ class StepStats(NamedTuple):
 
     def with_decode(self, context_tokens: int) -> StepStats:
         """Return this batch with one more decode request of ``context_tokens`` cached tokens."""
+        return self.with_decodes(1, context_tokens)
+
+    def with_decodes(self, count: int, context_tokens: int) -> StepStats:
+        """Return this batch with ``count`` more decode requests, whose cached tokens add up to
+        ``context_tokens``."""
         assert context_tokens >= 0, f"negative context: {context_tokens}"
         return StepStats(
             self.prefill_requests,
             self.prefill_tokens,
             self.prefill_context_tokens,
             self.prefill_attention_pairs,
-            self.decode_requests + 1,
-            self.decode_context_tokens + context_tokens + 1,
+            self.decode_requests + count,
+            self.decode_context_tokens + context_tokens + count,
         )
 
     @classmethod
@@ -92,6 +97,4 @@ class StepStats(NamedTuple):
         for tokens, context_tokens in prefills:
             stats = stats.with_prefill(tokens, context_tokens)
         contexts = list(decodes)
-        return stats._replace(
-            decode_requests=len(contexts), decode_context_tokens=sum(contexts) + len(contexts)
-        )
+        return stats.with_decodes(len(contexts), sum(contexts))

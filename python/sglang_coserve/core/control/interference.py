@@ -184,7 +184,7 @@ class Interference:
                     allowance.first_token(info, at_s - info.arrival_s, self._now_s)
                 else:
                     if monitor.needs_gaps:
-                        monitor.gap_alone(info, alone.last_s, at_s)
+                        monitor.gap(info, alone.last_s, at_s, is_alone=True)
                     if allowance.needs_gaps:
                         gaps.append((info, at_s - alone.last_s))
                 alone.came(at_s)

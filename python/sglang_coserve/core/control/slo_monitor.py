@@ -166,15 +166,13 @@ class SloMonitor:
         self.needs_gaps: Final = any(slo.latency is Latency.TBT for slo in slos)
         """True when an SLO bounds TBT, so that ``gap`` must be called."""
 
-    def gap(self, info: RequestInfo, last_token_s: float, now_s: float) -> None:
-        """Record the gap before an online request's token, other than its first. O(1)."""
+    def gap(
+        self, info: RequestInfo, last_token_s: float, at_s: float, *, is_alone: bool = False
+    ) -> None:
+        """Record the gap before a token other than the first; ``is_alone``: in the baseline."""
         if info.tpot_target_s is None:
-            self._gaps.append((now_s, now_s - last_token_s))
-
-    def gap_alone(self, info: RequestInfo, last_token_s: float, at_s: float) -> None:
-        """Record the gap before the same token in the baseline. O(1)."""
-        if info.tpot_target_s is None:
-            self._gaps_alone.append((at_s, at_s - last_token_s))
+            gaps = self._gaps_alone if is_alone else self._gaps
+            gaps.append((at_s, at_s - last_token_s))
 
     def finished(
         self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None

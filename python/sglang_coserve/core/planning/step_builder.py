@@ -75,9 +75,8 @@ class StepBuilder:
         self._asked: tuple[StepStats, float] = (self.stats, 0.0)
         """The last batch that was predicted, and its latency."""
         self.offline_budget_s = math.inf
-        """Latency budget of the whole batch, once it has offline work."""
-        self.has_left_over_online = False
-        """An online prompt got fewer tokens than it could use, so offline work gets none."""
+        """Latency budget of the whole batch, once it has offline work; 0 if an online prompt got
+        fewer tokens than it could use."""
         self.is_deadline_bound = False
         self.online_part_s = 0.0
         self.prompts_s = 0.0
@@ -87,7 +86,8 @@ class StepBuilder:
         self.admits_offline = True
         """False when an online request waits for KV that new offline requests must not take."""
         self.free_tokens = snapshot.max_batch_tokens
-        self._shed: list[str] = []
+        self.shed: list[str] = []
+        """Waiting online requests that are refused."""
         self.memory = StepMemory(snapshot, lambda: victims(self))
 
     def _sort(self) -> None:
@@ -131,11 +131,6 @@ class StepBuilder:
     def has_online_prompts(self) -> bool:
         """True when an online prompt waits, or is computed in part."""
         return bool(self.online_prefills or self.snapshot.waiting)
-
-    @property
-    def num_online_prompts(self) -> int:
-        """How many online requests have no first token."""
-        return len(self.online_prefills) + len(self.snapshot.waiting)
 
     def first_prompts(self, tokens: int) -> list[Request]:
         """Return the first online prompts that have so many tokens together, or all. O(tokens).
@@ -219,7 +214,7 @@ class StepBuilder:
     @cached_property
     def online_decode_stats(self) -> StepStats:
         """Sums over a step of the online decodes alone. O(requests)."""
-        return _with_decodes(StepStats(), self.online_decodes)
+        return StepStats().with_decodes(*_sums(self.online_decodes))
 
     @property
     def predicted_s(self) -> float:
@@ -229,7 +224,7 @@ class StepBuilder:
     def predict_with_decodes(self, count: int, context_tokens: int) -> float:
         """Return the latency in seconds with ``count`` more decodes, whose contexts sum up to
         ``context_tokens``."""
-        return self._predict(_more_decodes(self.stats, count, context_tokens))
+        return self._predict(self.stats.with_decodes(count, context_tokens))
 
     def predict_with_prefill(self, tokens: int, context_tokens: int) -> float:
         """Return the latency in seconds with one more prefill request."""
@@ -242,11 +237,6 @@ class StepBuilder:
 
     # --- what is added ---
 
-    def reserve_rest_for_online(self) -> None:
-        """Leave no budget for offline work, since an online prompt got less than it could use."""
-        self.has_left_over_online = True
-        self.offline_budget_s = 0.0
-
     def limit_tokens(self, tokens: int) -> None:
         """Add at most ``tokens`` more tokens to the batch."""
         self.free_tokens = min(self.free_tokens, tokens)
@@ -255,7 +245,7 @@ class StepBuilder:
         """Add decodes; the caller has checked that there is KV for them. O(requests)."""
         if not requests:
             return
-        self.stats = _with_decodes(self.stats, requests)
+        self.stats = self.stats.with_decodes(*_sums(requests))
         self.memory.take_for_decodes(requests)
         self.free_tokens -= len(requests)
 
@@ -277,10 +267,6 @@ class StepBuilder:
         decodes = self.offline_decodes
         self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new, beside=decodes)
         self.free_tokens -= tokens
-
-    def shed(self, request: Request) -> None:
-        """Refuse a waiting online request."""
-        self._shed.append(request.info.rid)
 
     # --- the plan ---
 
@@ -332,7 +318,7 @@ class StepBuilder:
             step=self.context.step,
             lane=self.lane,
             until_s=until_s,
-            shed=tuple(self._shed),
+            shed=tuple(self.shed),
             retract=tuple(memory.retractions.values()),
             pause=tuple(pause),
             resume=tuple(resume),
@@ -352,13 +338,6 @@ class StepBuilder:
         )
 
 
-def _with_decodes(stats: StepStats, requests: Sequence[Request]) -> StepStats:
-    context_tokens = sum([request.computed_tokens for request in requests])
-    return _more_decodes(stats, len(requests), context_tokens)
-
-
-def _more_decodes(stats: StepStats, count: int, context_tokens: int) -> StepStats:
-    prefills, tokens, context, pairs, decodes, keys = stats
-    return StepStats(
-        prefills, tokens, context, pairs, decodes + count, keys + context_tokens + count
-    )
+def _sums(requests: Sequence[Request]) -> tuple[int, int]:
+    """Return the number of requests, and the sum of their tokens with KV."""
+    return len(requests), sum([request.computed_tokens for request in requests])

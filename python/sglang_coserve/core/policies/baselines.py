@@ -143,7 +143,7 @@ def serve_by_priority(batch: StepBuilder, max_tokens: int, *, may_retract: bool)
     reserved_tokens = len(batch.offline_decodes)
     batch.limit_tokens(max(max_tokens - batch.stats.decode_requests - reserved_tokens, 0))
     prefill_online(batch, math.inf, may_retract=may_retract)
-    left_tokens = 0 if batch.has_left_over_online else batch.free_tokens
+    left_tokens = batch.free_tokens if batch.offline_budget_s else 0
     batch.offline_budget_s = math.inf
     batch.free_tokens = reserved_tokens
     decode_offline(batch, batch.offline_decodes)
