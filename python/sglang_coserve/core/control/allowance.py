@@ -26,6 +26,9 @@ _LEAST_VALUES: Final = 400
 in the tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md,
 "Changing traffic", also for what shorter ones cost."""
 
+_STRICTEST: Final = 0.01
+"""Own targets of this share of the requests may be missed, as what is beyond a P99."""
+
 _RENEWED_SHARE: Final = 1 / 128
 """Statistics are computed again when this share of the values is new."""
 
@@ -57,13 +60,13 @@ class _Headroom:
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
         self._least_share = _LEAST_ADDED[latency]
         self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
-        self._strictness = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
-        """Inverse of what each request's own target leaves; 0 for none. Empty before the first."""
+        self._own_left = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        """What each request's own target leaves; infinite for none. Empty before the first."""
 
         self._num_new = 0
         self._left_s = math.inf
         self._own_left_s = math.inf
-        """What the own targets of all but the strictest hundredth of requests leave."""
+        """What the own targets of all but the strictest requests leave."""
 
         self.target_s = math.inf
         """Limit of a latency that is in time; infinite without one."""
@@ -82,16 +85,16 @@ class _Headroom:
             self._num_new += count
             if own_s is not None and own_s < alone_s:
                 own_s = None  # It could not be met.
-            if own_s is not None or self._strictness.count:
-                strictness = 0.0
+            if own_s is not None or self._own_left.count:
+                left_s = math.inf
                 if own_s is not None:
-                    strictness = 1 / max(own_s - alone_s, own_s * self._least_share)
-                self._strictness.add(strictness, now_s, count)
+                    left_s = max(own_s - alone_s, own_s * self._least_share)
+                self._own_left.add(left_s, now_s, count)
         if self._num_new > _RENEWED_SHARE * self._alone.count:
             self._num_new = 0
             self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
-            if self._strictness.count:
-                self._own_left_s = 1 / self._strictness.statistic(Statistic.P99)
+            if self._own_left.count:
+                self._own_left_s = self._own_left.quantile(_STRICTEST)
 
     def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
         self.target_s = self._left_s = math.inf

@@ -81,9 +81,6 @@ class _Request:
     has_ended: bool = False
     """The real request has ended: no token comes after the known ones."""
 
-    awaited_since_s: float | None = None
-    """Since when the baseline cannot go on without this request's next token; None if it can."""
-
     @property
     def has_all(self) -> bool:
         """True when the baseline has generated every token that the request ever gets."""
@@ -119,6 +116,10 @@ class Baseline:
         """In order of arrival; the first may be partly computed."""
 
         self._decoding: list[_Request] = []
+        self._awaited: _Request | None = None
+        self._awaited_since_s = 0.0
+        """Since when the decodes cannot go on without this request's next token."""
+
         self._gone: list[_Request] = []
         """Requests to remove: given up, or with every token that they ever get."""
 
@@ -153,7 +154,6 @@ class Baseline:
         request = self._requests.get(key)
         if request is not None:
             request.known_tokens += tokens
-            request.awaited_since_s = None
 
     def ended(self, key: Hashable) -> None:
         """Record that the real request has ended: no more tokens of it follow. O(1)."""
@@ -210,6 +210,8 @@ class Baseline:
             stats = stats.with_prefill(count, request.context_tokens)
         if stats.is_empty:
             return False  # The first prompt waits for memory that a running request holds.
+        if decodes:
+            self._awaited = None
         self._clock_s = end_s = start_s + predict(stats)
         for decode in decodes:
             decode.context_tokens += 1
@@ -230,19 +232,16 @@ class Baseline:
         return True
 
     def _gives_up(self, awaited: _Request, now_s: float) -> bool:
-        """Give up a request whose next token has been awaited for too long; else return False.
+        """Give up all that is awaited if the first has been for too long; else return False.
 
         O(1) until then; then O(requests), as others may have been awaited behind it.
         """
-        if awaited.awaited_since_s is None:
-            awaited.awaited_since_s = now_s
-        if now_s - awaited.awaited_since_s <= _MOST_WAIT_S:
+        if awaited is not self._awaited:
+            self._awaited, self._awaited_since_s = awaited, now_s
+        if now_s - self._awaited_since_s <= _MOST_WAIT_S:
             return False
-        for request in filter(_may_have_ended, self._decoding):
-            if request.awaited_since_s is None:
-                request.awaited_since_s = now_s
-            elif now_s - request.awaited_since_s > _MOST_WAIT_S:
-                self.drop(request.key)
+        for request in list(filter(_may_have_ended, self._decoding)):
+            self.drop(request.key)
         return True
 
     def _drop_ended(self) -> None:

@@ -83,8 +83,11 @@ class RecentValues:
         """Return a statistic in seconds; not to be called while empty. O(bins) for a percentile."""
         if statistic is Statistic.MEAN:
             return sum(part.sum_s for part in self._parts) / self.count
-        sums = np.cumsum(self._bins)
-        found = int(np.searchsorted(sums, _QUANTILES[statistic] * self.count))
+        return self.quantile(_QUANTILES[statistic])
+
+    def quantile(self, share: float) -> float:
+        """Return the least value that ``share`` of the values do not exceed. O(bins)."""
+        found = int(np.searchsorted(np.cumsum(self._bins), share * self.count))
         return _LEAST_S * math.exp((found + 0.5) / _BINS_PER_E)
 
     def _begin_part(self, now_s: float) -> None:
