@@ -12,6 +12,7 @@ from sglang_coserve.core.bottleneck import least_offline_s
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 
@@ -128,17 +129,15 @@ def _continue_prefills(batch: StepBuilder) -> bool:
     for request in batch.offline_prefills:
         if memory.is_retracted(request):
             continue
-        rest_tokens = request.tokens_to_compute
-        kv_tokens = memory.kv_to_prefill(request.computed_tokens, rest_tokens, is_new=False)
+        prompt = Prompt.of(request)
+        kv_tokens = memory.kv_to_prefill(prompt)
         while not memory.has_room(kv_tokens) and batch.stats.is_empty:
             # No request runs that would free KV by ending, so another unfinished one is retracted.
             victim = memory.next_victim()
             if victim is None or victim is request:
                 return False
             memory.retract(victim, kv_tokens)
-        if not memory.has_room(kv_tokens):
-            return False
-        if not _add(batch, request.info.rid, request.computed_tokens, rest_tokens, kv_tokens):
+        if not memory.has_room(kv_tokens) or not _add(batch, prompt):
             return False
     return True
 
@@ -159,66 +158,51 @@ def _admit(batch: StepBuilder) -> None:
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)
     ]
-    for request, cached_tokens in islice(batch.candidates(), picks):
-        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-        cached_tokens = min(cached_tokens, length_tokens - 1)
-        rest_tokens = length_tokens - cached_tokens
-        if prompts and batch.snapshot.keeps_prefixes:
-            shared_tokens = _shared_tokens(batch, request, cached_tokens, prompts)
-            if shared_tokens > cached_tokens and _is_worth_a_step(
-                batch, length_tokens, cached_tokens, shared_tokens
-            ):
+    for request, prompt in islice(batch.candidates(), picks):
+        if prompts and seen.keeps_prefixes:
+            more_tokens = _shared_tokens(request, prompt, prompts, seen.page_tokens)
+            if more_tokens and _is_worth_a_step(batch, prompt, more_tokens):
                 continue
-        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=True)
-        spare_tokens = batch.memory.headroom_tokens(config.headroom_tokens, num_requests)
-        if not batch.memory.has_room(kv_tokens + spare_tokens, slots=1):
-            return
-        if not _add(batch, request.rid, cached_tokens, rest_tokens, kv_tokens, is_new=True):
+        kv_tokens = batch.memory.kv_to_prefill(prompt)
+        kv_tokens += batch.memory.headroom_tokens(config.headroom_tokens, num_requests)
+        if not batch.memory.has_room(kv_tokens, slots=1) or not _add(batch, prompt):
             return
         num_requests += 1
         prompts.append(request.token_ids)
 
 
 def _shared_tokens(
-    batch: StepBuilder, request: QueuedRequest, cached_tokens: int, prompts: Sequence[bytes]
+    request: QueuedRequest, prompt: Prompt, prompts: Sequence[bytes], page_tokens: int
 ) -> int:
-    """Return how many tokens of a prompt will be cached once one of ``prompts`` is computed.
+    """Return how many more tokens of a prompt will be cached once one of ``prompts`` is computed.
 
-    In whole pages, and at least ``cached_tokens``, those that are cached already. O(prompts).
+    In whole pages. O(prompts).
     """
-    own, page = request.token_ids, batch.snapshot.page_tokens
-    more_bytes = (cached_tokens + page) * TOKEN_BYTES
+    own = request.token_ids
+    more_bytes = (prompt.context_tokens + page_tokens) * TOKEN_BYTES
     for other in reversed(prompts):
         if len(own) > more_bytes and other[:more_bytes] == own[:more_bytes]:
             # The last token is always computed, because its logits are needed.
             end_bytes = min(len(other), len(own) - TOKEN_BYTES)
             shared_bytes = common_prefix_bytes(own, other, more_bytes, end_bytes)
-            return shared_bytes // TOKEN_BYTES // page * page
-    return cached_tokens
+            shared_tokens = shared_bytes // TOKEN_BYTES // page_tokens * page_tokens
+            return max(shared_tokens - prompt.context_tokens, 0)
+    return 0
 
 
-def _is_worth_a_step(
-    batch: StepBuilder, length_tokens: int, cached_tokens: int, shared_tokens: int
-) -> bool:
-    """Return whether computing the shared tokens costs more than the fixed cost of a step."""
+def _is_worth_a_step(batch: StepBuilder, prompt: Prompt, shared_tokens: int) -> bool:
+    """Return whether computing so many tokens again costs more than the fixed cost of a step."""
+    _, context_tokens, rest_tokens, _ = prompt
     least_s = batch.model.predict(StepStats().with_prefill(1, 0))
-    whole_s = batch.predict_with_prefill(length_tokens - cached_tokens, cached_tokens)
-    rest_s = batch.predict_with_prefill(length_tokens - shared_tokens, shared_tokens)
+    whole_s = batch.predict_with_prefill(rest_tokens, context_tokens)
+    rest_s = batch.predict_with_prefill(rest_tokens - shared_tokens, context_tokens + shared_tokens)
     return whole_s - rest_s > least_s
 
 
-def _add(
-    batch: StepBuilder,
-    rid: str,
-    cached_tokens: int,
-    rest_tokens: int,
-    kv_tokens: int,
-    *,
-    is_new: bool = False,
-) -> bool:
+def _add(batch: StepBuilder, prompt: Prompt) -> bool:
     """Add the longest chunk that fits; return whether it completes the prompt."""
-    tokens = batch.longest_chunk(cached_tokens, rest_tokens, batch.offline_budget_s)
-    if tokens < min(rest_tokens, batch.context.config.min_chunk_tokens):
+    tokens = batch.longest_chunk(prompt, batch.offline_budget_s)
+    if tokens < min(prompt.rest_tokens, batch.context.config.min_chunk_tokens):
         return False
-    batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
-    return tokens == rest_tokens
+    batch.prefill(prompt, tokens)
+    return tokens == prompt.rest_tokens

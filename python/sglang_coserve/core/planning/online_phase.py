@@ -6,9 +6,8 @@ import math
 from itertools import accumulate, chain
 
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
-from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import Lane
 
 __all__ = ["decode_online", "prefill_online", "serve_online"]
@@ -134,30 +133,27 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
         # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (measurements-1).
         more_s = batch.targets.ttft_s / 2 * batch.context.timely
     for request in chain(batch.online_prefills, batch.context.waiting):
-        is_new = request.state is RequestState.WAITING
-        rest_tokens = request.tokens_to_compute
-        cached_tokens = request.computed_tokens or request.cached_tokens
-        may_shed = sheds and is_new and request.generated_tokens == 0
+        prompt = Prompt.of(request)
+        may_shed = sheds and prompt.is_new and request.generated_tokens == 0
         left_s = batch.left_s(request) * batch.context.timely
-        if may_shed and _first_token_s(batch, request, budget_s) > left_s:
+        if may_shed and _first_token_s(batch, prompt, budget_s) > left_s:
             batch.shed.append(request.info.rid)
             continue
         if batch.chunks:
             budget_s = min(budget_s, more_s)
-        tokens = batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
+        tokens = batch.longest_chunk(prompt, budget_s)
         if tokens == 0 and batch.stats.is_empty:
             # A budget that even the smallest batch exceeds must not stop the engine.
-            tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
+            tokens = batch.longest_chunk(prompt, math.inf)
         if tokens == 0:
             batch.offline_budget_s = 0.0
             return
-        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
-        has_room = batch.memory.has_room(kv_tokens, is_new)
-        if not has_room and not (may_retract and batch.memory.reclaim(kv_tokens, is_new)):
+        find_room = batch.memory.reclaim if may_retract else batch.memory.has_room
+        if not find_room(batch.memory.kv_to_prefill(prompt), prompt.is_new):
             batch.admits_offline = False
             break
-        batch.prefill(request.info.rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
-        if tokens < rest_tokens:
+        batch.prefill(prompt, tokens)
+        if tokens < prompt.rest_tokens:
             batch.offline_budget_s = 0.0
             return
         if request.info.ttft_target_s is not None:
@@ -165,17 +161,17 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
     batch.offline_budget_s = min(batch.offline_budget_s, budget_s)
 
 
-def _first_token_s(batch: StepBuilder, request: Request, budget_s: float) -> float:
+def _first_token_s(batch: StepBuilder, prompt: Prompt, budget_s: float) -> float:
     """Return how long a prompt that begins now takes, in steps of ``budget_s`` beside decodes."""
-    rest_tokens, cached_tokens = request.tokens_to_compute, request.cached_tokens
-    seconds = batch.predict_with_prefill(rest_tokens, cached_tokens)
-    left_tokens = rest_tokens - batch.longest_chunk(cached_tokens, rest_tokens, budget_s)
+    context_tokens, rest_tokens = prompt.context_tokens, prompt.rest_tokens
+    seconds = batch.predict_with_prefill(rest_tokens, context_tokens)
+    left_tokens = rest_tokens - batch.longest_chunk(prompt, budget_s)
     if not left_tokens:
         return seconds
     decodes = batch.online_decode_stats
     limit = min(left_tokens, batch.snapshot.max_batch_tokens)
     step_s = min(budget_s, seconds)
-    step_tokens = batch.model.max_prefill_tokens(decodes, cached_tokens, limit, step_s)
+    step_tokens = batch.model.max_prefill_tokens(decodes, context_tokens, limit, step_s)
     # Where decodes leave no room at all, when they will is unknown: it waits for one step at least.
     more_steps = math.ceil(left_tokens / step_tokens) if step_tokens else 1
     return seconds + more_steps * batch.model.predict(decodes)

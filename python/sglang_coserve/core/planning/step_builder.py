@@ -9,7 +9,7 @@ from functools import cached_property
 from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.planning.plan_context import PlanContext
-from sglang_coserve.core.planning.step_memory import StepMemory
+from sglang_coserve.core.planning.step_memory import Prompt, StepMemory
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
@@ -151,13 +151,15 @@ class StepBuilder:
         """All offline requests that hold KV."""
         return self.offline_decodes + self._staying + self.offline_prefills
 
-    def candidates(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the queued requests that may be admitted, each with its tokens in the prefix
-        cache; without those whose KV is being loaded. Looks each up when it is reached."""
+    def candidates(self) -> Iterator[tuple[QueuedRequest, Prompt]]:
+        """Yield the queued requests that may be admitted, and what the prefix cache leaves of each.
+
+        Without those whose KV is being loaded. Each is looked up when it is reached.
+        """
         for request in self.context.queue.candidates(self.snapshot.now_s):
             cached_tokens = self.context.cache.cached_tokens(request.rid)
             if cached_tokens is not None:
-                yield request, cached_tokens
+                yield request, Prompt.queued(request, cached_tokens)
 
     def keep_paused(self) -> None:
         """Let no paused offline decode join this step. O(requests)."""
@@ -249,23 +251,20 @@ class StepBuilder:
         self.memory.take_for_decodes(requests)
         self.free_tokens -= len(requests)
 
-    def longest_chunk(self, context_tokens: int, rest_tokens: int, budget_s: float) -> int:
-        """Return the longest chunk that keeps the batch within the latency budget."""
-        tokens = min(rest_tokens, self.free_tokens)
+    def longest_chunk(self, prompt: Prompt, budget_s: float) -> int:
+        """Return the longest chunk that keeps the batch within the latency budget, in tokens."""
+        context_tokens, tokens = prompt.context_tokens, min(prompt.rest_tokens, self.free_tokens)
         may_be_cut = tokens > 0 and budget_s < math.inf
         # Mostly it fits whole; the prediction is kept for when it is added.
         if may_be_cut and self.predict_with_prefill(tokens, context_tokens) > budget_s:
             tokens = self.model.max_prefill_tokens(self.stats, context_tokens, tokens, budget_s)
-        return self.memory.align_chunk(context_tokens, rest_tokens, tokens)
+        return self.memory.align_chunk(prompt, tokens)
 
-    def prefill(
-        self, rid: str, tokens: int, context_tokens: int, kv_tokens: int, *, is_new: bool
-    ) -> None:
-        """Add a chunk of ``tokens`` prompt tokens, and reserve ``kv_tokens`` of KV for it."""
-        assert 0 < tokens <= self.free_tokens, f"{rid}: {tokens} of {self.free_tokens} tokens"
-        self.stats = self.stats.with_prefill(tokens, context_tokens)
-        decodes = self.offline_decodes
-        self.memory.take_for_prefill(rid, tokens, kv_tokens, is_new=is_new, beside=decodes)
+    def prefill(self, prompt: Prompt, tokens: int) -> None:
+        """Add a chunk of a prompt; the caller has checked that there is KV for all of it."""
+        assert 0 < tokens <= self.free_tokens, f"{prompt}: {tokens} of {self.free_tokens} tokens"
+        self.stats = self.stats.with_prefill(tokens, prompt.context_tokens)
+        self.memory.take_for_prefill(prompt, tokens, beside=self.offline_decodes)
         self.free_tokens -= tokens
 
     # --- the plan ---

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
+from sglang_coserve.core.offline_queue import QueuedRequest
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import PrefillChunk, Retraction
 
-__all__ = ["StepMemory"]
+__all__ = ["Prompt", "StepMemory"]
 
 _HEADROOM_OF: Final = 8
 """An engine with little KV keeps this part of it free, not all."""
+
+
+class Prompt(NamedTuple):
+    """What is left to compute of a request that prefills, or may begin to."""
+
+    rid: str
+    context_tokens: int
+    """Tokens before it whose KV is there: computed, or in the prefix cache."""
+
+    rest_tokens: int
+    is_new: bool
+    """It holds neither KV nor a slot yet."""
+
+    @classmethod
+    def of(cls, request: Request) -> Prompt:
+        """Return that of a request of the snapshot."""
+        context_tokens = request.computed_tokens or request.cached_tokens
+        is_new = request.state is RequestState.WAITING
+        return cls(request.info.rid, context_tokens, request.tokens_to_compute, is_new)
+
+    @classmethod
+    def queued(cls, request: QueuedRequest, cached_tokens: int) -> Prompt:
+        """Return that of a request of the offline queue. At least its last token is left."""
+        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
+        context_tokens = min(cached_tokens, length_tokens - 1)
+        return cls(request.rid, context_tokens, length_tokens - context_tokens, True)
 
 
 class StepMemory:
@@ -75,15 +103,15 @@ class StepMemory:
             return len(requests)
         return page * sum([request.computed_tokens % page == 0 for request in requests])
 
-    def kv_to_prefill(self, context_tokens: int, rest_tokens: int, *, is_new: bool) -> int:
+    def kv_to_prefill(self, prompt: Prompt) -> int:
         """Return the KV slots that a prefill reserves (see the class)."""
-        held_tokens = 0 if is_new else self._whole_pages(context_tokens)
-        return self._whole_pages(context_tokens + rest_tokens) - held_tokens
+        held_tokens = 0 if prompt.is_new else self._whole_pages(prompt.context_tokens)
+        return self._whole_pages(prompt.context_tokens + prompt.rest_tokens) - held_tokens
 
-    def align_chunk(self, context_tokens: int, rest_tokens: int, tokens: int) -> int:
+    def align_chunk(self, prompt: Prompt, tokens: int) -> int:
         """Return the chunk length, shortened to a page boundary unless it ends the prompt."""
-        if tokens < rest_tokens:
-            tokens -= (context_tokens + tokens) % self._page_tokens
+        if tokens < prompt.rest_tokens:
+            tokens -= (prompt.context_tokens + tokens) % self._page_tokens
         return max(tokens, 0)
 
     def has_room(self, kv_tokens: int, slots: int = 0, *, requests: int = 1) -> bool:
@@ -108,21 +136,19 @@ class StepMemory:
         self.decodes.append(requests)
         self._take(kv_tokens := self.kv_to_decode(requests), kv_tokens)
 
-    def take_for_prefill(
-        self, rid: str, tokens: int, kv_tokens: int, *, is_new: bool, beside: Sequence[Request]
-    ) -> None:
-        """Take ``kv_tokens`` of KV for a prefill that computes ``tokens`` in this step.
+    def take_for_prefill(self, prompt: Prompt, tokens: int, beside: Sequence[Request]) -> None:
+        """Take the KV for a prefill that computes ``tokens`` in this step.
 
         ``beside`` are decodes that may come into the same step.
         """
-        window_tokens = self._snapshot.window_tokens
+        kv_tokens, window_tokens = self.kv_to_prefill(prompt), self._snapshot.window_tokens
         if window_tokens:
             # The engine cuts a chunk rather than leave no slots to the decodes in the same step.
             left = self._free_window_tokens - self.kv_to_decode(beside)
             window_tokens = max(min(tokens, left), min(kv_tokens, window_tokens))
-        self.chunks[rid] = PrefillChunk(rid, tokens)
+        self.chunks[prompt.rid] = PrefillChunk(prompt.rid, tokens)
         self._take(kv_tokens, window_tokens)
-        self.free_slots -= is_new
+        self.free_slots -= prompt.is_new
 
     # --- who is retracted ---
 

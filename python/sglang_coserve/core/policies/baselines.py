@@ -10,11 +10,14 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from itertools import islice
+from operator import itemgetter
+from typing import ClassVar
 
 from sglang_coserve.core.planning.offline_phase import decode_offline, prefill_offline
 from sglang_coserve.core.planning.online_phase import decode_online, prefill_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
 
@@ -25,13 +28,6 @@ __all__ = [
     "PriorityPolicy",
     "SarathiPolicy",
 ]
-
-
-class _Waiting(NamedTuple):
-    arrival_s: float
-    rid: str
-    length_tokens: int
-    cached_tokens: int
 
 
 @dataclass
@@ -56,25 +52,13 @@ class FcfsPolicy(Policy):
         batch.limit_tokens(self.chunk_tokens)
         self._decode(batch)
         for prefilling in batch.online_prefills + batch.offline_prefills:
-            if not batch.memory.is_retracted(prefilling) and not self._prefill(
-                batch,
-                prefilling.info.rid,
-                prefilling.length_tokens,
-                prefilling.computed_tokens,
-                is_new=False,
-            ):
+            is_retracted = batch.memory.is_retracted(prefilling)
+            if not is_retracted and not self._prefill(batch, Prompt.of(prefilling)):
                 return
-        headroom_tokens = batch.context.config.headroom_tokens
-        num_requests = len(batch.snapshot.admitted)
-        for place, request in enumerate(self._by_arrival(batch)):
-            if place == batch.context.config.max_picks or not self._prefill(
-                batch,
-                request.rid,
-                request.length_tokens,
-                request.cached_tokens,
-                is_new=True,
-                headroom_tokens=batch.memory.headroom_tokens(headroom_tokens, num_requests),
-            ):
+        config, num_requests = batch.context.config, len(batch.snapshot.admitted)
+        for _, prompt in islice(self._by_arrival(batch), config.max_picks):
+            spare_tokens = batch.memory.headroom_tokens(config.headroom_tokens, num_requests)
+            if not self._prefill(batch, prompt, spare_tokens):
                 return
             num_requests += 1
 
@@ -88,46 +72,20 @@ class FcfsPolicy(Policy):
                 requests.remove(request)
         batch.decode(requests)
 
-    def _prefill(
-        self,
-        batch: StepBuilder,
-        rid: str,
-        length_tokens: int,
-        cached_tokens: int,
-        *,
-        is_new: bool,
-        headroom_tokens: int = 0,
-    ) -> bool:
+    def _prefill(self, batch: StepBuilder, prompt: Prompt, spare_tokens: int = 0) -> bool:
         """Add the longest chunk that fits; return whether it completes the prompt."""
-        rest_tokens = max(length_tokens - cached_tokens, 1)
-        tokens = batch.longest_chunk(cached_tokens, rest_tokens, math.inf)
-        kv_tokens = batch.memory.kv_to_prefill(cached_tokens, rest_tokens, is_new=is_new)
-        if tokens == 0 or not batch.memory.has_room(kv_tokens + headroom_tokens, int(is_new)):
+        tokens = batch.longest_chunk(prompt, math.inf)
+        kv_tokens = batch.memory.kv_to_prefill(prompt) + spare_tokens
+        if tokens == 0 or not batch.memory.has_room(kv_tokens, prompt.is_new):
             return False
-        batch.prefill(rid, tokens, cached_tokens, kv_tokens, is_new=is_new)
-        return tokens == rest_tokens
+        batch.prefill(prompt, tokens)
+        return tokens == prompt.rest_tokens
 
     @staticmethod
-    def _by_arrival(batch: StepBuilder) -> Iterator[_Waiting]:
-        online = (
-            _Waiting(
-                request.info.arrival_s,
-                request.info.rid,
-                request.length_tokens,
-                request.cached_tokens,
-            )
-            for request in batch.context.waiting
-        )
-        offline = (
-            _Waiting(
-                request.arrival_s,
-                request.rid,
-                request.num_prompt_tokens + request.num_generated_tokens,
-                cached_tokens,
-            )
-            for request, cached_tokens in batch.candidates()
-        )
-        return heapq.merge(online, offline, key=lambda request: request.arrival_s)
+    def _by_arrival(batch: StepBuilder) -> Iterator[tuple[float, Prompt]]:
+        online = ((one.info.arrival_s, Prompt.of(one)) for one in batch.context.waiting)
+        offline = ((one.arrival_s, prompt) for one, prompt in batch.candidates())
+        return heapq.merge(online, offline, key=itemgetter(0))
 
 
 def serve_by_priority(batch: StepBuilder, max_tokens: int, *, may_retract: bool) -> None:

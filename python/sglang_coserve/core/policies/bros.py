@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Final, NamedTuple
 
-from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.planning.offline_phase import decode_offline
 from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
@@ -76,7 +76,7 @@ class BrosPolicy(Policy):
         for candidate in _after_retractions(batch, online):
             if not packing.add(candidate):
                 # No room for a new request, but running ones may still be added.
-                if not candidate.is_new or packing.stopped_by_bound:
+                if not candidate.prompt.is_new or packing.stopped_by_bound:
                     break
                 batch.admits_offline = False
         batch.is_deadline_bound = packing.stopped_by_bound
@@ -118,14 +118,14 @@ def _by_urgency(batch: StepBuilder, mean_iteration_s: float) -> list[_Candidate]
             if residual_s >= 0:
                 more_iterations = (request.tokens_to_compute - 1) // chunk_tokens
                 residual_s = max(residual_s - more_iterations * mean_iteration_s, 0.0)
-            candidates.append(_Candidate.of_request(request, residual_s))
+            candidates.append(_Candidate.of(request, residual_s))
     return sorted(candidates, key=lambda candidate: candidate.residual_s)
 
 
 def _least_residual_s(batch: StepBuilder, online: Sequence[_Candidate]) -> float:
     """Return T_min^res (line 4), the least residual of the requests that can still be in time."""
     for candidate in online:
-        tokens = min(candidate.rest_tokens, batch.snapshot.max_batch_tokens)
+        tokens = min(candidate.prompt.rest_tokens, batch.snapshot.max_batch_tokens)
         if batch.model.predict(candidate.joined(StepStats(), tokens)) <= candidate.residual_s:
             return candidate.residual_s
     return math.inf
@@ -133,71 +133,56 @@ def _least_residual_s(batch: StepBuilder, online: Sequence[_Candidate]) -> float
 
 def _after_retractions(batch: StepBuilder, online: Sequence[_Candidate]) -> Sequence[_Candidate]:
     """Retract the least urgent online requests until the most urgent has KV to run (§V-B)."""
-    running = [candidate for candidate in online if not candidate.is_new]
+    running = [candidate for candidate in online if not candidate.prompt.is_new]
     retracted: set[str] = set()
     while running:
         first = running[0]
-        needed = batch.memory.kv_to_prefill(first.context_tokens, first.rest_tokens, is_new=False)
+        needed = batch.memory.kv_to_prefill(first.prompt)
         if batch.memory.reclaim(needed):
             break
         request = running.pop().request
         assert request is not None
         batch.memory.retract(request, needed)
         retracted.add(request.info.rid)
-    return [candidate for candidate in online if candidate.rid not in retracted]
+    return [candidate for candidate in online if candidate.prompt.rid not in retracted]
 
 
 def _offline(batch: StepBuilder) -> Iterator[_Candidate]:
     """Yield the offline requests, first those with no KV to restore (line 17)."""
     for admitted in batch.offline_decodes + batch.offline_prefills:
         if not batch.memory.is_retracted(admitted):
-            yield _Candidate.of_request(admitted, math.inf)
+            yield _Candidate.of(admitted)
     if batch.admits_offline:
-        for request, cached_tokens in islice(batch.candidates(), batch.context.config.max_picks):
-            yield _Candidate.of_queued(request, cached_tokens)
+        for _, prompt in islice(batch.candidates(), batch.context.config.max_picks):
+            yield _Candidate(prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """A request that may join the batch: a request of the snapshot, or one of the offline queue."""
 
-    rid: str
-    request: Request | None
-    context_tokens: int
-    rest_tokens: int
-    is_online: bool
-    is_decode: bool
-    is_new: bool
-    residual_s: float
+    prompt: Prompt
+    """What it has to compute next: of a decode, one token."""
+
+    request: Request | None = None
+    """None for one of the queue."""
+
+    is_online: bool = False
+    is_decode: bool = False
+    residual_s: float = math.inf
     """Time until its next token is late."""
 
     @classmethod
-    def of_request(cls, request: Request, residual_s: float) -> _Candidate:
+    def of(cls, request: Request, residual_s: float = math.inf) -> _Candidate:
         """Return the candidate for a request of the snapshot."""
-        return cls(
-            rid=request.info.rid,
-            request=request,
-            context_tokens=request.computed_tokens or request.cached_tokens,
-            rest_tokens=request.tokens_to_compute,
-            is_online=request.info.is_online,
-            is_decode=request.state in (RequestState.DECODING, RequestState.PAUSED),
-            is_new=request.state is RequestState.WAITING,
-            residual_s=residual_s,
-        )
-
-    @classmethod
-    def of_queued(cls, request: QueuedRequest, cached_tokens: int) -> _Candidate:
-        """Return the candidate for a request of the offline queue."""
-        length_tokens = request.num_prompt_tokens + request.num_generated_tokens
-        cached_tokens = min(cached_tokens, length_tokens - 1)
-        rest_tokens = length_tokens - cached_tokens
-        return cls(request.rid, None, cached_tokens, rest_tokens, False, False, True, math.inf)
+        is_decode = request.state in (RequestState.DECODING, RequestState.PAUSED)
+        return cls(Prompt.of(request), request, request.info.is_online, is_decode, residual_s)
 
     def joined(self, stats: StepStats, tokens: int) -> StepStats:
         """Return the sums with ``tokens`` tokens of this request added."""
         if self.is_decode:
-            return stats.with_decode(self.context_tokens)
-        return stats.with_prefill(tokens, self.context_tokens)
+            return stats.with_decode(self.prompt.context_tokens)
+        return stats.with_prefill(tokens, self.prompt.context_tokens)
 
 
 class _Choice(NamedTuple):
@@ -209,7 +194,7 @@ class _Choice(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        return self.tokens < self.candidate.rest_tokens
+        return self.tokens < self.candidate.prompt.rest_tokens
 
 
 class _Packing:
@@ -256,7 +241,7 @@ class _Packing:
             candidate.is_online
             and memory.reclaim(
                 self._kv_tokens + kv_tokens,
-                self._slots + candidate.is_new,
+                self._slots + candidate.prompt.is_new,
                 requests=self._num_chosen + 1,
             )
         ):
@@ -295,51 +280,45 @@ class _Packing:
             # It may have been retracted for an offline decode meanwhile.
             request = candidate.request
             was_retracted = request is not None and batch.memory.is_retracted(request)
-            if not was_retracted and batch.memory.has_room(kv_tokens, int(candidate.is_new)):
-                batch.prefill(
-                    candidate.rid,
-                    tokens,
-                    candidate.context_tokens,
-                    kv_tokens,
-                    is_new=candidate.is_new,
-                )
+            prompt = candidate.prompt
+            if not was_retracted and batch.memory.has_room(kv_tokens, prompt.is_new):
+                batch.prefill(prompt, tokens)
 
     def _longest(self, candidate: _Candidate) -> int:
         batch = self._batch
         # The most urgent online request always runs, even over the bound.
         is_first = candidate.is_online and self._stats.is_empty
         bound_s = math.inf if is_first else self._bound_s
-        tokens = limit = min(candidate.rest_tokens, self._free_tokens)
+        prompt = candidate.prompt
+        tokens = limit = min(prompt.rest_tokens, self._free_tokens)
         if limit <= 0:
             return 0
         if candidate.is_decode:
             tokens = int(batch.model.predict(candidate.joined(self._stats, 1)) <= bound_s)
         elif bound_s < math.inf:
             tokens = batch.model.max_prefill_tokens(
-                self._stats, candidate.context_tokens, limit, bound_s
+                self._stats, prompt.context_tokens, limit, bound_s
             )
         self.stopped_by_bound |= tokens < limit
-        tokens = batch.memory.align_chunk(candidate.context_tokens, candidate.rest_tokens, tokens)
-        return 0 if self._cut is not None and tokens < candidate.rest_tokens else tokens
+        tokens = batch.memory.align_chunk(prompt, tokens)
+        return 0 if self._cut is not None and tokens < prompt.rest_tokens else tokens
 
     def _has_room(self, candidate: _Candidate, kv_tokens: int) -> bool:
         if candidate.is_decode and not candidate.is_online:
             return True  # ``apply`` makes room for it, or leaves it out.
         kv_tokens += self._kv_tokens
-        if candidate.is_new and not candidate.is_online:
+        if candidate.prompt.is_new and not candidate.is_online:
             seen = self._batch.snapshot
             num_requests = len(seen.admitted) + len(seen.elsewhere) + self._slots
             kv_tokens += self._batch.memory.headroom_tokens(self._headroom_tokens, num_requests)
         return self._batch.memory.has_room(
-            kv_tokens, self._slots + candidate.is_new, requests=self._num_chosen + 1
+            kv_tokens, self._slots + candidate.prompt.is_new, requests=self._num_chosen + 1
         )
 
     def _kv(self, candidate: _Candidate) -> int:
         if candidate.request is not None and candidate.is_decode:
             return self._batch.memory.kv_to_decode([candidate.request])
-        return self._batch.memory.kv_to_prefill(
-            candidate.context_tokens, candidate.rest_tokens, is_new=candidate.is_new
-        )
+        return self._batch.memory.kv_to_prefill(candidate.prompt)
 
     def _choose(self, choice: _Choice) -> None:
         candidate, tokens, kv_tokens, _ = choice
@@ -347,7 +326,7 @@ class _Packing:
         self._stats = candidate.joined(self._stats, tokens)
         self._free_tokens -= tokens
         self._kv_tokens += kv_tokens
-        self._slots += candidate.is_new
+        self._slots += candidate.prompt.is_new
         if choice.is_cut:
             self._cut = candidate
 
@@ -358,7 +337,7 @@ class _Packing:
         self._stats = StepStats(*(all_in - its_own for all_in, its_own in sums))
         self._free_tokens += tokens
         self._kv_tokens -= kv_tokens
-        self._slots -= candidate.is_new
+        self._slots -= candidate.prompt.is_new
         if self._cut is candidate:
             self._cut = None
         return choice
