@@ -131,9 +131,6 @@ class Allowance:
         self._ttft = _Headroom(Latency.TTFT, slos, ttft_prior_s)
         self._tpot = _Headroom(Latency.TPOT, slos, gap_prior_s)
         self._tbt = _Headroom(Latency.TBT, slos, gap_prior_s)
-        self.needs_gaps: Final = bool(self._tbt.slos)
-        """True when an SLO bounds gaps, so that ``gaps`` must be called."""
-
         self.is_relative: Final = all(slo.limit_s is None for slo in slos)
         """True when no SLO asks for other latencies than those without offline work."""
 

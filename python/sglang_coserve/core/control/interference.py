@@ -182,11 +182,9 @@ class Interference:
                 info, alone = watched.info, watched.alone
                 if position == 1:
                     allowance.first_token(info, at_s - info.arrival_s, self._now_s)
-                else:
-                    if monitor.needs_gaps:
-                        monitor.gap(info, alone.last_s, at_s, is_alone=True)
-                    if allowance.needs_gaps:
-                        gaps.append((info, at_s - alone.last_s))
+                elif monitor.needs_gaps:
+                    monitor.gap(info, alone.last_s, at_s, is_alone=True)
+                    gaps.append((info, at_s - alone.last_s))
                 alone.came(at_s)
                 if watched.is_finished:
                     self._judge_if_complete(watched)
