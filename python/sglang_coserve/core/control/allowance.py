@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final
 
 from sglang_coserve.core.control.recent_values import RecentValues
@@ -26,24 +25,20 @@ _LEAST_VALUES: Final = 400
 in the tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md,
 "Changing traffic", also for what shorter ones cost."""
 
-_STRICTEST: Final = 0.01
-"""Own targets of this share of the requests may be missed, as what is beyond a P99."""
-
 _RENEWED_SHARE: Final = 1 / 128
 """Statistics are computed again when this share of the values is new."""
 
-_LEAST_ADDED: Final[Mapping[Latency, float]] = MappingProxyType(
-    {Latency.TTFT: 1 / 22, Latency.TPOT: 0.3, Latency.TBT: 0.3}
-)
-"""Least share of an absolute target that offline work may add where the baseline leaves less. A
-TTFT that cannot be met must not end offline work, which is not why: half of what +10% adds. Decodes
-have deadlines, which keep a target that plain SGLang misses: simulated (H100, Azure's
+_TOLERANCE: Final = 0.1
+"""An absolute target that half of the baseline's values miss counts as +10%. A TTFT that cannot be
+met must not end offline work, which is not why: where the baseline leaves less, half of what +10%
+adds may be added."""
+
+_LEAST_OF_GAPS: Final = 0.3
+"""Least share of an absolute target for gaps that offline work may add where the baseline leaves
+less. Decodes have deadlines, which keep a target that plain SGLang misses: simulated (H100, Azure's
 conversations at 50 and 80% load, 500 and 50 ms), offline work has 0.92 and 1.02 of the steady bound
 with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at P99 TTFTs of 1.35 and 1.79, 1.41
 and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
-
-_MISSED_ADDED: Final = 0.1
-"""An absolute target that half of the baseline's values miss counts as +10%."""
 
 _Alone = tuple[float | None, float]
 """A latency in the baseline, after the target that the request brought along, if any."""
@@ -58,7 +53,8 @@ class _Headroom:
     def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
         """Start without values; ``prior_s`` is what the baseline has until one is known."""
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
-        self._least_share = _LEAST_ADDED[latency]
+        is_ttft = latency is Latency.TTFT
+        self._least_share = _TOLERANCE / (1 + _TOLERANCE) / 2 if is_ttft else _LEAST_OF_GAPS
         self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
         self._own_left = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
         """What each request's own target leaves; infinite for none. Empty before the first."""
@@ -66,7 +62,7 @@ class _Headroom:
         self._num_new = 0
         self._left_s = math.inf
         self._own_left_s = math.inf
-        """What the own targets of all but the strictest requests leave."""
+        """What the own targets of all but the strictest hundredth of requests leave."""
 
         self.target_s = math.inf
         """Limit of a latency that is in time; infinite without one."""
@@ -94,7 +90,7 @@ class _Headroom:
             self._num_new = 0
             self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
             if self._own_left.count:
-                self._own_left_s = self._own_left.quantile(_STRICTEST)
+                self._own_left_s = self._own_left.quantile(0.01)
 
     def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
         self.target_s = self._left_s = math.inf
@@ -104,7 +100,7 @@ class _Headroom:
             if slo.limit_s is None:
                 left_s = limit_s - alone_s
             elif median_s > limit_s:
-                left_s = alone_s * _MISSED_ADDED
+                left_s = alone_s * _TOLERANCE
                 limit_s = alone_s + left_s
             else:
                 left_s = max(limit_s - alone_s, limit_s * self._least_share)
