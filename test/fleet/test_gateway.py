@@ -187,10 +187,12 @@ def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> Non
                 active.kill()
             finally:
                 starting.join(GIVE_UP_S)
-        with standby:
+        try:
             eventually(lambda: len(engine.backend.in_flight) == 12)
             engine.finish_all()
             assert answers(client_of(standby), batch_id) == texts(12)
+        finally:
+            standby.stop()
 
 
 def test_a_response_in_the_background_outlives_its_gateway(tmp_path: Path) -> None:
