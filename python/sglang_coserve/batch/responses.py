@@ -42,7 +42,11 @@ __all__ = ["RESPONSES", "BackgroundResponses"]
 RESPONSES: Final = "/v1/responses"
 _WINDOW_S: Final = 86_400.0
 _LOOK_INTERVAL_S: Final = 0.5
-_NOT_OF_THE_LINE: Final = {"background", "stream", "stream_options", "store", "coserve_deadline_s"}
+_NOT_OF_THE_LINE: Final = {
+    *("background", "stream", "stream_options", "store", "service_tier", "coserve_deadline_s")
+}
+_LEAVE_S: Final = 10.0
+"""How long a response may need to leave the engine once it is cancelled: a step, usually."""
 
 
 class BackgroundResponses:
@@ -108,6 +112,9 @@ class BackgroundResponses:
         """
         now_s = self._context.clock.now_s()
         batch_id = batch_id_of(response_id)
+        batch = await self._context.store.run(batch_rows.find_response, batch_id, owner)
+        if batch.status is Status.CANCELLING:
+            await self._runner.wait(batch_id, _LEAVE_S)
         await self._context.store.run(batch_rows.delete_response, batch_id, owner, now_s)
         await self._files.remove_expired(now_s)
 

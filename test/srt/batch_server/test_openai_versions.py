@@ -1,4 +1,4 @@
-"""The oldest supported and the newest ``openai`` client work unchanged."""
+"""The oldest supported and the newest ``openai`` client, and ``autobatcher``, work unchanged."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from srt.batch_server.deployment import API_KEY, Deployment
 
 pytestmark = pytest.mark.heavy
 
-PROGRAM = Path(__file__).with_name("openai_client.py")
+HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("version", ["2.0.0", "3.54.0"])
-def test_a_version_of_the_client(deployment: Deployment, tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "version"), [("openai", "2.0.0"), ("openai", "3.57.0"), ("autobatcher", "0.12.0")]
+)
+def test_a_version_of_a_client(
+    deployment: Deployment, tmp_path: Path, package: str, version: str
+) -> None:
     """With packages of its own: the server's environment has another version."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path)]
     installed = subprocess.run(
-        [*install, f"openai=={version}"], capture_output=True, text=True, timeout=300, check=False
+        [*install, f"{package}=={version}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if installed.returncode:
-        pytest.skip(f"openai {version} cannot be installed here: {installed.stderr[-300:]}")
+        pytest.skip(f"{package} {version} cannot be installed here: {installed.stderr[-300:]}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, str(PROGRAM), f"{deployment.base_url}/v1", API_KEY],
+        [sys.executable, HERE / f"{package}_client.py", f"{deployment.base_url}/v1", API_KEY],
         env=environment,
         capture_output=True,
         text=True,

@@ -11,18 +11,24 @@ from openai.types.responses import Response
 from srt.batch_server.deployment import Deployment
 from waiting import eventually
 
-NUM_TOKENS = 400
+INPUTS = [f"The old mill {number}" for number in range(4)]
+"""Several, so that none has ended before some of its tokens are in a journal."""
 
 
-def begin(client: openai.OpenAI, max_output_tokens: int, **fields: Any) -> Response:
+def asked(
+    client: openai.OpenAI, text: str, max_output_tokens: int = 400, **fields: Any
+) -> Response:
     response: Response = client.responses.create(
-        model="small",
-        input="The old mill",
-        background=True,
-        service_tier="flex",
-        temperature=0,
-        max_output_tokens=max_output_tokens,
-        **fields,
+        model="small", input=text, temperature=0, max_output_tokens=max_output_tokens, **fields
+    )
+    return response
+
+
+def begin(
+    client: openai.OpenAI, text: str, max_output_tokens: int = 400, **fields: Any
+) -> Response:
+    response = asked(
+        client, text, max_output_tokens, background=True, service_tier="flex", **fields
     )
     assert response.status == "queued"
     return response
@@ -42,47 +48,38 @@ def lines_in_flight(deployment: Deployment) -> int:
     return int(deployment.status()["batch_api"]["lines_in_flight"])
 
 
-def test_a_killed_servers_response_is_completed(
+def test_a_killed_servers_responses_are_completed(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
     deployment.plan_with("coserve")
-    alone = client.responses.create(
-        model="small",
-        input="The old mill",
-        temperature=0,
-        max_output_tokens=NUM_TOKENS,
-    )
-    response = begin(client, NUM_TOKENS, metadata={"run": "7"})
-    journal = deployment.data / "journal" / response.id.replace("resp_", "batch_")
-    eventually(journal.exists)
-    assert client.responses.retrieve(response.id).status == "in_progress"
+    alone = [asked(client, text) for text in INPUTS]
+    begun = [begin(client, text, metadata={"of": text}) for text in INPUTS]
+    journals = [deployment.data / "journal" / each.id.replace("resp_", "batch_") for each in begun]
+    eventually(lambda: all(path.exists() for path in journals))
     deployment.kill()
+    assert all(path.exists() for path in journals), "they had ended before"
     deployment.start("coserve")
-    done = ended(client, response.id)
-    assert done.status == alone.status
-    assert done.output_text == alone.output_text
-    assert (done.id, done.metadata, done.background) == (response.id, {"run": "7"}, True)
-    assert done.usage is not None
-    assert alone.usage is not None
-    assert done.usage.output_tokens == alone.usage.output_tokens
-    with client.responses.retrieve(response.id, stream=True, starting_after=2) as events:
-        rest = list(events)
-    assert rest[0].sequence_number == 3
-    assert [e.delta for e in rest if e.type == "response.output_text.delta"] == [done.output_text]
-    with (
-        deployment.client("another key") as other,
-        pytest.raises((openai.NotFoundError, openai.AuthenticationError)),
-    ):
-        other.responses.retrieve(response.id)
-    client.responses.delete(response.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(response.id)
+    for response, text, expected in zip(begun, INPUTS, alone, strict=True):
+        done = ended(client, response.id)
+        assert (done.status, done.output_text) == (expected.status, expected.output_text)
+        assert (done.id, done.metadata, done.background) == (response.id, {"of": text}, True)
+        assert done.usage is not None
+        assert expected.usage is not None
+        assert done.usage.output_tokens == expected.usage.output_tokens
+        with client.responses.retrieve(response.id, stream=True, starting_after=2) as events:
+            rest = list(events)
+        assert rest[0].sequence_number == 3
+        deltas = [event.delta for event in rest if event.type == "response.output_text.delta"]
+        assert deltas == [done.output_text]
+        client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
 
 
 def test_a_cancelled_response_leaves_the_engine(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
-    response = begin(client, 3000)
+    response = begin(client, "The old mill", 3000)
     eventually(lambda: lines_in_flight(deployment) == 1)
     assert client.responses.cancel(response.id).status == "cancelled"
     eventually(lambda: lines_in_flight(deployment) == 0)
@@ -93,12 +90,11 @@ def test_a_cancelled_response_leaves_the_engine(
 def test_what_sglang_refuses_has_failed_and_others_are_its_own(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
-    refused = ended(client, begin(client, 8, top_p=7.0).id)
+    refused = ended(client, begin(client, "The old mill", 8, top_p=7.0).id)
     assert refused.status == "failed"
     assert refused.error is not None
     assert "top_p" in refused.error.message
-    online = client.responses.create(model="small", input="The old mill", max_output_tokens=8)
-    assert online.output_text
+    assert asked(client, "The old mill", 8).output_text
     with client.responses.create(
         model="small", input="The old mill", max_output_tokens=8, stream=True
     ) as events:
