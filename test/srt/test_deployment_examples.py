@@ -199,7 +199,7 @@ def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
     assert isinstance(source, EngineList)
     assert list(source._urls) == engines
     router = found["router"]["command"]
-    assert options.router == f"http://router:{router[-1].removeprefix('--port=')}/"
+    assert options.router == f"http://router:{router[-1].removeprefix('--port=')}"
     assert [each for each in router if each.startswith("http")] == engines
     tested = flags_in(ROOT / "benchmark" / "chaos_bench" / "router.py")
     assert {flag for each in router for flag in FLAG.findall(each)} <= tested
