@@ -82,6 +82,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     most_requests=st.integers(1, 4),
     kv=st.integers(30, 200),
     mixes=st.booleans(),
+    overlaps=st.booleans(),
     steps=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
@@ -91,11 +92,12 @@ def test_what_it_says_does_not_depend_on_when_tokens_become_known(
     most_requests: int,
     kv: int,
     mixes: bool,
+    overlaps: bool,
     steps: int,
     seed: int,
 ) -> None:
     def baseline() -> Baseline:
-        return Baseline(EngineSize(chunk, most_requests, kv, mixes))
+        return Baseline(EngineSize(chunk, most_requests, kv, mixes, overlaps))
 
     heard, known = baseline(), baseline()
     found = times(requests, heard, steps=steps, seed=seed)
@@ -123,6 +125,20 @@ def test_prompts_run_together_up_to_a_chunk_and_before_decodes() -> None:
         "0": [first_s, third_s, last_s],
         "1": [second_s, third_s],
     }
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_under_overlap_a_step_is_planned_when_the_one_before_begins(overlaps: bool) -> None:
+    """The second prompt comes while the first is computed, and that step's decode is planned."""
+    first_s = predict(StepStats(prefill_tokens=8))
+    prompt_s, decode_s = first_s, predict(StepStats(decode_requests=1))
+    found = all_known([(0.0, 8, 3), (first_s / 2, 8, 1)], make(overlaps=overlaps))
+    if overlaps:
+        assert found["1"] == [first_s + decode_s + prompt_s]
+        assert found["0"][1] == first_s + decode_s
+    else:
+        assert found["1"] == [first_s + prompt_s]
+        assert found["0"][1] == first_s + prompt_s + decode_s
 
 
 def test_an_idle_engine_begins_when_a_request_arrives() -> None:

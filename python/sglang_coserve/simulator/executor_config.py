@@ -136,6 +136,7 @@ class ExecutorConfig:
             chunk_tokens=self.max_batch_tokens,
             max_requests=self.max_running_requests,
             kv_tokens=self.kv_capacity_tokens,
+            overlaps=self.overlap,
         )
 
 

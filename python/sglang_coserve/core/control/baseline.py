@@ -32,6 +32,9 @@ class EngineSize:
     mixes_decodes: bool = False
     """Decodes run in the same step as prompts, instead of after them."""
 
+    overlaps: bool = False
+    """Each step is planned when the one before it begins."""
+
     micro_batches: int = 1
     """Micro-batches in flight at a time; more than one with pipeline parallelism."""
 
@@ -92,11 +95,12 @@ class Baseline:
 
     It runs the steps that SGLang would run: prompts in order of arrival up to the chunk size,
     without decodes unless they are mixed; if no prompt waits, every decode. A latency model
-    gives the duration of each step. How many tokens a request generates is known only once the
-    real engine has generated them, so a decode step is delayed until all the tokens that it
-    would produce are known. The real engine serves the same requests and more, so it lags
-    behind, and the delay is short: mostly the step that the real engine is running. Requests of
-    which nothing is heard for a minute are given up, so that they do not stop it for all others.
+    gives the duration of each step. Under overlap scheduling a step is planned when the one before
+    it begins, so that who arrives meanwhile waits for both. How many tokens a request generates is
+    known only once the real engine has generated them, so a decode step is delayed until all the
+    tokens that it would produce are known. The real engine serves the same requests and more, so it
+    lags behind, and the delay is short: mostly the step that the real engine is running. Requests
+    of which nothing is heard for a minute are given up, so that they do not stop it for all others.
 
     KV that the prefix cache held of a prompt counts once, not for each request that shares it:
     requests hold their own tokens, and together the longest of their cached prefixes. So where
@@ -111,6 +115,9 @@ class Baseline:
         assert min(size.chunk_tokens, size.max_requests, size.kv_tokens) > 0
         self._size = size
         self._clock_s = 0.0
+        self._began_s = 0.0
+        """When the last step began."""
+
         self._requests: dict[Hashable, _Request] = {}
         self._waiting: deque[_Request] = deque()
         """In order of arrival; the first may be partly computed."""
@@ -196,7 +203,9 @@ class Baseline:
             start_s = max(start_s, self._waiting[0].arrival_s)
         if start_s > now_s:
             return False
-        chunks = self._chunks(start_s)
+        # An idle engine plans at once.
+        plans_early = self._size.overlaps and self._decoding and start_s == self._clock_s
+        chunks = self._chunks(self._began_s if plans_early else start_s)
         if chunks is None:
             return self._gives_up(next(filter(_may_have_ended, self._decoding)), now_s)
         decodes = self._decoding if self._size.mixes_decodes or not chunks else []
@@ -212,7 +221,7 @@ class Baseline:
             return False  # The first prompt waits for memory that a running request holds.
         if decodes:
             self._awaited = None
-        self._clock_s = end_s = start_s + predict(stats)
+        self._began_s, self._clock_s = start_s, (end_s := start_s + predict(stats))
         for decode in decodes:
             decode.context_tokens += 1
             decode.generated_tokens = number = decode.generated_tokens + 1
@@ -259,13 +268,13 @@ class Baseline:
         self._gone.clear()
         self._decoding = [decode for decode in self._decoding if decode.key in requests]
 
-    def _chunks(self, start_s: float) -> list[tuple[_Request, int]] | None:
-        """Return the prompts of a step that starts at ``start_s``, with the tokens of each.
+    def _chunks(self, planned_s: float) -> list[tuple[_Request, int]] | None:
+        """Return the prompts of a step that is planned at ``planned_s``, with the tokens of each.
 
         None while a prompt needs the slot or memory of a request that may have ended.
         """
         chunks: list[tuple[_Request, int]] = []
-        if not self._waiting or self._waiting[0].arrival_s > start_s:
+        if not self._waiting or self._waiting[0].arrival_s > planned_s:
             return chunks
         budget = self._size.chunk_tokens
         num_requests = len(self._decoding)
@@ -273,7 +282,7 @@ class Baseline:
         own = sum([decode.context_tokens - decode.cached_tokens for decode in self._decoding])
         cached = max([decode.cached_tokens for decode in self._decoding], default=0)
         for request in self._waiting:
-            if budget == 0 or request.arrival_s > start_s:
+            if budget == 0 or request.arrival_s > planned_s:
                 break
             with_cached = max(cached, request.cached_tokens)
             with_own = own + request.context_tokens - request.cached_tokens

@@ -19,6 +19,7 @@ from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
+from sglang_coserve.srt.device import runs_beside_host
 from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
 from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
@@ -175,5 +176,6 @@ def _engine_size(scheduler: Any) -> EngineSize:
         max_requests=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,
         mixes_decodes=scheduler.is_mixed_chunk,
+        overlaps=scheduler.enable_overlap and runs_beside_host(scheduler.device),
         micro_batches=compat.parallel(scheduler).pp_size,
     )
