@@ -21,6 +21,11 @@ from sglang_coserve.srt.cpu import defaults as cpu
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
+from sglang_coserve.srt.compat.versions import NEWEST  # noqa: E402
+from sglang_coserve.srt.marks.marks_middleware import (  # noqa: E402
+    MARKED_PATHS,
+    STRICT_PATHS,
+)
 from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 
@@ -281,12 +286,16 @@ def test_what_a_scheduler_refuses_is_told_without_a_traceback(
     assert "Traceback" not in refused.stderr
 
 
-def test_the_rust_server_is_refused(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_REQUEST_DECOMPRESSION"])
+def test_what_a_variable_turns_on_is_refused(
+    small_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    monkeypatch.setenv(name, "1")
     assert launch.main(["--model-path", str(small_model)]) == 2
-    assert "Rust" in capsys.readouterr().err
+    assert f"({name}=1)" in capsys.readouterr().err
 
 
 def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
@@ -303,3 +312,63 @@ def test_a_bad_value_of_our_flags_is_refused(
 ) -> None:
     assert launch.main(["--model-path", str(small_model), "--slo-ttft-ms", "-5"]) == 2
     assert "error: --slo-ttft-ms must be greater than 0" in capsys.readouterr().err
+
+
+FOR_OPERATORS = {
+    *("abort_request", "configure_logging", "flush_cache", "freeze_gc", "set_trace_level"),
+    *("pause_generation", "continue_generation", "slow_down", "set_internal_state", "dumper"),
+    *("start_profile", "stop_profile", "weights_checker", "pd_role_switch", "scale_elastic_ep"),
+    *("add_external_corpus", "remove_external_corpus", "open_session", "close_session"),
+    *("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter"),
+    *("begin_weight_update", "end_weight_update", "update_weight_version", "get_weights_by_name"),
+    *("init_weights_update_group", "destroy_weights_update_group", "update_weights_from_disk"),
+    *("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc"),
+    *("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance"),
+    *("release_memory_occupation", "resume_memory_occupation"),
+    *("start_expert_distribution_record", "stop_expert_distribution_record"),
+    *("dump_expert_distribution_record", "hicache", "clear_hicache_storage_backend"),
+}
+"""First parts of the paths of SGLang's routes that change or show the engine's state."""
+
+NOT_FOR_THE_ENGINE = {
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
+    *("/parse_function_call", "/separate_reasoning", "/api/show"),
+    "/v1/responses/{response_id}/cancel",
+    "/v1/realtime",  # What a WebSocket brings is online.
+}
+"""What else takes bodies, and sends the scheduler no request that could have a class."""
+
+
+def taking_requests() -> dict[str, Any]:
+    """The routes of SGLang's app that take bodies, or connections, by path."""
+    from sglang.srt.entrypoints.http_server import app
+
+    left, found = list(app.routes), {}
+    while left:
+        route = left.pop()
+        if (router := getattr(route, "original_router", None)) is not None:  # One that is included.
+            left += router.routes
+        elif getattr(route, "methods", None) is None or {"POST", "PUT"} & route.methods:
+            found[route.path] = route
+    return found
+
+
+def test_every_route_that_takes_requests_is_marked_or_named_here() -> None:
+    routes = taking_requests()
+    assert {"/generate", "/v1/completions", "/v1/realtime"} <= routes.keys()
+    others = routes.keys() - MARKED_PATHS - NOT_FOR_THE_ENGINE
+    assert {path for path in others if path.split("/")[1] not in FOR_OPERATORS} == set()
+    if compat.installed_version() == NEWEST:
+        assert routes.keys() >= MARKED_PATHS | NOT_FOR_THE_ENGINE
+
+
+def test_a_route_that_refuses_unknown_fields_is_known_to() -> None:
+    """Its marks are taken out."""
+    routes = taking_requests()
+    strict = {
+        path
+        for path, route in routes.items()
+        for field in getattr(getattr(route, "dependant", None), "body_params", ())
+        if getattr(field.field_info.annotation, "model_config", {}).get("extra") == "forbid"
+    }
+    assert strict & MARKED_PATHS == set(STRICT_PATHS) & routes.keys()

@@ -94,7 +94,7 @@ def test_a_mark_in_a_body_goes_with_what_the_route_sends(path: str) -> None:
     """The body passes as it is."""
     app = Inner("application/json", [b'{"a":1}'])
     _, body, headers = call(app, FLEX, path=path)
-    assert app.body == FLEX
+    assert app.body == (FLEX if path != "/v1/decisions" else b'{"messages":[]}')
     assert app.sent_params == {"coserve_class": "offline"}
     assert headers[b"x-coserve-class"] == b"offline"
     has_tier = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -146,6 +146,15 @@ def test_a_tier_that_sglang_refuses_is_not_shown_to_it(tier: str) -> None:
     assert app.body is not None
     assert json.loads(app.body) == {"service_tier": "auto", "input": "x"}
     assert app.sent_params == {"coserve_class": "online"}
+
+
+def test_a_route_that_refuses_unknown_fields_is_shown_no_marks() -> None:
+    """With a length that is that of what it is shown."""
+    app = Inner("application/json", [b"{}"])
+    fields = {"service_tier": "flex", "coserve_deadline_s": 60, "input": "x"}
+    call(app, json.dumps(fields).encode(), path="/v1/decisions")
+    assert app.body == b'{"input":"x"}'
+    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": 60}
 
 
 # --- Headers ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,19 @@ DOORS: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
     "/api/generate": {"model": "m", "prompt": TEXT, "options": {"num_predict": 2}},
     "/v1/score": {"model": "m", "query": TEXT, "items": ["Anna", "Boris"], "label_token_ids": [7]},
+    "/vertex_generate": {
+        "instances": [{"text": TEXT}],
+        "parameters": {"sampling_params": {"max_new_tokens": 2}},
+    },
 }
 """A body for each route that generates or scores."""
+
+if version("sglang") != "0.5.17":
+    ASKED = {"type": "score", "instructions": "Is it broken?", "criteria": ["no", "yes"]}
+    DOORS["/v1/systemone"] = {"model": "m", "state": TEXT, "questions": {"q": ASKED}}
+    QUESTION = {"id": "q", "type": "score", "question": "Is it broken?", "levels": ["no", "yes"]}
+    DOORS["/v1/decisions"] = {"model": "m", "input": TEXT, "questions": [QUESTION]}
+NOT_STREAMED = ("/v1/score", "/v1/systemone", "/v1/decisions", "/vertex_generate")
 
 
 def test_status_shows_how_long_tokens_take_from_the_scheduler(http: httpx.Client) -> None:
@@ -116,7 +128,7 @@ def test_a_mark_holds_on_every_route(http: httpx.Client, path: str, streams: boo
     body = (
         DOORS[path]
         | {"service_tier": "flex"}
-        | ({"stream": streams} if "score" not in path else {})
+        | ({"stream": streams} if path not in NOT_STREAMED else {})
     )
     response = http.post(path, json=body).raise_for_status()
     assert response.headers["x-coserve-class"] == "offline"

@@ -168,6 +168,12 @@ def _other_servers(args: Any) -> Iterable[_Refusal]:
             "unset the variable",
         ),
         _Refusal(
+            envs.SGLANG_ENABLE_REQUEST_DECOMPRESSION.get(),
+            "compressed requests (SGLANG_ENABLE_REQUEST_DECOMPRESSION=1)",
+            "they are measured, and their marks are read, before SGLang decompresses them",
+            "unset the variable",
+        ),
+        _Refusal(
             args.enable_http2,
             "HTTP/2 (--enable-http2)",
             "it is served by Granian, where bodies are not taken in at a limited pace",

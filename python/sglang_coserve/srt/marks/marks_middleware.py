@@ -3,7 +3,8 @@
 An ASGI middleware reads the marks in bodies (``body_marks``) and headers (``header_marks``),
 and keeps them in a context variable while the route serves the request; the tokenizer
 manager attaches them to all requests that the route sends to the scheduler.  Bodies pass
-unchanged, and are not even parsed unless they contain the name of a mark.  The response
+unchanged unless their route would refuse the mark, and are not even parsed unless they contain the
+name of one.  The response
 names the class; those of OpenAI routes also name the tier used.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -39,17 +41,22 @@ from sglang_coserve.srt.marks.request_marks import (
 )
 from sglang_coserve.srt.marks.waiting import HasRoom, is_refused, kept_alive
 
-__all__ = ["CLASS_HEADER", "MARKED_PATHS", "MarksMiddleware"]
+__all__ = ["CLASS_HEADER", "MARKED_PATHS", "STRICT_PATHS", "MarksMiddleware"]
 
 _OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose answers have a ``service_tier``."""
 
 MARKED_PATHS: Final = _OPENAI_PATHS | {
     *("/generate", "/encode", "/classify", "/v1/messages", "/v1/embeddings", "/v1/classify"),
-    *("/v1/score", "/v1/rerank", "/api/chat", "/api/generate", "/v1/audio/transcriptions"),
+    *("/v1/score", "/v1/rerank", "/v1/audio/transcriptions", "/v1/decisions", "/v1/systemone"),
     "/invocations",
+    # SGLang takes the paths of these from the environment.
+    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
 }
-"""Routes that bring requests to the engine."""
+"""Routes that bring requests to the engine, but for the WebSocket /v1/realtime: what it brings is
+online."""
 
 CLASS_HEADER: Final = "x-coserve-class"
 """Response header with the class of a request, if the request named one."""
@@ -62,6 +69,9 @@ _LARGE_BYTES: Final = 1 << 16
 
 _UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
 """Tiers that SGLang's ``/v1/responses`` refuses."""
+
+STRICT_PATHS: Final = ("/v1/decisions",)
+"""Routes that refuse fields that they do not know."""
 
 
 _STREAM: Final = b'"stream"'
@@ -120,8 +130,9 @@ class MarksMiddleware:
                 if self._finds_tenants and in_headers.tenant is None:
                     tenant = tenant_of_body(fields) or tenant
                 marks = marks_of_body(fields)
-                if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
-                    body = orjson.dumps({**fields, SERVICE_TIER: "auto"})
+                known = _known_to_sglang(path, fields)
+                if known is not fields:
+                    body = orjson.dumps(known)
                     scope = dict(scope, headers=_with_length(scope["headers"], len(body)))
                 receive = replay(body, receive)
         except RequestError as error:
@@ -174,6 +185,18 @@ def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
         await inner(message)
 
     return naming
+
+
+def _known_to_sglang(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields without marks that the route at ``path`` would refuse; themselves if it
+    would refuse none."""
+    if path == "/v1/responses" and fields.get(SERVICE_TIER) in _UNKNOWN_TO_SGLANG:
+        return {**fields, SERVICE_TIER: "auto"}
+    if path in STRICT_PATHS:
+        is_mark = {name: name == SERVICE_TIER or name.startswith(MARK_PREFIX) for name in fields}
+        if any(is_mark.values()):
+            return {name: value for name, value in fields.items() if not is_mark[name]}
+    return fields
 
 
 async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
