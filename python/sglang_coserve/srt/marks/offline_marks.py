@@ -24,6 +24,7 @@ __all__ = [
     "attach_marks",
     "deadline_of",
     "expected_tokens_of",
+    "go_on_after",
     "job_of",
     "mark_arrival",
     "marked_arrival_s",
@@ -104,6 +105,11 @@ def attach_marks(sampling_params: Any) -> None:
     marks = _MARKS.get()
     if marks is not None:
         _add(sampling_params, marks)
+
+
+def go_on_after(sampling_params: Any, generated: Sequence[int]) -> None:
+    """Let a request go on after output tokens that it had, as SGLang's ``SamplingParams`` say."""
+    _add(sampling_params, {_GENERATED_KEY: list(generated)})
 
 
 def mark_arrival(received: Any, arrival_s: float) -> None:

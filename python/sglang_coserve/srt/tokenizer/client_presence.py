@@ -11,7 +11,8 @@ client, so the time sent is earlier than the arrival by the usual delay of recen
 
 SGLang asks whether the client of an unfinished request is still there only every four seconds, and
 after a step. What it computes until then is for nobody, and what waits or is suspended for it
-holds its place before others. So it is ended as soon as the client has gone.
+holds its place before others. So it is ended as soon as the client has gone. What it had generated
+is kept, if it can be told when it is sent again (``interrupted``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Final
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.tokenizer.interrupted import InterruptedRequests, identity_of
 
 __all__ = ["ArrivalTimeStats", "ClientDepartures", "OutputDelay", "install_arrival_times"]
 
@@ -118,10 +120,17 @@ def install_arrival_times() -> OutputDelay:
 class _Call:
     """What one HTTP request has in the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str | None) -> None:
         self.rids: list[str] = []
         self.has_left = False
         """Whether its client has."""
+
+        self.key = key
+        self.identity: bytes | None = None
+        """By which its only request is known when it is sent again; None if it is not to be."""
+
+        self.began_with: list[int] = []
+        """Output tokens of that request, which its client has sent before."""
 
 
 _CALL: Final[ContextVar[_Call | None]] = ContextVar("what is served", default=None)
@@ -130,27 +139,43 @@ _CALL: Final[ContextVar[_Call | None]] = ContextVar("what is served", default=No
 class ClientDepartures:
     """Watches the connection of each HTTP request while it is served."""
 
-    def __init__(self, abort: Callable[[str], None]) -> None:
-        """``abort`` ends the request of an id, and ignores one that has ended."""
+    def __init__(
+        self, abort: Callable[[str], None], output_of: Callable[[str], Sequence[int] | None]
+    ) -> None:
+        """Watch the clients of an engine.
+
+        Args:
+            abort: Ends the request of an id, and ignores one that has ended.
+            output_of: Returns the output tokens of the request of an id, to which more are added as
+                they come; None of one that has ended.
+        """
         self._abort = abort
+        self._output_of = output_of
+        self._interrupted = InterruptedRequests()
 
     @asynccontextmanager
-    async def watched(self, request: Any) -> AsyncGenerator[None]:
+    async def watched(self, request: Any, key: str | None = None) -> AsyncGenerator[None]:
         """Abort what is sent within this context when the client of ``request`` leaves.
 
         Args:
             request: A Starlette request whose body has been read. Others, and None, have no
                 connection to watch.
+            key: What names it (``key_of``), if it is one request of the engine's that can go on
+                after its tokens.
         """
         if not hasattr(request, "receive"):
             _CALL.set(None)
             yield
             return
-        call = _Call()
+        call = _Call(key)
         _CALL.set(call)
         watching = asyncio.create_task(self._watch(request, call))
         try:
             yield
+        except (asyncio.CancelledError, GeneratorExit):
+            # Whoever reads the answer has seen it first.
+            self._leave(call)
+            raise
         finally:
             watching.cancel()
 
@@ -167,9 +192,28 @@ class ClientDepartures:
             raise ValueError(f"request {rid} is not sent to the engine: its client has left")
         call.rids.append(rid)
 
+    def generated_before(self, tokenized: Any, weights: str) -> Sequence[int]:
+        """Return the output tokens that the request of this context had when its client left and
+        before it was sent again; see ``identity_of``."""
+        call = _CALL.get()
+        if call is None or call.key is None:
+            return ()
+        call.identity = identity_of(call.key, tokenized, weights)
+        call.began_with = self._interrupted.take(call.identity)
+        return call.began_with
+
     async def _watch(self, request: Any, call: _Call) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        self._leave(call)
+
+    def _leave(self, call: _Call) -> None:
+        if call.has_left:
+            return
         call.has_left = True
+        if call.identity is not None:
+            tokens = self._output_of(call.rids[0]) if call.rids else ()
+            if tokens is not None:
+                self._interrupted.keep(call.identity, tokens, call.began_with)
         for rid in call.rids:
             self._abort(rid)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
-from sglang.srt.managers.io_struct import msgpack_encode
+from sglang.srt.managers.io_struct import GenerateReqInput, msgpack_encode
 from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
@@ -26,8 +26,9 @@ from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-from sglang_coserve.srt.marks.offline_marks import attach_marks
-from sglang_coserve.srt.marks.request_marks import with_client_marks
+from sglang_coserve.srt.compat.continuation import can_continue
+from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_after
+from sglang_coserve.srt.marks.request_marks import is_offline, with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     metrics_if_configured,
     note_operation,
@@ -40,6 +41,7 @@ from sglang_coserve.srt.tokenizer.client_presence import (
     OutputDelay,
     install_arrival_times,
 )
+from sglang_coserve.srt.tokenizer.interrupted import key_of
 from sglang_coserve.srt.tokenizer.updating_manager import UpdatingTokenizerManager
 
 __all__ = ["CoserveTokenizerManager"]
@@ -65,7 +67,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         super().__init__(*args, **kwargs)
         self.coserve_output_delay: OutputDelay = install_arrival_times()
         self._media = MediaSources.named(config_of(self.server_args).media_sources)
-        self._departures = ClientDepartures(self.abort_request)
+        self._departures = ClientDepartures(self.abort_request, self._output_of)
         self._fingerprint: asyncio.Task[str] | None = None
         self._grammar_trials: GrammarTrials | None = None
         settings = compat.settings_of(self.server_args)
@@ -104,7 +106,7 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             check_request(obj, is_health_check=path in _HEALTH_PATHS)
             client = None if getattr(obj, "background", False) else request
             async with (
-                self._departures.watched(client),
+                self._departures.watched(client, self._key_of(obj, client)),
                 aclosing(super().generate_request(obj, request)) as outputs,
             ):
                 async for output in outputs:
@@ -119,6 +121,18 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
             logger.warning(message)
             logger.debug("where it was malformed", exc_info=True)
             raise ValueError(message) from error
+
+    def _key_of(self, obj: Any, request: Any) -> str | None:
+        """Return what names a request that can go on after its tokens; None for any other."""
+        headers = getattr(request, "headers", None)
+        key = key_of(headers) if headers is not None else None
+        if key is None or not isinstance(obj, GenerateReqInput):
+            return None
+        return key if can_continue(obj, self.preferred_sampling_params) else None
+
+    def _output_of(self, rid: str) -> Sequence[int] | None:
+        state = self.rid_to_state.get(rid)
+        return None if state is None else state.output_ids
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
         self._departures.sending(tokenized_obj.rid)
@@ -184,6 +198,11 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         check_values(tokenized, self.model_config.vocab_size, obj.input_ids)
         tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
+        if is_offline(tokenized):
+            generated = self._departures.generated_before(tokenized, self.coserve_weights.name)
+            if generated:
+                logger.info("request %s goes on after %d tokens", tokenized.rid, len(generated))
+                go_on_after(tokenized.sampling_params, generated)
         self._describe(tokenized)
         return tokenized
 
