@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,24 @@ async def test_a_restart_continues_after_its_tokens(tmp_path: Path) -> None:
         done = await ended(scene, response_id)
         assert done["output"][0]["content"][0]["text"] == text_of("one")
         assert [len(request.generated) for request in scene.backend.started] == [3]
+
+
+async def test_a_stream_ends_with_the_service(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        response_id = await begun(scene)
+        await scene.in_flight(1)
+        events = service.responses.events(OWNER, response_id)
+        seen = [await anext(events) for _ in range(4)]
+        assert [event and event["sequence_number"] for event in seen] == [0, 1, 2, None]
+        rest = asyncio.ensure_future(_all(events))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(GIVE_UP_S):
+        assert set(await rest) <= {None}
+
+
+async def _all(events: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in events]
 
 
 async def test_batches_learn_nothing_from_it_and_webhooks_are_not_called(tmp_path: Path) -> None:
