@@ -142,7 +142,7 @@ class TimedEngine:
             self._time("snapshot", admission, "_snapshot")
             self._time("plan", admission.core, "plan")
         if not self._is_stock:
-            from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
+            from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 
             self._time("load", ReportingLoadInquirer, "get_loads")
             self._time("metrics", scheduler.parts.status, "launched")

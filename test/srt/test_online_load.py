@@ -18,12 +18,12 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolSta
 from sglang.srt.observability.metrics_collector import SchedulerStats  # noqa: E402
 
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad  # noqa: E402
-from sglang_coserve.srt.monitoring.load_snapshot import (  # noqa: E402
+from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
     CoserveLoadSnapshot,
+    OnlineLoad,
     count_offline_in_snapshots,
     read_our_snapshots,
 )
-from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer  # noqa: E402
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
 from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler  # noqa: E402
 from sglang_coserve.srt.steps.batch_results import BatchResults  # noqa: E402
@@ -73,7 +73,7 @@ REQUESTS = [
 ]
 
 
-def online_load(requests: list[Any]) -> OnlineLoadInquirer:
+def online_load(requests: list[Any]) -> OnlineLoad:
     scheduler: Any = SimpleNamespace(
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: POOLS),
         running_batch=SimpleNamespace(reqs=requests),
@@ -86,7 +86,8 @@ def online_load(requests: list[Any]) -> OnlineLoadInquirer:
     offline = [request for request in requests if request.rid != "on"]
     held = HeldKv(online, offline, KvByClass(online=200, offline=600, cached=50, free=150))
     load: Any = SimpleNamespace(held=lambda: held)
-    return OnlineLoadInquirer(scheduler, pools, load, STEPS)
+    parts: Any = SimpleNamespace(scheduler=scheduler, pools=pools, advisory=None)
+    return OnlineLoad(parts, load, STEPS)
 
 
 def test_without_offline_requests_it_is_sglangs() -> None:

@@ -84,7 +84,7 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import data_parallel_controller
 
     from sglang_coserve.guard.process_health import end_with_children
-    from sglang_coserve.srt.monitoring.load_snapshot import count_offline_in_snapshots
+    from sglang_coserve.srt.monitoring.online_load import count_offline_in_snapshots
 
     end_with_children()
     count_offline_in_snapshots()
@@ -104,7 +104,7 @@ def init_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """Create SGLang's tokenizer manager, with additional checks of every request."""
     from sglang.srt.entrypoints import engine
 
-    from sglang_coserve.srt.monitoring.load_snapshot import read_our_snapshots
+    from sglang_coserve.srt.monitoring.online_load import read_our_snapshots
     from sglang_coserve.srt.tokenizer.tokenizer_manager import CoserveTokenizerManager
 
     read_our_snapshots()

@@ -3,34 +3,61 @@
 Routers send a request where ``/v1/loads`` or the metrics show the least load. Offline requests give
 way to it, so they are not in these figures; ``/coserve/load`` and ``coserve_*`` have them.
 Without offline requests every figure is SGLang's.
+
+SGLang's schedulers publish a ``LoadSnapshot`` in shared memory, or over ZMQ from another node:
+with each prefill, every few decodes and when they are idle. Ours counts steps in which only offline
+requests begin like decodes: that may be every step, and a load looks at every request. Our load
+travels in it, so it costs the scheduler no answer, and nobody who does not know of it sees it.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+from sglang.srt.managers.load_snapshot import LoadSnapshot
+from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
+
+from sglang_coserve.core.engine_load import ReplicaLoad
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.kv_pools import KvPools
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 
-__all__ = ["OnlineLoadInquirer"]
+__all__ = [
+    "CoserveLoadSnapshot",
+    "OnlineLoad",
+    "ReportingLoadInquirer",
+    "count_offline_in_snapshots",
+    "read_our_snapshots",
+]
 
 Req = Any
 
+_DECODER: Final = "sglang.srt.managers.load_snapshot.snapshot_decoder"
 
-class OnlineLoadInquirer:
-    """See the module's docstring; has what SGLang's ``SchedulerLoadInquirer`` asks for."""
 
-    def __init__(
-        self, scheduler: Any, pools: KvPools, load: LoadReporter, throughput_steps: int
-    ) -> None:
+class CoserveLoadSnapshot(LoadSnapshot):
+    """SGLang's, with ours beside it."""
+
+    coserve: dict[str, Any] | None = None
+    """A ``ReplicaLoad`` in plain values; None before the first of them."""
+
+
+class OnlineLoad:
+    """The engine as an online request finds it."""
+
+    def __init__(self, parts: EngineParts, load: LoadReporter, throughput_steps: int) -> None:
         """``throughput_steps`` are the decode steps after which SGLang measures its throughput."""
-        self._scheduler = scheduler
-        self._pools = pools
+        self.advisory = parts.advisory
+        self._scheduler = parts.scheduler
+        self._pools = parts.pools
         self._load = load
         self._throughput = _OnlineThroughput(throughput_steps)
 
@@ -65,6 +92,14 @@ class OnlineLoadInquirer:
             changed |= _less("mamba", stats, stats.mamba_num_used * len(offline) // num_requests)
         return replace(stats, **changed)
 
+    def snapshot(self, inquirer: SchedulerLoadInquirer) -> CoserveLoadSnapshot:
+        """Return the load now, which ``inquirer`` finds, with ours. O(requests)."""
+        held = self._load.held()
+        pool_stats = SimpleNamespace(get_pool_stats=partial(self.get_pool_stats, held))
+        pools: dict[str, Any] = {"pool_stats_observer": pool_stats}
+        stock = SchedulerLoadInquirer.get_loads(replace(inquirer, **pools))
+        return CoserveLoadSnapshot(**_fields(stock), coserve=self._load.load(held).model_dump())
+
     def processed(self, results: BatchResults) -> None:
         """Note who got a token of a batch."""
         decodes, has_offline = results.online_decodes, results.gave_offline
@@ -80,6 +115,32 @@ class OnlineLoadInquirer:
         if self._throughput.is_shared:
             running = stats.num_running_reqs.total
             stats.gen_throughput = self._throughput.per_s if running else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportingLoadInquirer(SchedulerLoadInquirer):
+    """SGLang's for online requests, whose snapshots have our load in them."""
+
+    get_online: Callable[[], OnlineLoad]
+
+    @classmethod
+    def like(
+        cls, stock: SchedulerLoadInquirer, get_online: Callable[[], OnlineLoad]
+    ) -> ReportingLoadInquirer:
+        """Return one that asks for the same as ``stock``, of online requests, and for our load."""
+        asked = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        asked |= {
+            "get_running_batch": lambda: get_online().running_batch(),
+            "get_waiting_queue": lambda: get_online().waiting_queue(),
+            "get_chunked_req": lambda: get_online().chunked_req(),
+        }
+        return cls(**asked, get_online=get_online)
+
+    def get_loads(self) -> CoserveLoadSnapshot:
+        """Return the load now, without ours if that is off. O(requests)."""
+        online = self.get_online()
+        ours = online.advisory.ask("load", lambda: online.snapshot(self), None)
+        return ours or CoserveLoadSnapshot(**_fields(SchedulerLoadInquirer.get_loads(self)))
 
 
 class _OnlineThroughput:
@@ -130,3 +191,38 @@ def _less(pool: str, stats: Any, tokens: int) -> dict[str, Any]:
         f"{pool}_evictable_size": getattr(stats, f"{pool}_evictable_size") + tokens,
         usage: getattr(stats, usage) * share,
     }
+
+
+def read_our_snapshots() -> None:
+    """Have this process read snapshots with our part; the others read past it."""
+    compat.replace(_DECODER, msgspec.msgpack.Decoder(CoserveLoadSnapshot))
+
+
+def count_offline_in_snapshots() -> None:
+    """Have this process read loads of both classes.
+
+    For the controller of replicas, which sends requests of both to the least loaded one: by
+    their online requests alone, all lines of a batch would go to the same.
+    """
+    compat.replace(_DECODER, _BothClasses())
+
+
+class _BothClasses:
+    """Decodes a snapshot to one of SGLang's, offline requests among the others."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(CoserveLoadSnapshot)
+
+    def decode(self, data: bytes) -> LoadSnapshot:
+        snapshot = self._decoder.decode(data)
+        if snapshot.coserve is not None:
+            load = ReplicaLoad(**snapshot.coserve)
+            snapshot.num_running_reqs += load.offline.running
+            snapshot.num_waiting_reqs += load.offline.waiting
+            snapshot.num_total_tokens += load.offline.outstanding_tokens
+        return snapshot
+
+
+def _fields(snapshot: LoadSnapshot) -> dict[str, Any]:
+    names: Iterable[str] = snapshot.__struct_fields__
+    return {name: getattr(snapshot, name) for name in names}

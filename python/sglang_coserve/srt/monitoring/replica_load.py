@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any, Final, NamedTuple
 
-from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.engine_load import (
     ClassLoad,
     OnlineShare,
@@ -19,10 +18,8 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import computed_tokens
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.kv_pools import KvByClass, KvPools
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
-from sglang_coserve.srt.steps.step_runner import StepRunner
+from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.kv_pools import KvByClass
 
 __all__ = ["HeldKv", "LoadReporter", "ReportedLoad"]
 
@@ -51,24 +48,15 @@ class ReportedLoad(NamedTuple):
 class LoadReporter:
     """See the module's docstring. Lives in the scheduler process."""
 
-    def __init__(
-        self,
-        scheduler: Any,
-        config: CoserveConfig,
-        *,
-        admission: Admission,
-        view: EngineView,
-        pools: KvPools,
-        ledger: RequestLedger,
-        runner: StepRunner,
-    ) -> None:
+    def __init__(self, parts: EngineParts, admission: Admission) -> None:
+        scheduler, config = parts.scheduler, parts.config
         self._pool = config.pool
         self._is_predicted = config.offline_policy != "fifo"
         self._admission = admission
-        self._view = view
-        self._pools = pools
-        self._ledger = ledger
-        self._runner = runner
+        self._view = parts.view
+        self._pools = parts.pools
+        self._ledger = parts.ledger
+        self._runner = parts.runner
         self._max_requests: int = scheduler.max_running_requests
         self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         self._max_offline = min(

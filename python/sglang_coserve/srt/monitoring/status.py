@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.bill import BillReport, Delay
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
 from sglang_coserve.srt.forward_kind import kind_of
-from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
@@ -23,9 +20,7 @@ from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
 from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
 from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
 from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.request_ledger import RequestLedger
-from sglang_coserve.srt.steps.step_runner import StepRunner
+from sglang_coserve.srt.steps.engine_parts import EngineParts
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans
@@ -43,37 +38,30 @@ class SchedulerStatus:
 
     def __init__(
         self,
-        scheduler: Any,
-        config: CoserveConfig,
-        *,
+        parts: EngineParts,
         admission: Admission,
-        ledger: RequestLedger,
-        view: EngineView,
         load: LoadReporter,
-        runner: StepRunner,
-        checkpointing: KvCheckpointing,
         background: TaskSupervisor,
-        events: Counter[str],
         num_unnoticed: Callable[[], int],
     ) -> None:
         """``num_unnoticed`` counts the requests that ended without notice."""
         self._num_unnoticed = num_unnoticed
-        self._scheduler = scheduler
-        self._view = view
-        self._config = config
+        scheduler = self._scheduler = parts.scheduler
+        self._view = parts.view
+        self._config = parts.config
         self._admission = admission
-        self._runner = runner
-        self._checkpointing = checkpointing
+        self._runner = parts.runner
+        self._checkpointing = parts.checkpointing
         self._background = background
         self._load = load
-        self._events = events
+        self._events = parts.events
+        ledger = self._ledger = parts.ledger
         args = compat.settings_of(scheduler.server_args)
         self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
         self._latencies: LatencyHistograms | None = None
         self._trace = StepTrace() if self._is_rank_0 else None
-        self._ledger = ledger
         self._notes: list[Note] = []
         """What has passed, and was not taken in yet; rank 0's alone."""
 

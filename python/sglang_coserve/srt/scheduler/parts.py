@@ -20,7 +20,7 @@ from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
 from sglang_coserve.srt.device import runs_beside_host
-from sglang_coserve.srt.monitoring.online_load import OnlineLoadInquirer
+from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
@@ -103,31 +103,11 @@ class CoserveParts(EngineParts):
         self.admission = self._make_admission()
         self.moves = RequestMoves(self, self.admission, self.background, self.live.forget)
         self.intake = RequestIntake(self, self.admission, self.moves, self.live)
-        self.load = LoadReporter(
-            scheduler,
-            config,
-            admission=self.admission,
-            view=self.view,
-            pools=self.pools,
-            ledger=self.ledger,
-            runner=self.runner,
-        )
+        self.load = LoadReporter(self, self.admission)
         settings = compat.settings_of(scheduler.server_args)
-        self.online_load = OnlineLoadInquirer(
-            scheduler, self.pools, self.load, settings.decode_log_interval
-        )
+        self.online_load = OnlineLoad(self, self.load, settings.decode_log_interval)
         self.status = SchedulerStatus(
-            scheduler,
-            config,
-            admission=self.admission,
-            ledger=self.ledger,
-            view=self.view,
-            load=self.load,
-            runner=self.runner,
-            checkpointing=self.checkpointing,
-            background=self.background,
-            events=self.events,
-            num_unnoticed=lambda: self.live.num_unnoticed,
+            self, self.admission, self.load, self.background, lambda: self.live.num_unnoticed
         )
 
     def _make_admission(self) -> Admission:

@@ -20,7 +20,7 @@ from sglang_coserve.guard.sampling import end_unusable
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.monitoring.load_snapshot import ReportingLoadInquirer
+from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY
 from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
 from sglang_coserve.srt.safepoint.install import install_safepoints
@@ -111,10 +111,7 @@ class CoserveScheduler(Scheduler):
         """Publish the load as online requests find it, with ours."""
         super().init_load_inquirer()
         self.load_inquirer = ReportingLoadInquirer.like(
-            self.load_inquirer,
-            lambda: self.parts.advisory,
-            lambda: self.parts.online_load,
-            lambda: self.parts.load,
+            self.load_inquirer, lambda: self.parts.online_load
         )
 
     def init_invariant_checker(self) -> None:
