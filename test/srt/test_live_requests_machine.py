@@ -48,7 +48,9 @@ class Requests(RuleBasedStateMachine):
         self.settled = True
 
     def tell(self, rid: str, ending: Ending) -> None:
-        req = self.ledger.request(rid)
+        live = self.ledger.get(rid)
+        assert live is not None
+        req = live.req
         assert ending is Ending.REFUSED or id(req) not in self.lost
         self.num_lost += id(req) in self.lost
         self.lost.discard(id(req))
@@ -143,7 +145,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def all_that_is_kept_is_known(self) -> None:
         for reqs in self.places.values():
-            assert all(map(self.ledger.has, reqs))
+            assert all(self.ledger.live(req) is not None for req in reqs)
 
     @invariant()
     def all_that_is_known_is_kept_or_was_lost(self) -> None:

@@ -305,7 +305,9 @@ def suspended_step() -> StepTracker:
 
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker = suspended_step()
-    req = tracker._ledger.request("a")
+    live = tracker._ledger.get("a")
+    assert live is not None
+    req = live.req
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     tracker.processed((), ())
     (other,) = tracker.next_pass(5.0)

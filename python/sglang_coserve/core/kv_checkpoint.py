@@ -132,8 +132,6 @@ class CheckpointSnapshot:
     """Share of the device's KV slots that requests hold, 0 to 1."""
 
     in_flight_tokens: int = 0
-    oldest_copy_steps: int = 0
-    """Steps since the oldest copy in flight began; 0 if there is none."""
 
 
 class PageCopy(NamedTuple):
@@ -146,15 +144,13 @@ class PageCopy(NamedTuple):
 def plan_copies(
     policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now. O(requests).
+    """Return the copies to begin now, unless copying ``is_stuck``. O(requests).
 
     The requests admitted last come first, as they are retracted first.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return ()
     if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
-        return ()
-    if is_stuck(policy, snapshot.oldest_copy_steps):
         return ()
     left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
     copies = []

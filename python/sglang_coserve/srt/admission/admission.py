@@ -33,7 +33,6 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_parts import EngineParts
-from sglang_coserve.srt.steps.engine_snapshot import snapshot_of
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.request_ledger import ending_of
 
@@ -390,7 +389,7 @@ class Admission:
         return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
 
     def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
-        return snapshot_of(self._parts, running_batch, now_s, keeps_prefixes=self._keeps_prefixes)
+        return self._parts.snapshot(running_batch, now_s, keeps_prefixes=self._keeps_prefixes)
 
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""

@@ -91,7 +91,7 @@ class CheckpointWriter:
         if self._copies.is_stuck(step):
             self._counts["stalled_steps"] += 1
             return 0
-        plan = self._plan(unsaved, step)
+        plan = self._plan(unsaved)
         return self._copy(self._targets(plan), step) if plan else 0
 
     def save_released(self, rid: str, end: Node, step: int) -> None:
@@ -103,7 +103,7 @@ class CheckpointWriter:
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
         unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
-        if self._plan([unsaved], step):
+        if self._plan([unsaved]):
             self._copy(targets, step)
 
     def save_path(self, path: Sequence[Node], step: int) -> None:
@@ -116,8 +116,8 @@ class CheckpointWriter:
         if targets and self._copies.may_begin(step):
             self._copy(targets, step)
 
-    def _plan(self, unsaved: Sequence[RequestToSave], step: int) -> tuple[PageCopy, ...]:
-        return plan_copies(self._policy, self._snapshot(unsaved, step), self._cache.page_size)
+    def _plan(self, unsaved: Sequence[RequestToSave]) -> tuple[PageCopy, ...]:
+        return plan_copies(self._policy, self._snapshot(unsaved), self._cache.page_size)
 
     def _unsaved(self) -> list[RequestToSave]:
         unsaved = []
@@ -136,7 +136,7 @@ class CheckpointWriter:
         path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._copies.is_copying(node)]
 
-    def _snapshot(self, unsaved: Sequence[RequestToSave], step: int) -> CheckpointSnapshot:
+    def _snapshot(self, unsaved: Sequence[RequestToSave]) -> CheckpointSnapshot:
         cache = self._cache
         allocator = cache.token_to_kv_pool_allocator
         unused = allocator.available_size() + cache.evictable_size()
@@ -144,7 +144,6 @@ class CheckpointWriter:
             unsaved,
             used_share=1 - unused / allocator.size,
             in_flight_tokens=self._copies.in_flight_tokens,
-            oldest_copy_steps=self._copies.oldest_steps(step),
         )
 
     def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:

@@ -82,13 +82,10 @@ class CopyJobs:
         oldest = next(iter(self._jobs), None)
         return oldest is not None and -oldest <= self._num_waited_for
 
-    def oldest_steps(self, step: int) -> int:
-        """Return the age of the oldest copy in flight, in steps; 0 if there is none."""
-        return step - next((job.begun_step for job in self._jobs.values()), step)
-
     def is_stuck(self, step: int) -> bool:
         """Return whether copying counts as stuck, by the age of the oldest copy."""
-        return is_stuck(self._policy, self.oldest_steps(step))
+        oldest_step = next((job.begun_step for job in self._jobs.values()), step)
+        return is_stuck(self._policy, step - oldest_step)
 
     def may_begin(self, step: int) -> bool:
         """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""

@@ -75,7 +75,7 @@ class LiveRequests:
 
     def _note(self, req: Any, answer: AbortReq) -> None:
         # A message of which no request was made has the rid, but is none.
-        if self._ledger.has(req):
+        if self._ledger.live(req) is not None:
             self._answered.append((req, ending_of(answer.finished_reason)))
 
     def answer_aborted(self, req: Req) -> None:
@@ -89,7 +89,7 @@ class LiveRequests:
         Under overlap scheduling a request is in one more batch after its end. By then another
         may have its id.
         """
-        if self._ledger.has(req):
+        if self._ledger.live(req) is not None:
             self._tell(req.rid, ending)
 
     def settle(self) -> None:

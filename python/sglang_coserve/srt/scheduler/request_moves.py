@@ -73,9 +73,10 @@ class RequestMoves:
         return known
 
     def _can_leave(self, rid: str) -> bool:
-        req = self._ledger.request(rid)
-        is_alive = req is not None and not req.finished() and req.to_finish is None
-        return is_alive and is_offline(req)
+        if (live := self._ledger.get(rid)) is None:
+            return False
+        req = live.req
+        return not req.finished() and req.to_finish is None and is_offline(req)
 
     def come(self, req: Req) -> bool:
         """Begin to fetch the KV that was left for a new request; False if there is none to wait

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
@@ -27,8 +29,13 @@ from sglang_coserve.srt.steps.step_tracker import StepTracker
 __all__ = ["EngineParts"]
 
 Req = Any
+ScheduleBatch = Any
 
 logger = logging.getLogger(__name__)
+
+_RESUME_S: Final = 1.6e-3
+"""The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
+CPU (tag ``measurements-1``)."""
 
 
 class EngineParts:
@@ -92,3 +99,51 @@ class EngineParts:
                 answer_aborted,
             )
         self.runner = StepRunner(scheduler, installed, self.lane, clock.timer, clock.pacer)
+
+    def snapshot(
+        self, running_batch: ScheduleBatch, now_s: float, *, keeps_prefixes: bool
+    ) -> EngineSnapshot:
+        """Return the state of SGLang's scheduler. O(requests + waiting online requests).
+
+        Args:
+            running_batch: SGLang's batch of decodes.
+            now_s: The time on the clock shared by all ranks.
+            keeps_prefixes: See ``EngineSnapshot``.
+        """
+        scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
+        admitted = self._admitted(running_batch)
+        num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)
+        return EngineSnapshot(
+            now_s=now_s,
+            admitted=admitted,
+            waiting=ledger.waiting_requests(view.waiting),
+            free_kv_tokens=pools.free_tokens,
+            evictable_kv_tokens=pools.evictable_tokens,
+            free_slots=max(
+                0, scheduler.get_num_allocatable_reqs(len(admitted) + len(view.suspended))
+            ),
+            max_batch_tokens=num_decodes
+            + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
+            page_tokens=scheduler.page_size,
+            keeps_prefixes=keeps_prefixes,
+            window_tokens=pools.window_tokens,
+            free_window_tokens=pools.free_window_tokens,
+            elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
+            suspended=None if self.lane is None else self.lane.seen(),
+            stop_share=self.runner.stop_share,
+            decodes_stop=self.runner.decodes_stop,
+            resume_s=_RESUME_S,
+            ahead_s=self.clock.ahead_s(),
+        )
+
+    def _admitted(self, running_batch: ScheduleBatch) -> list[Request]:
+        view, ledger = self.view, self.ledger
+        admitted = ledger.decoding_requests(running_batch.reqs, RequestState.DECODING)
+        admitted += ledger.decoding_requests(view.paused_requests.paused, RequestState.PAUSED)
+        admitted += [
+            ledger.prefilling_request(req, RequestState.PARKED)
+            for req in view.paused_requests.parked
+        ]
+        if view.chunk is not None:
+            admitted.append(ledger.prefilling_request(view.chunk, RequestState.PREFILLING))
+        return admitted

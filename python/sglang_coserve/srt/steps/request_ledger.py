@@ -87,19 +87,10 @@ class RequestLedger:
         live = self._live.get(req.rid)
         return live if live is not None and live.req is req else None
 
-    def has(self, req: Req) -> bool:
-        """Return whether this very request is in, not just one with its rid."""
-        return self.live(req) is not None
-
-    def request(self, rid: str) -> Req | None:
-        """Return the request with this rid; None if it is not in."""
-        live = self._live.get(rid)
-        return None if live is None else live.req
-
     def namesake(self, req: Req) -> Req | None:
         """Return another request with the same rid, if there is one."""
-        known = self.request(req.rid)
-        return None if known is req else known
+        live = self._live.get(req.rid)
+        return None if live is None or live.req is req else live.req
 
     def add(self, req: Req, arrival_s: float) -> RequestInfo:
         """Add a request that arrived at ``arrival_s``; one that is in already is not changed."""
