@@ -24,19 +24,19 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import TREE_BACKEND
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
+    EVICTION_RANK,
+    TREE_BACKEND,
+    EvictionOrder,
+    host_slots,
+    subtree,
+)
 from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
-    EVICTION_RANK,
-    EvictionOrder,
-    host_slots,
-    subtree,
-)
 from sglang_coserve.srt.marks.request_marks import is_offline
 
 __all__ = ["CheckpointCache"]

@@ -17,11 +17,11 @@ from sglang_coserve.core.kv_checkpoint import (
     plan_copies,
 )
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import full, host_slots, unsaved_path
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import full, host_slots, unsaved_path
 
 __all__ = ["CheckpointWriter"]
 

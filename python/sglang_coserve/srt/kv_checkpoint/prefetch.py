@@ -11,8 +11,8 @@ import torch
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import host_slots, path_to
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import host_slots
 
 __all__ = ["Prefetches"]
 
@@ -70,7 +70,7 @@ class Prefetches:
         tree = self._cache.tree_core
         top, end = tree.node_by_id(req.last_node), tree.node_by_id(req.best_match_node)
         tree.pin(end)
-        tokens = self._begin_path(req, _path(top, end), budget_tokens)
+        tokens = self._begin_path(req, path_to(end, top), budget_tokens)
         tree.unpin(end)
         return tokens
 
@@ -145,13 +145,3 @@ class Prefetches:
         cache.tree_core.put_on_device(node, device_slots)
         cache.tree_core.eviction_strategy.needed.add(node.id)
         self._counts["prefetch_published_tokens"] += len(device_slots)
-
-
-def _path(top: Node, end: Node) -> list[Node]:
-    """Return the nodes below ``top`` down to ``end``."""
-    nodes = []
-    while end is not top:
-        nodes.append(end)
-        end = end.parent
-    nodes.reverse()
-    return nodes

@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, reclaim_tokens
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
-from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import (
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     device_slots,
     host_slots,
     is_offline_node,
 )
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
+from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 
 __all__ = ["Reclaimer"]
 

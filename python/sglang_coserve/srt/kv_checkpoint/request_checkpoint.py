@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_coserve.core.kv_checkpoint import RequestPages
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots, path_to
 from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.tree_nodes import can_save, host_slots, path_to
 
 __all__ = ["Handover", "RequestCheckpoint", "Run", "slots_of_runs"]
 
