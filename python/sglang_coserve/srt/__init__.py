@@ -1,4 +1,4 @@
-"""Everything that touches SGLang; no other package of this project imports it."""
+"""What touches SGLang, but for ``guard``; no other package of this project imports SGLang."""
 
 from sglang_coserve.extras import require
 
