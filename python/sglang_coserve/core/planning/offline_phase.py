@@ -40,8 +40,9 @@ def efficient_tokens(batch: StepBuilder) -> int:
     sizes = [batch.free_tokens]
     while sizes[-1] > _FEWEST_TOKENS:
         sizes.append(int(sizes[-1] / _RATIO))
-    decodes = batch.stats.compute_tokens
-    rates = [(decodes + size) / batch.predict_with_prefill(size, 0) for size in sizes]
+    stats, predict = batch.stats, batch.model.predict
+    decodes = stats.compute_tokens
+    rates = [(decodes + size) / predict(stats.with_prefill(size, 0)) for size in sizes]
     enough = _ENOUGH * max(rates)
     return min(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
 
