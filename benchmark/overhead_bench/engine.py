@@ -138,7 +138,7 @@ class TimedEngine:
         self._time("stock", ScheduleBatch, "filter_batch")
         if self._is_planned:
             admission = scheduler.parts.admission
-            self._time("account", admission, "_account")
+            self._time("account", admission, "_learn")
             self._time("snapshot", admission, "_snapshot")
             self._time("plan", admission.core, "plan")
         if not self._is_stock:
