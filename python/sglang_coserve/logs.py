@@ -54,13 +54,18 @@ def log_settings(log_format: str, level: str) -> dict[str, Any]:
         level: The name of a level, in any case.
     """
     text = {
-        "format": "%(asctime)s %(levelname)s %(message)s (request %(correlation_id)s)",
+        "format": "%(asctime)s %(levelname)s [%(correlation_id)s] %(message)s",
         "datefmt": "%Y-%m-%d %H:%M:%S",
     }
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "filters": {"request_id": {"()": "asgi_correlation_id.CorrelationIdFilter"}},
+        "filters": {
+            "request_id": {
+                "()": "asgi_correlation_id.CorrelationIdFilter",
+                "default_value": None if log_format == "json" else "-",
+            }
+        },
         "formatters": {
             "servers": {"()": f"{__name__}.json_formatter"} if log_format == "json" else text
         },

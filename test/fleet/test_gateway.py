@@ -292,6 +292,16 @@ def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: P
                 assert all(len(held.request.generated) == 2 for held in engine.backend.in_flight)
 
 
+def test_its_log_as_text_names_the_request(tmp_path: Path) -> None:
+    dead = "http://127.0.0.1:1"
+    with gateway(tmp_path, "--engine", dead, "--router", dead) as server:
+        url = f"{server.base_url}/v1/completions"
+        httpx.post(url, json={}, headers={"x-request-id": "trace-7"})
+        log = server.log_tail()
+    assert "WARNING [trace-7] http://127.0.0.1:1 cannot be reached" in log
+    assert "WARNING [-] batches in" in log
+
+
 def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> None:
     dead = "http://127.0.0.1:1"
     flags = ("--engine", dead, "--router", dead, "--log-format", "json")
