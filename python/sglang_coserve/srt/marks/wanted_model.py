@@ -29,7 +29,7 @@ MODEL_PATHS: Final = (
     | {
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"),
         *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
-        *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
+        *("/v1/systemone", "/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
     }
 )
 """Routes whose JSON bodies name a model."""
