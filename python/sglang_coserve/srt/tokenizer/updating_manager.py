@@ -126,9 +126,13 @@ class UpdatingTokenizerManager(ThreadedTokenizerManager):
         super().set_server_stop_hook(stop)
 
     async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
-        """See ``TokenizerManager``."""
+        """See ``TokenizerManager``; the model keeps the name that clients call it by."""
+        name = self.served_model_name
         with self.coserve_weights.updating(empties_cache=obj.flush_cache):
-            return await super().update_weights_from_disk(obj, *args)
+            try:
+                return await super().update_weights_from_disk(obj, *args)
+            finally:
+                self.served_model_name = name
 
     async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``."""
