@@ -16,6 +16,7 @@ from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.http_lines import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
+from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.replicas import replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, install_drain_routes
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
@@ -30,6 +31,7 @@ def answer() -> None:
 def complete_app() -> FastAPI:
     app = FastAPI()
     app.add_middleware(MarksMiddleware)
+    app.add_middleware(WantedModelMiddleware)
     app.add_middleware(RequestGateMiddleware)
     app.add_middleware(UnreadBodyMiddleware)
     app.add_middleware(HealthMiddleware)
@@ -68,6 +70,7 @@ def test_a_complete_server_passes() -> None:
     ("app", "says"),
     [
         (app_without("MarksMiddleware"), "MarksMiddleware"),
+        (app_without("WantedModelMiddleware"), "WantedModelMiddleware"),
         (app_without("RequestGateMiddleware"), "RequestGateMiddleware"),
         (app_without("UnreadBodyMiddleware"), "UnreadBodyMiddleware"),
         (app_without("HealthMiddleware"), "HealthMiddleware"),
@@ -78,7 +81,7 @@ def test_a_complete_server_passes() -> None:
         (shadowed_app(), "batch route /v1/files"),
     ],
     ids=[
-        *("marks", "gate", "unread", "health", "drain"),
+        *("marks", "model", "gate", "unread", "health", "drain"),
         *("status", "load", "batches", "another's route"),
     ],
 )
