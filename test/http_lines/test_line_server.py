@@ -281,7 +281,7 @@ async def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -
         assert described.limits == limits
         assert (described.model, described.endpoints) == (
             "scripted",
-            ("/v1/chat/completions", ENDPOINT),
+            ("/v1/chat/completions", ENDPOINT, "/v1/responses"),
         )
 
 
