@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +22,10 @@ async def serving(stream: bytes, status: str = "200 OK") -> AsyncGenerator[str]:
     """An HTTP server that answers every request with ``stream``, a byte at a time."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        request = await reader.readuntil(b"\r\n\r\n")
+        # What is left unread would reset the connection.
+        (size,) = re.findall(rb"content-length: (\d+)", request.lower())
+        await reader.readexactly(int(size))
         head = f"HTTP/1.1 {status}\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
         writer.write(head.encode())
         for index in range(len(stream)):
