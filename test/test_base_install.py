@@ -202,3 +202,11 @@ def test_an_extra_that_is_missing_in_part_is_missing(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(extras._PACKAGES, "plot", ("json", "no_such_package.part"))
     with pytest.raises(MissingExtraError, match=r"A plot needs no_such_.*coserve\[plot\]'"):
         extras.require("plot", "A plot")
+
+
+def test_what_a_checkout_is_given_lacks_nothing_that_it_needs() -> None:
+    """Its packages are pinned and come without dependencies; SGLang's need a GPU in part."""
+    pip = [sys.executable, "-m", "pip", "check"]
+    found = subprocess.run(pip, capture_output=True, text=True, check=False).stdout.splitlines()
+    fine = ("sglang ", "No broken requirements")
+    assert [line for line in found if not line.startswith(fine)] == []
