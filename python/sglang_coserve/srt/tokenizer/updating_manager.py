@@ -93,6 +93,8 @@ _LAST_ANSWERS_S: Final = 5
 class UpdatingTokenizerManager(ThreadedTokenizerManager):
     """Reports weight updates to ``coserve_weights``, and a crash to ``coserve_on_death``."""
 
+    served_model_name: str
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.coserve_weights = WeightUpdates()
