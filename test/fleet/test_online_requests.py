@@ -96,11 +96,14 @@ async def listening(app: App, *, lifespan: Any = "off") -> AsyncGenerator[str]:
 
 @asynccontextmanager
 async def gateway_before(directory: Path, *flags: str) -> AsyncGenerator[str]:
-    """A gateway without engines."""
+    """A gateway without engines, once it has opened its batches."""
     own = ("--engine", "http://127.0.0.1:1", "--engine-admin-key", ADMIN_KEY)
     options = parse_options((*own, "--coserve-data-dir", str(directory / "data"), *flags))
     failures: list[Exception] = []
     async with listening(gateway_app(options, failures.append), lifespan="on") as url:
+        async with httpx.AsyncClient() as client, asyncio.timeout(READY_S):
+            while (await client.get(f"{url}/v1/batches")).status_code == 503:
+                await asyncio.sleep(0.02)
         yield url
     assert not failures
 
