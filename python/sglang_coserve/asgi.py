@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from http import HTTPStatus
 from secrets import compare_digest
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ __all__ = [
     "is_same_key",
     "replay",
     "send_error",
+    "send_json",
 ]
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -87,10 +88,15 @@ def error_content(status: int, message: str) -> dict[str, Any]:
 
 async def send_error(send: Send, status: int, message: str) -> None:
     """Send an error response in the format of SGLang's OpenAI routes."""
-    body = json.dumps(error_content(status, message)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send_json(send, status, error_content(status, message))
+
+
+async def send_json(
+    send: Send, status: int, content: Any, headers: Mapping[str, str] | None = None
+) -> None:
+    """Send a whole response; ``headers`` come after those that say what the body is."""
+    body = json.dumps(content).encode()
+    own = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    start = [(name.encode(), value.encode()) for name, value in own.items()]
+    await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,6 @@ is gone for the router, too.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from http import HTTPStatus
@@ -18,7 +17,7 @@ from multidict import CIMultiDict
 from starlette.routing import Route
 from yarl import URL
 
-from sglang_coserve.asgi import Message, Receive, Scope, Send
+from sglang_coserve.asgi import Message, Receive, Scope, Send, send_json
 from sglang_coserve.errors import ServerError
 
 __all__ = ["ONLINE_PATHS", "RouterConnection", "online_routes"]
@@ -210,8 +209,4 @@ async def _refuse(
 ) -> None:
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    own = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    start = [(name.encode(), value.encode()) for name, value in own.items()]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
+    await send_json(send, status, {"error": error}, headers)

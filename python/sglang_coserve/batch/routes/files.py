@@ -15,7 +15,7 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, ErrorResponse, OpenAIRoute
 from sglang_coserve.batch.routes.patience import DownloadResponse, received
-from sglang_coserve.batch.routes.upload_form import UploadForm
+from sglang_coserve.batch.routes.upload_form import UploadForm, form_of
 from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
 from sglang_coserve.batch.service import FileContent
 
@@ -29,33 +29,19 @@ router = APIRouter(
 
 FileId = Annotated[str, Path(max_length=64)]
 
-_UPLOAD: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["purpose", "file"],
-                    "properties": {
-                        "purpose": {"const": "batch"},
-                        "file": {"type": "string", "format": "binary"},
-                        "expires_after[anchor]": {"const": "created_at"},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": 3600,
-                            "maximum": 2_592_000,
-                        },
-                    },
-                    "dependentRequired": {
-                        "expires_after[anchor]": ["expires_after[seconds]"],
-                        "expires_after[seconds]": ["expires_after[anchor]"],
-                    },
-                }
-            }
-        },
-    }
-}
+_UPLOAD: Final = form_of(
+    {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "format": "binary"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+    *("purpose", "file"),
+    dependentRequired={
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+)
 _BYTES: Final[dict[str, Any]] = {
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
@@ -13,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.schemas import ExpiresAfter
 
-__all__ = ["UploadForm"]
+__all__ = ["UploadForm", "form_of"]
 
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 4096
@@ -25,6 +25,13 @@ _MAX_OTHER_BYTES: Final = 128 << 10
 """Everything but the file: more than all fields take at their largest, and few enough to be
 read in a few milliseconds, however they are put together."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+
+
+def form_of(properties: dict[str, Any], *required: str, **others: Any) -> dict[str, Any]:
+    """Return what OpenAPI says of a route whose body is a form with these fields."""
+    schema = {"type": "object", "required": [*required], "properties": properties, **others}
+    content = {"multipart/form-data": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 class UploadForm:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute, OpenAIRoute
 from sglang_coserve.batch.routes.patience import received
-from sglang_coserve.batch.routes.upload_form import UploadForm
+from sglang_coserve.batch.routes.upload_form import UploadForm, form_of
 from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject, UploadPart
 
 __all__ = ["part_router", "router"]
@@ -25,20 +25,7 @@ part_router = APIRouter(route_class=OpenAIRoute, **_OPTIONS)
 
 UploadId = Annotated[str, Path(max_length=64)]
 
-_PART: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["data"],
-                    "properties": {"data": {"type": "string", "format": "binary"}},
-                }
-            }
-        },
-    }
-}
+_PART: Final = form_of({"data": {"type": "string", "format": "binary"}}, "data")
 
 
 @router.post("")

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
-from sglang_coserve.asgi import Message, Send
+from sglang_coserve.asgi import Message, Send, send_json
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.http_marks import duration_s
 
@@ -68,15 +68,8 @@ async def _refuse(send: Send, wait_s: float) -> None:
         "param": None,
         "code": "resource_unavailable",
     }
-    body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", str(_RETRY_AFTER_S).encode()),
-    ]
-    status = HTTPStatus.TOO_MANY_REQUESTS.value
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    status, headers = HTTPStatus.TOO_MANY_REQUESTS.value, {"retry-after": str(_RETRY_AFTER_S)}
+    await send_json(send, status, {"error": error}, headers)
 
 
 @asynccontextmanager
