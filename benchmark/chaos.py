@@ -27,7 +27,6 @@ import orjson
 from chaos_bench.answers import CHAT, COMPLETIONS, known_answers
 from chaos_bench.batch_load import BatchLoad
 from chaos_bench.figures import exit_status, report
-from chaos_bench.null_server import NullServer
 from chaos_bench.prober import Prober, Probes
 from chaos_bench.rounds import chaos_parser, hurt_in_rounds
 from chaos_bench.storm import HostileRequest, Storm
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> Verdict:
             *options.server_flag,
         ]
         server = SupervisedServer(flags, work / "data", out / "server.log", options.seed)
-        with server, NullServer() as control:
+        with server:
             known = known_answers(server.base_url, options.known, options.seed, options.pictures)
             prober = Prober(
                 Probes(
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> Verdict:
                     known,
                     options.seed,
                     streams=options.streams,
-                    control_url=control.base_url,
+                    asks_routes=True,
                 )
             )
             batches = BatchLoad(server.base_url, known, options, _bodies(corpus))

@@ -18,9 +18,8 @@ class Observation:
     """One answer, one gap between two tokens of a stream, or one failure."""
 
     kind: str
-    """``ping`` (a route without any work), ``control`` (a server without any), ``health`` (one
-    token), ``gap``, ``stream``, ``batch`` (a call of the Batch API), or the name of what a storm
-    sent."""
+    """``ping`` (a route without any work), ``health`` (one token), ``gap``, ``stream``, ``batch``
+    (a call of the Batch API), or the name of what a storm sent."""
 
     start_s: float
     """On the monotonic clock, which all processes of the machine share; so is ``end_s``."""

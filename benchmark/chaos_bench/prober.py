@@ -50,8 +50,8 @@ class Probes:
     arrivals_per_s: float = 0.0
     """Online streams that begin at random times, on average; the end waits for them."""
 
-    control_url: str | None = None
-    """A server without work: routes without work are asked, and this one beside them."""
+    asks_routes: bool = False
+    """Routes without work, and of one token, are asked all the time."""
 
 
 class Prober:
@@ -112,8 +112,8 @@ async def _send(probes: Probes, stop: Event, seen: list[Observation]) -> None:
     ) as client:
         rngs = (random.Random(probes.seed + number) for number in range(probes.streams))
         endless = [_streams(client, probes.known, rng, seen) for rng in rngs]
-        if probes.control_url is not None:
-            paths = {"ping": "/ping", "control": probes.control_url, "health": "/health"}
+        if probes.asks_routes:
+            paths = {"ping": "/ping", "health": "/health"}
             endless += [_probe(client, kind, path, seen) for kind, path in paths.items()]
         tasks = [asyncio.create_task(each) for each in endless]
         if probes.arrivals_per_s:

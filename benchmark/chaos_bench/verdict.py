@@ -71,12 +71,7 @@ def verdict(
         Figure("answers of 5xx", len(errors), at_most=0),
         Figure("probes without an answer", len(broken), at_most=0),
     ]
-    for kind, target in (
-        ("ping", _MOST_STALL_MS),
-        ("control", None),
-        ("health", None),
-        ("gap", None),
-    ):
+    for kind, target in (("ping", _MOST_STALL_MS), ("health", None), ("gap", None)):
         times_ms = sorted((o.end_s - o.start_s) * 1e3 for o in judged if o.kind == kind)
         if times_ms:
             p99 = times_ms[min(len(times_ms) - 1, int(len(times_ms) * 0.99))]
@@ -90,7 +85,7 @@ def verdict(
 
 
 _PROBES: Final = frozenset({"ping", "health", "stream"})
-_OURS: Final = _PROBES | {"gap", "batch", "control"}
+_OURS: Final = _PROBES | {"gap", "batch"}
 
 
 def online_verdict(seen: Sequence[Observation], kills: Sequence[Interval]) -> Verdict:

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from sglang_coserve.tables import markdown_table
 __all__ = ["AttemptRecord", "Driver", "StepStatus", "next_step"]
 
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
-_OTHER_BACKEND: Final = "triton"
 _GRACE_S: Final = 45.0
 """Longer than the processes that a command starts are given by it."""
 
@@ -69,7 +68,6 @@ class AttemptRecord:
     """Of the run that made the last attempt."""
 
     machine: Mapping[str, Any]
-    attention_backend: str
     problem: str = ""
     log_tail: tuple[str, ...] = ()
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -132,9 +130,6 @@ class Driver:
             record = AttemptRecord.read(out / f"{step.name}.json")
             if record is not None and record.dry_run == setting.dry_run:
                 self.records[step.name] = record
-        if "smoke" in self.records:
-            backend = self.records["smoke"].attention_backend
-            self._setting = replace(setting, attention_backend=backend)
 
     def run(self, seconds: float) -> None:
         """Run steps for at most so long.
@@ -154,16 +149,6 @@ class Driver:
                 return
             tries[step.name] = tries.get(step.name, 0) + 1
             record = self._attempt(step, min(step.limit_s, remaining_s))
-            if (
-                record.status is StepStatus.FAILED
-                and step.name == "smoke"
-                and self._has_other_backend()
-            ):
-                # The kernels of one backend may not build where those of another do.
-                self._setting = replace(self._setting, attention_backend=_OTHER_BACKEND)
-                remaining_s = end_s - time.monotonic() - _MARGIN_S
-                if step.least_s <= remaining_s:
-                    record = self._attempt(step, min(step.limit_s, remaining_s))
             if record.status is not StepStatus.PARTIAL or tries[step.name] == _TRIES:
                 excluded.add(step.name)
 
@@ -172,7 +157,9 @@ class Driver:
         lines = ["# Steps on one GPU", ""]
         if self._setting.dry_run:
             lines += [f"**{DRY_RUN_NOTE}**", ""]
-        found = [(step, self.records[step.name]) for step in self._steps if self._is_tried(step)]
+        found = [
+            (step, self.records[step.name]) for step in self._steps if step.name in self.records
+        ]
         cells = [
             [
                 step.name,
@@ -193,12 +180,6 @@ class Driver:
             if record.log_tail:
                 lines += ["", "```text", *record.log_tail, "```"]
         return "\n".join(lines) + "\n"
-
-    def _has_other_backend(self) -> bool:
-        return not self._setting.dry_run and self._setting.attention_backend != _OTHER_BACKEND
-
-    def _is_tried(self, step: Step) -> bool:
-        return step.name in self.records
 
     def _folder(self, step: Step) -> Path:
         return self._out / "work" / step.name
@@ -254,7 +235,6 @@ class Driver:
             dry_run=self._setting.dry_run,
             command=self._command,
             machine=self._machine,
-            attention_backend=self._setting.attention_backend,
             problem=problem,
             log_tail=_tail(log) if shows_log else (),
             figures=json.loads(results.read_text()) if results.is_file() else {},

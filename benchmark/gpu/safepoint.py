@@ -3,25 +3,17 @@
     cd benchmark && python -m gpu.safepoint --model-path MODEL --load-format dummy \
         --out safepoint_gpu.json
 
-Three parts, each written to the JSON file, and to a Markdown file beside it, as soon as it is
-measured; what is in the file already is not measured again.
+The real engine, for each way to run prefills that has safepoints (eager, breakable graphs), with
+and without them. Offline prefills alone: the time per prompt token. Beside online arrivals: TTFT,
+and the delays that the server reports. Each is written to the JSON file, and to a Markdown file
+beside it, as soon as it is measured; what is in the file already is not measured again.
 
-stream: the matrix products of the model's layers, nothing of SGLang, under the real gate with
-    CUDA events. How long a safepoint keeps the host; how much longer a pass takes with
-    safepoints every k layers and a run-ahead of d groups (the device idles if the host comes
-    late); how long from the flag until the device is free.
-decode: the same products as a decode step, as one CUDA graph and as one for each group of layers.
-engine: the real engine, for each way to run prefills that has safepoints (eager, breakable
-    graphs), with and without them. Offline prefills alone: the time per prompt token.
-    Beside online arrivals: TTFT, and the delays that the server reports.
-
-Without a GPU only "engine" runs, on the CPU: a rehearsal.
+Without a GPU it is a rehearsal.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -40,36 +32,20 @@ from gpu.measured_engine import MeasuredEngine, SystemSpec
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.tables import markdown_table
 
-TARGETS: Final = {
-    "delay_p99_ms": 8.0,  # ConServe, section 6: 13.
-    "safepoint_us": 10.0,
-    "overhead_share": 0.01,
-}
+TARGETS: Final = {"delay_p99_ms": 8.0}  # ConServe, section 6: 13.
 GRAPHS: Final[Mapping[str, Mapping[str, Any]]] = {
     "eager": {"cuda_graph_backend_prefill": "disabled"},
     "breakable": {"cuda_graph_backend_prefill": "breakable"},
 }
-PASS_TOKENS: Final = (512, 2048, 8192)
-"""Of a pass (stream)."""
-
-INTERVALS: Final = (4, 8)
-"""Layers between safepoints (stream)."""
-
-RUN_AHEADS: Final = (0, 1, 2)
-"""Groups of layers (stream)."""
-
-REPEATS: Final = 8
-"""Passes of each kind (stream)."""
-
 TTFT_MS: Final = 50.0
-"""An arrival that would have its first token later suspends (engine)."""
+"""An arrival that would have its first token later suspends."""
 
 ARRIVALS_PER_S: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What is asked of the real engine (engine)."""
+    """What is asked of the engine."""
 
     chunk_tokens: int = 8192
     """Of a prefill."""
@@ -95,57 +71,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float | int]:
     """Return the count, median and 99th percentile."""
     p50, p99 = np.percentile(values, [50, 99])
     return {"n": len(values), "p50": float(p50), "p99": float(p99)}
-
-
-class LonePasses:
-    """The parts without an engine, in a process of its own: its end gives the memory back."""
-
-    def __init__(self, model_path: Path) -> None:
-        self._model_path = model_path
-
-    def close(self) -> None:
-        """See ``OwnProcess``."""
-
-    def stream(self) -> dict[str, Any]:
-        """Measure the part "stream"."""
-        import torch
-
-        from gpu.layer_stack import Stack, decoder_layers, safepoint_us
-
-        layers = decoder_layers(self._model_path)
-        rows = []
-        for tokens in PASS_TOKENS:
-            x = torch.randn(tokens, layers[0].hidden, device="cuda", dtype=torch.bfloat16)
-            plain_ms = Stack(layers, 1, None).pass_ms(x, REPEATS)
-            for interval, depth in itertools.product(INTERVALS, RUN_AHEADS):
-                stack = Stack(layers, interval, depth)
-                pass_ms = stack.pass_ms(x, REPEATS)
-                delays = stack.delays_ms(x, pass_ms, 3 * REPEATS)
-                stack.close()
-                rows.append(
-                    {
-                        "tokens": tokens,
-                        "interval": interval,
-                        "depth": depth,
-                        "plain_ms": plain_ms,
-                        "pass_ms": pass_ms,
-                        "overhead_share": pass_ms / plain_ms - 1.0,
-                        "flag_to_free_ms": percentiles(delays) if delays else None,
-                    }
-                )
-        return {"safepoint_us": safepoint_us(), "passes": rows}
-
-    def decode(self) -> dict[str, Any]:
-        """Measure the part "decode"."""
-        from gpu.decode_graphs import measure_decode_graphs
-
-        return measure_decode_graphs(self._model_path)
-
-
-def measure_alone(part: str, model_path: Path) -> dict[str, Any]:
-    """Measure a part of ``LonePasses``."""
-    with OwnProcess(LonePasses, model_path) as passes:
-        return dict(passes.call(part))
 
 
 def measure_engine(
@@ -195,25 +120,6 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     ]
     if not machine["gpu"]:
         parts.append("**A rehearsal on a CPU: no figure here says anything about a GPU.**")
-    if stream := results.get("stream"):
-        parts.append(
-            f"A safepoint keeps the host for {stream['safepoint_us']:.1f} µs (target "
-            f"{TARGETS['safepoint_us']:.0f})."
-        )
-        head = ("tokens", "every k layers", "run-ahead d", "pass, ms", "overhead")
-        cells = [
-            [
-                *(str(row[name]) for name in ("tokens", "interval", "depth")),
-                f"{row['pass_ms']:.2f}",
-                f"{row['overhead_share']:+.2%}",
-                _p50_p99(row["flag_to_free_ms"]),
-            ]
-            for row in stream["passes"]
-        ]
-        parts.append(markdown_table((*head, "flag to free device, P50 / P99 ms"), cells))
-    if decode := results.get("decode"):
-        cells = [[k, f"{v:.3f}" if isinstance(v, float) else str(v)] for k, v in decode.items()]
-        parts.append(markdown_table(("a decode step", "found"), cells))
     if engines := results.get("engine"):
         columns = (
             *("prefills", "safepoints", "offline, µs per token", "TTFT idle P50, ms"),
@@ -266,20 +172,14 @@ def main() -> int:
         write_json(args.out, results)
         args.out.with_suffix(".md").write_text(as_markdown(results))
 
-    is_complete, kinds = True, ["eager"]
-    if cpu.has_cuda():
-        kinds = ["breakable", "eager"]
-        parts = {
-            part: partial(measure_alone, part, args.model_path) for part in ("stream", "decode")
-        }
-        is_complete = measure_missing(parts, results, write)
+    kinds = ["breakable", "eager"] if cpu.has_cuda() else ["eager"]
     sizes = TINY if args.tiny else EngineSizes()
     engines = {
         f"{kind}, {interval}": partial(measure_engine, args, sizes, kind, interval)
         for kind in kinds
         for interval in (sizes.interval, 0)
     }
-    is_complete &= measure_missing(engines, results.setdefault("engine", {}), write)
+    is_complete = measure_missing(engines, results.setdefault("engine", {}), write)
     print(as_markdown(results))
     return int(not is_complete)
 

@@ -142,15 +142,11 @@ def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
 
 def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
     flags = {"model-path": setting.model_path, "out": folder / "safepoint_gpu.json"}
+    command = [sys.executable, "-m", "gpu.safepoint"]
     if setting.dry_run:
-        return [[*_module("gpu.safepoint", flags), "--tiny"]]
+        return [[*command, *_words(flags), "--tiny"]]
     flags |= {"load-format": setting.load_format, "attention-backend": setting.attention_backend}
-    return [_module("gpu.safepoint", flags)]
-
-
-def _kv(setting: GpuSetting, folder: Path) -> list[list[str]]:
-    flags = {"model-path": setting.model_path, "out": folder / "kv_gpu.json"}
-    return [[*_module("gpu.kv", flags), *(["--tiny"] if setting.dry_run else [])]]
+    return [[*command, *_words(flags)]]
 
 
 def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
@@ -176,10 +172,6 @@ def _tests(_setting: GpuSetting, _folder: Path) -> list[list[str]]:
     command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-c"]
     command += [str(root / "pyproject.toml"), "-p", "no:cacheprovider", "-v", "-m", "gpu"]
     return [[*command, str(_GPU_TESTS)]]
-
-
-def _module(name: str, flags: Mapping[str, object]) -> list[str]:
-    return [sys.executable, "-m", name, *_words(flags)]
 
 
 def _words(flags: Mapping[str, object]) -> list[str]:
@@ -210,13 +202,6 @@ STEPS: Final = (
         _safepoint,
         "safepoint_gpu.json",
         "safepoint_gpu.md",
-    ),
-    Step(
-        "kv",
-        "KV checkpoints: bandwidth, reclaim, resume, interference, a race",
-        60,
-        _kv,
-        "kv_gpu.json",
     ),
     Step(
         "overlap",

@@ -35,7 +35,7 @@ out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 def step(name, least_s, limit_s):
     def commands(setting, folder):
         code = (out.parent / f"{name}.py").read_text()
-        return [[sys.executable, "-c", code, str(folder), setting.attention_backend]]
+        return [[sys.executable, "-c", code, str(folder)]]
 
     return Step(name, "why", least_s, commands, "found.json", limit_s=limit_s)
 
@@ -117,9 +117,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stub(status: StepStatus) -> AttemptRecord:
-    return AttemptRecord(
-        "s", "", status, 1, 1.0, True, command="", machine={}, attention_backend=""
-    )
+    return AttemptRecord("s", "", status, 1, 1.0, True, command="", machine={})
 
 
 def step(name: str, least_s: float) -> Step:
@@ -174,20 +172,6 @@ def test_the_same_command_goes_on_where_it_was(
     assert order(tmp_path)[4:] == ["flaky"]
     assert all(record(tmp_path, name).status is StepStatus.DONE for name, _, _ in steps)
     assert record(tmp_path, "parts").attempts == 2
-
-
-def test_where_one_attention_backend_does_not_work_all_steps_get_the_other(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
-) -> None:
-    write_step("smoke", "sys.exit(sys.argv[2] != 'triton')")
-    write_step("next", "figures(backend=sys.argv[2])")
-    steps = [("smoke", 0.0, 30.0), ("next", 0.0, 30.0)]
-    assert start(steps).wait(TIMEOUT_S) == 0
-    assert order(tmp_path) == ["smoke", "smoke", "next"]
-    assert record(tmp_path, "next").figures == {"backend": "triton"}
-    (tmp_path / "out" / "next.json").unlink()
-    assert start(steps).wait(TIMEOUT_S) == 0
-    assert record(tmp_path, "next").figures == {"backend": "triton"}
 
 
 def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figures(

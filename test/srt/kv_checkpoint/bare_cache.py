@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from gpu.kv_pools import CacheEngine, KvShape
-from gpu.kv_rows import tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
+from srt.kv_checkpoint.kv_pools import CacheEngine, KvShape
+from srt.kv_rows import tokens_of
 
 __all__ = ["BareEngine"]
 

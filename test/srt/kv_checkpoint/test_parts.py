@@ -14,7 +14,6 @@ import pytest
 import torch
 from sglang.srt.managers import cache_controller
 
-from gpu.kv_rows import new_request
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
@@ -37,6 +36,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
 )
 from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.bare_cache import BareEngine
+from srt.kv_rows import new_request
 
 OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
 

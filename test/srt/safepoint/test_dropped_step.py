@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from gpu.kv_rows import new_request, tokens_of
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from srt.kv_checkpoint.bare_cache import BareEngine
+from srt.kv_rows import new_request, tokens_of
 
 Req = Any
 

@@ -6,6 +6,7 @@ Layers work in place on one tensor, as graphs do on memory that they share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import nn
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
+from sglang_coserve.srt.safepoint.placement import GroupedDecodeBackend
 from sglang_coserve.srt.safepoint.resumption import Resumption
 
 LAYERS, INTERVAL, WIDTH = 8, 3, 4
@@ -131,3 +133,12 @@ def group_of_ranks() -> Iterator[None]:
     """Let backends find one in the process, where SGLang looks for it since 0.5.22."""
     with get_parallel().override(tp_group=None):
         yield
+
+
+def lone_decode_backend(device_module: Any, cuts: Any, gate: Any) -> Any:
+    """Return decode graphs in groups of layers for one rank, without an engine."""
+    group = SimpleNamespace(barrier=lambda: None)
+    model_runner = SimpleNamespace(tp_group=group)  # Where SGLang 0.5.17 looks.
+    runner = SimpleNamespace(device_module=device_module, model_runner=model_runner)
+    with get_parallel().override(tp_group=group):
+        return GroupedDecodeBackend(runner, cuts, gate)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
-from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.placement import why_no_grouped_decode_graphs
@@ -17,6 +16,7 @@ from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
     LAYERS,
     GraphedModel,
+    lone_decode_backend,
     weak_references,
 )
 from srt.safepoint_cuda.device_thread import DeviceEvent, DeviceThread

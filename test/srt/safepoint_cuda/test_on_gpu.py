@@ -19,7 +19,6 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 )
 from torch import nn
 
-from gpu.decode_graphs import lone_decode_backend
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.gates import (
     LeaderGate,
@@ -31,6 +30,7 @@ from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from sglang_coserve.srt.safepoint.resumption import Resumption
 from srt.own_engine import is_flushed
+from srt.safepoint_cuda.call_graphs import lone_decode_backend
 
 pytestmark = [
     pytest.mark.gpu,

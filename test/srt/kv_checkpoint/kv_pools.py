@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gpu.kv_rows import Rows, publish_settings
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
@@ -17,6 +16,7 @@ from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 from sglang_coserve.srt.marks.request_marks import is_offline
+from srt.kv_rows import Rows, publish_settings
 
 __all__ = ["CacheEngine", "KvShape"]
 

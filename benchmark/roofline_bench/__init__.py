@@ -1,1 +1,0 @@
-"""Published step times, and what the roofline predicts for them."""
