@@ -29,7 +29,6 @@ PLANNED = {
     "work log": ("admission.core.work", ("started", "ended")),
     "service time": ("admission.core._service_time", ("observe",)),
     "policy": ("admission.core._policy", ("update",)),
-    "fairness": ("admission.core._waiting_order", ("served",)),
     "shared prefixes": ("admission", ("_report_left",)),
     "drift warning": ("admission._drift_warning", ("check",)),
 }

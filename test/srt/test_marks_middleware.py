@@ -19,7 +19,7 @@ from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, MarksMiddleware
-from sglang_coserve.srt.marks.offline_marks import attach_marks, user_of
+from sglang_coserve.srt.marks.offline_marks import attach_marks
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 
 
@@ -32,7 +32,6 @@ class Inner:
         self._status = status
         self.body: bytes | None = None
         self.sent_params: Any = None
-        self.user: str | None = None
         self.custom_params: dict[str, Any] | None = None
         self.config = CoserveConfig()
 
@@ -41,7 +40,6 @@ class Inner:
         params = SimpleNamespace(custom_params=with_client_marks(self.custom_params, self.config))
         self.sent_params = params.custom_params
         attach_marks(params)
-        self.user = user_of(SimpleNamespace(sampling_params=params))
         headers = [(b"content-type", self._content_type.encode())]
         if self._content_type == "application/json":
             headers.append((b"content-length", str(sum(map(len, self._pieces))).encode()))
@@ -57,7 +55,6 @@ def call(
     path: str = "/v1/chat/completions",
     chunk_bytes: int = 7,
     headers: Sequence[tuple[bytes, bytes]] = (),
-    finds_tenants: bool = False,
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Run one request through the middleware; return status, body and headers."""
     chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
@@ -76,7 +73,7 @@ def call(
         "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
     names = CoserveConfig().offline_objectives
-    middleware = MarksMiddleware(app, names, finds_tenants=finds_tenants)
+    middleware = MarksMiddleware(app, names)
     asyncio.run(middleware(scope, receive, send))
     received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     return sent[0]["status"], received, dict(sent[0]["headers"])
@@ -160,11 +157,10 @@ def test_a_route_that_refuses_unknown_fields_is_shown_no_marks() -> None:
 # --- Headers ------------------------------------------------------------------------------
 
 
-def test_headers_of_a_gateway_say_class_tenant_and_targets() -> None:
+def test_headers_of_a_gateway_say_class_and_targets() -> None:
     app = Inner("application/json", [b'{"a":1}'])
     headers = [
         (b"x-llm-d-inference-objective", b"chat"),
-        (b"x-llm-d-inference-fairness-id", b"team-a"),
         (b"x-slo-ttft-ms", b"1000"),
         (b"x-llm-d-slo-ttft-ms", b"250"),
         (b"x-llm-d-slo-tpot-ms", b"40.5"),
@@ -175,7 +171,6 @@ def test_headers_of_a_gateway_say_class_tenant_and_targets() -> None:
         "coserve_slo_ttft_ms": 250,
         "coserve_slo_tpot_ms": 40.5,
     }
-    assert app.user == "team-a"
     assert json.loads(answer)["service_tier"] == "default"
 
 
@@ -193,13 +188,11 @@ def test_what_the_batch_gateway_of_llm_d_sends_is_offline_with_a_deadline(
         (name, b"batch-sheddable"),
         (b"x-slo-ttft-ms", ms),
         (b"x-slo-tpot-ms", b"50"),
-        (b"x-gateway-inference-fairness-id", b"team-a"),
     ]
     status, _, answered = call(app, b'{"a": 1}', headers=headers)
     assert (status, answered[b"x-coserve-class"]) == (200, b"offline")
     due_in_s = min(max(float(ms) / 1e3, 1e-6), 1e9)
     assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": due_in_s}
-    assert app.user == "team-a"
 
 
 @pytest.mark.parametrize(
@@ -221,14 +214,11 @@ def test_the_newer_name_of_a_header_wins() -> None:
     headers = [
         (b"x-llm-d-inference-objective", b"batch"),
         (b"x-llm-d-inference-ttl", b"90s"),
-        (b"x-llm-d-inference-fairness-id", b"new"),
         (b"x-gateway-inference-objective", b"chat"),
         (b"x-gateway-inference-ttl", b"10s"),
-        (b"x-gateway-inference-fairness-id", b"old"),
     ]
     call(app, b"{}", headers=headers)
     assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": 90.0}
-    assert app.user == "new"
 
 
 def test_the_earlier_of_two_deadlines_counts() -> None:
@@ -315,8 +305,6 @@ def test_a_form_is_not_read_but_its_headers_are() -> None:
         (b"x-slo-tpot-ms", b"-5", "x-slo-tpot-ms is '-5': use a number of milliseconds"),
         (b"x-sgl-ttft-slo-ms", b"0", "x-sgl-ttft-slo-ms is '0': use a number of milliseconds"),
         (b"x-sgl-tps-slo", b"inf", "x-sgl-tps-slo is 'inf': use a number of tokens per second"),
-        (b"x-gateway-inference-fairness-id", b"t" * 300, "has 300 bytes: use at most 256"),
-        (b"x-llm-d-inference-fairness-id", b"t" * 300, "has 300 bytes: use at most 256"),
     ],
 )
 def test_a_header_that_cannot_be_read_is_a_bad_request(
@@ -325,47 +313,6 @@ def test_a_header_that_cannot_be_read_is_a_bad_request(
     status, answer, _ = call(Inner("application/json", [b"{}"]), b"{}", headers=[(name, value)])
     assert status == 400
     assert told in json.loads(answer)["message"]
-
-
-# --- Tenants ------------------------------------------------------------------------------
-
-
-KEY = (b"authorization", b"Bearer secret")
-HEADER = (b"x-llm-d-inference-fairness-id", b"team-a")
-USER = {"user": "ann", "messages": []}
-
-
-def tenant(body: Any, *headers: tuple[bytes, bytes]) -> str | None:
-    app = Inner("application/json", [b"{}"])
-    call(app, json.dumps(body).encode(), headers=headers, finds_tenants=True)
-    return app.user
-
-
-def test_a_tenant_is_what_the_header_says_else_the_user_else_the_key() -> None:
-    assert tenant(USER, HEADER, KEY) == "team-a"
-    assert tenant(USER, KEY) == "ann"
-    assert tenant({"metadata": {"user_id": "bob"}}, KEY) == "bob"
-    assert tenant({}) is None
-    named = tenant({}, KEY)
-    assert named is not None
-    assert "secret" not in named, "nobody can learn the key from it"
-    assert named == tenant({"user": ""}, KEY) == tenant({"user": 5, "metadata": []}, KEY)
-    assert named != tenant({}, (b"x-api-key", b"Bearer other"))
-    # However a client writes the header, it is the same tenant.
-    assert named == tenant({}, (KEY[0], KEY[1].replace(b"Bearer ", b"bEARER  ")))
-    assert tenant({}, (b"authorization", b"Basic a")) != tenant({}, (b"authorization", b"Basic b"))
-
-
-def test_a_body_that_is_malformed_is_the_keys() -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, b'{"user": "ann', headers=[KEY], finds_tenants=True)
-    assert app.user == tenant({}, KEY)
-
-
-def test_without_an_order_by_tenant_bodies_and_keys_are_not_looked_at() -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, json.dumps(USER).encode(), headers=[KEY])
-    assert app.user is None
 
 
 # --- Bodies -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--enable-metrics"]
     flags += ["--slo-ttft-ms", "60000", "--startup-profile-seconds", "0"]
-    flags += ["--overload", "shed", "--online-order", "vtc"]
+    flags += ["--overload", "shed"]
     with LocalServer(flags, log_path=log) as running:
         yield running
 
@@ -75,14 +75,13 @@ def test_the_official_client_sees_the_error(server: LocalServer, streams: bool) 
 
 
 def test_in_a_burst_everything_else_is_answered(http: httpx.Client) -> None:
-    """Streams and others at once, a third of them late; one tenant sends most."""
+    """Streams and others at once, a third of them late."""
     before = num_shed(http)
 
     def send(number: int) -> int:
         body = DOORS["/v1/chat/completions"] | {"stream": number % 2 == 0}
-        user = "flood" if number % 4 else "modest"
         late = LATE if number % 3 == 0 else {}
-        return http.post("/v1/chat/completions", json=body | {"user": user} | late).status_code
+        return http.post("/v1/chat/completions", json=body | late).status_code
 
     with ThreadPoolExecutor(12) as threads:
         codes = list(threads.map(send, range(36)))

@@ -142,7 +142,7 @@ def test_a_mark_holds_on_every_route(http: httpx.Client, path: str, streams: boo
 @pytest.mark.parametrize("path", DOORS)
 def test_a_gateways_header_holds_on_every_route(http: httpx.Client, path: str) -> None:
     before = num_offline_received(http)
-    headers = {"x-llm-d-inference-objective": "batch", "x-llm-d-inference-fairness-id": "team"}
+    headers = {"x-llm-d-inference-objective": "batch"}
     response = http.post(path, json=DOORS[path], headers=headers).raise_for_status()
     assert response.headers["x-coserve-class"] == "offline"
     assert num_offline_received(http) > before

@@ -14,7 +14,7 @@ from sglang_coserve.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, flag, set
 from sglang_coserve.core.control.slo import Latency, Slo, Statistic, parse_slo
 from sglang_coserve.core.engine_load import Pool
 from sglang_coserve.core.kv_checkpoint import CheckpointMode
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
+from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS
 
@@ -30,7 +30,7 @@ _SAFEPOINTS = ("safepoint_interval", "safepoint_decode_graphs")
 FIELDS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fifo": (
-            *(_BUDGET, "online_order", _SHEDDING, _UTILITY, _RANDOM),
+            *(_BUDGET, _SHEDDING, _UTILITY, _RANDOM),
             *("startup_profile_seconds", "record_plans", "online_slowdown", *_SAFEPOINTS),
         ),
         "coserve": (_RANDOM,),
@@ -55,7 +55,6 @@ _CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 MEDIA_SOURCES = ("inline", "public", "any")
 
-ONLINE_ORDERS = tuple(order.value for order in OnlineOrder)
 OVERLOADS = tuple(overload.value for overload in Overload)
 
 _AUTO = "auto"
@@ -107,12 +106,6 @@ class CoserveConfig(BatchApiConfig):
         "waits. The others plan every step with a latency model, against the targets. auto: "
         "coserve.",
         choices=(_AUTO, *OFFLINE_POLICIES),
-    )
-    online_order: str = setting(
-        "fcfs",
-        "Which waiting online request is next. fcfs: in order of arrival. vtc: that of the "
-        "tenant that was served least (docs/policies.md). For policies that plan.",
-        choices=ONLINE_ORDERS,
     )
     overload: str = setting(
         "best_effort",
@@ -305,8 +298,8 @@ class CoserveConfig(BatchApiConfig):
 
     @property
     def plans_online(self) -> bool:
-        """True when online requests are ordered or refused by plans, also without offline ones."""
-        return self.online_order != OnlineOrder.FCFS.value or self.overload == Overload.SHED.value
+        """True when online requests are refused by plans, also without offline ones."""
+        return self.overload == Overload.SHED.value
 
     def slos(self) -> tuple[Slo, ...]:
         """Return all SLOs; a target for every request counts as one for P99."""

@@ -10,7 +10,6 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.fairness import ArrivalOrder, VirtualTokenCounter, WaitingOrder
 from sglang_coserve.core.latency_model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
@@ -27,7 +26,7 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
-from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
@@ -89,8 +88,6 @@ class Scheduler:
         self._mixes_decodes = engine is not None and engine.mixes_decodes
         self._service_time = ServiceTime()
         self._resume_cost = ResumeCost()
-        fair = self._config.online_order is OnlineOrder.VTC
-        self._waiting_order: WaitingOrder = VirtualTokenCounter() if fair else ArrivalOrder()
         self._added_s = 0.0
         """What the last step added to the TTFT of requests that wait now, with all the steps
         before it in which some waited."""
@@ -153,7 +150,7 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        context = self._context(snapshot, cache)
+        context = self._context(cache)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._compose(self._builder(snapshot, context)).build()
         resume_s = self._resume_cost.seconds(snapshot.resume_s)
@@ -194,7 +191,6 @@ class Scheduler:
         for chunk in chunks:
             if chunk.rid in self.queue:
                 self.queue.take(chunk.rid)
-        self._waiting_order.started(plan.expected.waiting_users)
         before_s = self._added_s if plan.expected.waits_online else 0.0
         self._added_s = before_s + plan.expected.added_s
 
@@ -225,7 +221,6 @@ class Scheduler:
             return
         if plan is not None:
             tell("policy", self._policy.update, plan, result)
-            tell("fairness", self._waiting_order.served, result)
         if result.seconds is not None:
             tell("latency model", self._learn_time, result, result.seconds)
 
@@ -289,14 +284,12 @@ class Scheduler:
         self._policy.compose(batch)
         return batch
 
-    def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
+    def _context(self, cache: PrefixCache) -> PlanContext:
         return PlanContext(
             config=self._config,
             queue=self.queue,
             cache=cache,
             allowance=self._allowance,
-            waiting=self._waiting_order.ordered(snapshot.waiting),
-            waiting_users=self._waiting_order.users(snapshot.waiting),
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
             timely=1 / (1 + self._learned.error.reserve),

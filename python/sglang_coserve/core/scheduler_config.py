@@ -7,17 +7,7 @@ from enum import Enum
 
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["OnlineOrder", "Overload", "SchedulerConfig"]
-
-
-class OnlineOrder(Enum):
-    """The order in which waiting online requests are served."""
-
-    FCFS = "fcfs"
-    """In order of arrival."""
-
-    VTC = "vtc"
-    """The least served user first (Virtual Token Counter, Sheng et al., OSDI 24)."""
+__all__ = ["Overload", "SchedulerConfig"]
 
 
 class Overload(Enum):
@@ -43,7 +33,6 @@ class SchedulerConfig:
     """Latency budget of a step with online work (the budget that HyGen §4.2 searches for);
     ``None``: only the targets bound it. Online work alone may exceed it."""
 
-    online_order: OnlineOrder = OnlineOrder.FCFS
     overload: Overload = Overload.BEST_EFFORT
 
     min_chunk_tokens: int = 16

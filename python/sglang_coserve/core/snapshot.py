@@ -42,9 +42,6 @@ class RequestInfo:
     tpot_target_s: float | None = None
     """Its own TPOT target; None to use the scheduler's."""
 
-    user: str | None = None
-    """The tenant that it is charged to under a fair order: an API key or a user name."""
-
     job: str | None = None
     """The batch that an offline request is a line of, if it is."""
 

@@ -70,9 +70,6 @@ class ExpectedResult:
     waits_online: bool = False
     """Online prompts waited when it was planned."""
 
-    waiting_users: frozenset[str | None] | None = None
-    """Users with online requests waiting at the time of the plan; None without a fair order."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -12,7 +12,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
@@ -88,7 +88,6 @@ class SimulationSetup:
             policy.name not in BASELINES
             or self.executor.safepoint is not None
             or self.scheduler.overload is Overload.SHED
-            or self.scheduler.online_order is OnlineOrder.VTC
         )
 
 

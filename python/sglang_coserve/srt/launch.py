@@ -220,7 +220,6 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     app.add_middleware(
         MarksMiddleware,
         offline_objectives=config.offline_objectives,
-        finds_tenants=config.online_order == "vtc",
         has_room=lambda: has_room(http_server._global_state.tokenizer_manager),
     )
     check_models_of_forms(app)

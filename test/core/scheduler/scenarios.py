@@ -38,7 +38,6 @@ def online(
     cached: int = 0,
     arrival_s: float = 0.0,
     last_token_s: float | None = None,
-    user: str | None = None,
     request_class: RequestClass = RequestClass.ONLINE,
     can_pause: bool = True,
     ttft_s: float | None = None,
@@ -60,7 +59,6 @@ def online(
         arrival_s=arrival_s,
         ttft_target_s=ttft_s,
         tpot_target_s=tpot_s,
-        user=user,
         can_pause=can_pause,
     )
     return Request(info, state, generated, computed, cached, last_token_s)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.scheduler.scenarios import MODEL, NO_CACHE, online, rids, scheduler, snapshot
+from core.scheduler.scenarios import NO_CACHE, online, rids, scheduler, snapshot
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
+from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -65,20 +65,3 @@ def test_a_prompt_that_needs_several_steps_beside_decodes_takes_their_time_too(
     prompt = online(3000, rid="prompt", arrival_s=slack_s - 1.0)
     plan = shedding(targets=targets).plan(snapshot(*decodes, prompt), NO_CACHE)
     assert plan.shed == (("prompt",) if is_refused else ())
-
-
-@pytest.mark.parametrize(
-    ("order", "is_short"), [(OnlineOrder.FCFS, False), (OnlineOrder.VTC, True)]
-)
-def test_a_step_full_of_prompts_is_short_where_another_tenant_may_arrive(
-    order: OnlineOrder, is_short: bool
-) -> None:
-    """But for its first prompt, it takes half of the TTFT target: one who arrives waits for it."""
-    requests = [online(1500, user="flood") for _ in range(20)]
-    brain = scheduler("coserve", targets=TTFT, online_order=order)
-    plan = brain.plan(snapshot(*requests, max_batch_tokens=30_000), NO_CACHE)
-    assert (0.25 < plan.predicted_s <= 0.55) == is_short
-    long = [online(8000, user="flood"), *requests]
-    plan = brain.plan(snapshot(*long, max_batch_tokens=30_000), NO_CACHE)
-    assert plan.prefills[0].tokens == 8000
-    assert plan.predicted_s >= MODEL.coefficients["compute_token_s"] * 8000

@@ -355,7 +355,7 @@ def all_lines() -> list[str]:
     made_of, events = recorded_evening()
     served = (ServedRequest(online(10, rid="z").info, 0.5, 1.5),)
     events += [Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)]
-    expected = ExpectedResult(0.5, True, 0.25, True, frozenset({None}))
+    expected = ExpectedResult(0.5, True, 0.25, True)
     plan = StepPlan(expected=expected, retract=(Retraction("q0", 3),))
     events += [Planned(snapshot(online(5)), {}, plan), Started((PrefillChunk("q0", 3),))]
     return lines_of(made_of, events)
@@ -463,8 +463,8 @@ def test_a_row_that_does_not_fit_is_refused(place: int, value: object, message: 
         ({"version": VERSION - 1}, f"version: {VERSION - 1} is not {VERSION}, .* record again"),
         ({"config": {"headroom_tokens": -1}}, "config: scheduler: headroom_tokens is -1"),
         (
-            {"config": {"online_order": "lifo"}},
-            "config.online_order: Invalid enum value 'lifo'",
+            {"config": {"overload": "lifo"}},
+            "config.overload: Invalid enum value 'lifo'",
         ),
         (
             {"engine": {"max_requests": "many"}},

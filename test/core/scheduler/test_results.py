@@ -21,10 +21,8 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder
 from sglang_coserve.core.step import ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.metrics import SloTargets
 
 DECODING = RequestState.DECODING
 
@@ -84,17 +82,6 @@ def test_what_was_not_admitted_goes_on_waiting_and_is_planned_again() -> None:
     ran(brain, plan, seen, admitted=plan.prefills[:1])
     assert brain.queue.is_running("q0")
     assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q1", "q2"]
-
-
-def test_a_user_pays_for_what_was_admitted() -> None:
-    brain = scheduler("coserve", targets=SloTargets(), online_order=OnlineOrder.VTC)
-    requests = [online(100, rid=f"{user}{i}", user=user) for i in range(2) for user in "ab"]
-    seen = snapshot(*requests)
-    plan = brain.plan(seen, NO_CACHE)
-    assert len(plan.prefills) == 4
-    ran(brain, plan, seen, admitted=plan.prefills[:1])
-    left = snapshot(*requests[1:])
-    assert [chunk.rid for chunk in brain.plan(left, NO_CACHE).prefills] == ["b0", "b1", "a1"]
 
 
 def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:

@@ -22,7 +22,7 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -40,7 +40,6 @@ slo_targets = st.builds(
 configs = st.builds(
     SchedulerConfig,
     iteration_budget_s=st.sampled_from([None, 0.015]),
-    online_order=st.sampled_from(OnlineOrder),
     overload=st.sampled_from(Overload),
     headroom_tokens=st.sampled_from([0, 8]),
     max_picks=st.sampled_from([1, 64]),
@@ -85,10 +84,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt_tokens=st.integers(1, 200),
         new_tokens=st.integers(1, 40),
-        user=st.sampled_from([None, "ada", "bob"]),
     )
-    def online_arrives(self, prompt_tokens: int, new_tokens: int, user: str | None) -> None:
-        self._arrive(RequestClass.ONLINE, prompt_tokens, new_tokens, user)
+    def online_arrives(self, prompt_tokens: int, new_tokens: int) -> None:
+        self._arrive(RequestClass.ONLINE, prompt_tokens, new_tokens)
 
     @rule(
         prompt_tokens=st.integers(1, 200),
@@ -99,9 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def offline_arrives(
         self, prompt_tokens: int, new_tokens: int, token: int, can_pause: bool
     ) -> None:
-        rid = self._arrive(
-            RequestClass.OFFLINE, prompt_tokens, new_tokens, None, can_pause=can_pause
-        )
+        rid = self._arrive(RequestClass.OFFLINE, prompt_tokens, new_tokens, can_pause=can_pause)
         self.scheduler.add_offline(
             QueuedRequest(rid, pack_tokens([token] * prompt_tokens), self.engine.now_s, new_tokens)
         )
@@ -149,7 +145,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_class: RequestClass,
         prompt_tokens: int,
         new_tokens: int,
-        user: str | None,
         *,
         can_pause: bool = True,
     ) -> str:
@@ -161,7 +156,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_tokens,
                 new_tokens,
                 self.engine.now_s,
-                user=user,
                 can_pause=can_pause,
             )
         )

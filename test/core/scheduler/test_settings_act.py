@@ -17,7 +17,7 @@ from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
@@ -26,7 +26,6 @@ from sglang_coserve.metrics import SloTargets
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "iteration_budget_ms": (20.0, {"iteration_budget_s": 0.02}),
     "offline_max_running": (2, {"max_offline_requests": 2}),
-    "online_order": ("vtc", {"online_order": OnlineOrder.VTC}),
     "overload": ("shed", {"overload": Overload.SHED}),
     "offline_utility_ratio": (0.0, {"utility_ratio": 0.0}),
     "offline_random_picks": (0, {"random_picks": 0}),
@@ -85,8 +84,8 @@ def decided(
     online_share: float,
     settings: Mapping[str, Any],
 ) -> list[StepPlan]:
-    """What is planned while first only offline requests come, then online ones among them: one
-    user floods, another does not. With a share of 0.7 they are more than can be served."""
+    """What is planned while first only offline requests come, then online ones among them. With a
+    share of 0.7 they are more than can be served."""
     config = SchedulerConfig(**settings)
     made = make_policy(policy, config)
     queue = OfflineQueue(made.queue_config(0))
@@ -100,13 +99,12 @@ def decided(
         max_batch_tokens=512,
         stop_share=stop_share,
     )
-    rng = random.Random(3)
+    rng = random.Random(6)
     for number in range(150):
         is_online = number >= 30 and rng.random() < online_share
         request_class = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
-        user = rng.choice(["flood"] * 5 + ["other"])
         prompt_tokens = rng.randint(50, 400)
-        info = RequestInfo(f"r{number}", request_class, prompt_tokens, 20, engine.now_s, user=user)
+        info = RequestInfo(f"r{number}", request_class, prompt_tokens, 20, engine.now_s)
         engine.arrive(info)
         if not is_online:
             tokens = pack_tokens([number % 3] * 40 + [number] * (prompt_tokens - 40))

@@ -18,7 +18,7 @@ from sglang_coserve.core.offline_queue import (
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, SchedulerConfig
+from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
@@ -43,12 +43,9 @@ def arrive(
     new_tokens: int,
     *,
     prefix: int = 0,
-    user: str | None = None,
 ) -> str:
     rid = f"{request_class.value}-{len(engine.requests)}"
-    engine.arrive(
-        RequestInfo(rid, request_class, prompt_tokens, new_tokens, engine.now_s, user=user)
-    )
+    engine.arrive(RequestInfo(rid, request_class, prompt_tokens, new_tokens, engine.now_s))
     if request_class is RequestClass.OFFLINE:
         prompt = pack_tokens([prefix] * (prompt_tokens - 1) + [len(engine.requests)])
         engine.scheduler.add_offline(QueuedRequest(rid, prompt, engine.now_s, new_tokens))
@@ -66,14 +63,12 @@ def run_to_the_end(engine: TinyEngine, limit: int = 5000) -> None:
 def busy_hour(policy: str, seed: int) -> list[StepPlan]:
     """Serve random traffic; return every plan."""
     rng = random.Random(seed)
-    engine = engine_of(policy, online_order=OnlineOrder.VTC, seed=seed)
+    engine = engine_of(policy, seed=seed)
     for _ in range(60):
         for _ in range(rng.randrange(3)):
             request_class = rng.choice(list(RequestClass))
             prompt_tokens, new_tokens = rng.randint(1, 600), rng.randint(1, 40)
-            arrive(
-                engine, request_class, prompt_tokens, new_tokens, user=rng.choice(["a", "b", None])
-            )
+            arrive(engine, request_class, prompt_tokens, new_tokens)
         engine.step()
     if policy != "online_only":
         run_to_the_end(engine)

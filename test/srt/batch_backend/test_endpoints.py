@@ -176,7 +176,7 @@ def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None
         (COMPLETIONS, {"coserve_class": "online"}, "lines of a batch are offline"),
         (COMPLETIONS, {"custom_params": {"coserve_class": "online"}}, "lines of a batch are"),
         (COMPLETIONS, {"custom_params": {"_coserve_generated": [5]}}, "_coserve_generated"),
-        (COMPLETIONS, {"_coserve_user": "batch_2"}, "_coserve_user"),
+        (COMPLETIONS, {"_coserve_job": "batch_2"}, "_coserve_job"),
         (CHAT, {"messages": MESSAGES, "custom_params": {"_coserve_due_in_s": 0}}, "_coserve_due"),
         (COMPLETIONS, {"prompt": "\ud800"}, "malformed"),
         (COMPLETIONS, {"seed": 2**70}, "sampling_seed"),

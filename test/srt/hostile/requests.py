@@ -360,7 +360,7 @@ _MARKS: Final[dict[str, Any]] = {
     "unknown": {"coserve_clas": "offline"},
     "generated": {"coserve_class": "offline", "_coserve_generated": [5, 6, 7]},
     "due": {"coserve_class": "offline", "_coserve_due_in_s": -1e9},
-    "user": {"coserve_class": "offline", "_coserve_user": "batch_1"},
+    "job": {"coserve_class": "offline", "_coserve_job": "batch_1"},
     "future": {"_coserve_anything": 1},
     "malformed": {"coserve_class": "offline", "_coserve_generated": {"a": "b"}},
 }

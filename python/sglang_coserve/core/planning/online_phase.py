@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.planning.step_memory import Prompt
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload
+from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.step import Lane
 
 __all__ = ["decode_online", "prefill_online", "serve_online"]
@@ -125,22 +125,14 @@ def prefill_online(batch: StepBuilder, budget_s: float, *, may_retract: bool = T
     ``Overload.SHED`` requests that would be late are refused. Sets ``offline_budget_s`` (see
     ``serve_online``).
     """
-    config = batch.context.config
-    sheds = config.overload is Overload.SHED
-    more_s = math.inf
-    if config.online_order is OnlineOrder.VTC and batch.targets.ttft_s is not None:
-        # A request of another tenant may arrive, wait for this step and then take a step as long.
-        # In a pair of runs its P99 TTFT was 160 ms with this and 432 without (measurements-1).
-        more_s = batch.targets.ttft_s / 2 * batch.context.timely
-    for request in chain(batch.online_prefills, batch.context.waiting):
+    sheds = batch.context.config.overload is Overload.SHED
+    for request in chain(batch.online_prefills, batch.snapshot.waiting):
         prompt = Prompt.of(request)
         may_shed = sheds and prompt.is_new and request.generated_tokens == 0
         left_s = batch.left_s(request) * batch.context.timely
         if may_shed and _first_token_s(batch, prompt, budget_s) > left_s:
             batch.shed.append(request.info.rid)
             continue
-        if batch.chunks:
-            budget_s = min(budget_s, more_s)
         tokens = batch.longest_chunk(prompt, budget_s)
         if tokens == 0 and batch.stats.is_empty:
             # A budget that even the smallest batch exceeds must not stop the engine.

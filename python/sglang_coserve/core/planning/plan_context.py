@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import PrefixCache, Request
+from sglang_coserve.core.snapshot import PrefixCache
 
 __all__ = ["PlanContext"]
 
@@ -21,12 +20,6 @@ class PlanContext:
     queue: OfflineQueue
     cache: PrefixCache
     allowance: Allowance
-    waiting: Iterable[Request]
-    """Waiting online requests in the order to serve them; may be iterated over only once."""
-
-    waiting_users: frozenset[str | None] | None
-    """Users who have some; None without a fair order."""
-
     step: int
     """Number of the step; together with the seed it makes random draws reproducible."""
 

@@ -332,7 +332,6 @@ class StepBuilder:
                 is_deadline_bound=self.is_deadline_bound,
                 added_s=max(added_s, 0.0),
                 waits_online=has_prompts,
-                waiting_users=self.context.waiting_users,
             ),
         )
 

@@ -83,7 +83,7 @@ class FcfsPolicy(Policy):
 
     @staticmethod
     def _by_arrival(batch: StepBuilder) -> Iterator[tuple[float, Prompt]]:
-        online = ((one.info.arrival_s, Prompt.of(one)) for one in batch.context.waiting)
+        online = ((one.info.arrival_s, Prompt.of(one)) for one in batch.snapshot.waiting)
         offline = ((one.arrival_s, prompt) for one, prompt in batch.candidates())
         return heapq.merge(online, offline, key=itemgetter(0))
 

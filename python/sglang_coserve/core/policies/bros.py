@@ -109,7 +109,7 @@ def _by_urgency(batch: StepBuilder, mean_iteration_s: float) -> list[_Candidate]
     for requests in (
         batch.online_decodes,
         batch.online_prefills,
-        batch.context.waiting,
+        batch.snapshot.waiting,
     ):
         for request in requests:
             residual_s = batch.left_s(request)

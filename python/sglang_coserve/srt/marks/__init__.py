@@ -1,1 +1,1 @@
-"""The class, targets and tenant of a request: read from HTTP, carried through SGLang."""
+"""The class and targets of a request: read from HTTP, carried through SGLang."""

@@ -1,4 +1,4 @@
-"""Reads the class, targets, tenant and deadline of an HTTP request, on any route.
+"""Reads the class, targets and deadline of an HTTP request, on any route.
 
 They come in the JSON body, or in a gateway's headers: those of llm-d and of the Gateway API's
 inference extension, which name an *objective* defined by the operator. A gateway is trusted more
@@ -11,11 +11,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final
 
-from sglang_coserve.asgi import bearer_key
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import (
@@ -31,8 +29,6 @@ __all__ = [
     "duration_s",
     "marks_of_body",
     "marks_of_headers",
-    "tenant_of_body",
-    "tenant_of_key",
     "tier_used",
 ]
 
@@ -46,9 +42,6 @@ SERVICE_TIERS: Final[Mapping[str, RequestClass]] = MappingProxyType(
     }
 )
 """The class behind each value of ``service_tier``, of the newest ``openai`` client and before."""
-
-
-_MOST_TENANT_CHARS: Final = 256
 
 
 def tier_used(request_class: RequestClass) -> str:
@@ -74,17 +67,6 @@ def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     if request_class is not None:
         marks[CLASS_KEY] = request_class.value
     return marks
-
-
-def tenant_of_body(fields: Mapping[str, Any]) -> str | None:
-    """Return the tenant named in a body: OpenAI's ``user``, or Anthropic's
-    ``metadata.user_id``."""
-    metadata = fields.get("metadata")
-    within = metadata.get("user_id") if isinstance(metadata, dict) else None
-    for user in (fields.get("user"), within):
-        if isinstance(user, str) and user:
-            return user[:_MOST_TENANT_CHARS]
-    return None
 
 
 def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
@@ -120,7 +102,6 @@ def _class_of_tier(tier: object) -> RequestClass:
 # Of one header the names, of which the first that is there counts: llm-d's, its older one, and that
 # of SGLang's router.
 _OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
-_TENANT: Final = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 _TTL: Final = (b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl")
 _TTFT: Final = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms", b"x-sgl-ttft-slo-ms")
 _TPOT: Final = (b"x-llm-d-slo-tpot-ms", b"x-slo-tpot-ms")
@@ -130,8 +111,6 @@ _UNITS_S: Final = MappingProxyType(
     {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 )
 _MOST_TTL_BYTES: Final = 64
-_MOST_TENANT_BYTES: Final = 256
-_KEY_HEADERS: Final = (b"authorization", b"x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +118,6 @@ class HeaderMarks:
     """What the headers of a request say; None where they say nothing."""
 
     objective: str | None
-    tenant: str | None
     hints: GatewayHints
 
 
@@ -147,16 +125,12 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
     """Return what the headers of a request say; their names are in lower case. O(headers).
 
     Raises:
-        RequestError: a target is not a number, the time to live is not a duration, or the
-            tenant's name is too long.
+        RequestError: a target is not a number, or the time to live is not a duration.
     """
     found = {name: value for name, value in headers if name.startswith(b"x-")}
     if not found:
-        return HeaderMarks(None, None, GatewayHints())
+        return HeaderMarks(None, GatewayHints())
     _, objective = _first(found, _OBJECTIVE)
-    name, tenant = _first(found, _TENANT)
-    if len(tenant) > _MOST_TENANT_BYTES:
-        raise RequestError(f"{name} has {len(tenant)} bytes: use at most {_MOST_TENANT_BYTES}")
     name, ttl = _first(found, _TTL)
     hints = GatewayHints(
         ttft_ms=_number(found, _TTFT, "of milliseconds"),
@@ -166,36 +140,12 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
     rate = _number(found, _TOKENS_PER_S, "of tokens per second")
     if rate and hints.tpot_ms is None:
         hints = replace(hints, tpot_ms=1e3 / rate)
-    return HeaderMarks(_text(objective), _text(tenant), hints)
-
-
-def tenant_of_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return a hash of a request's API key as tenant; None without a key.
-
-    Raises:
-        RequestError: it has several keys.
-    """
-    headers = list(headers)
-    key = bearer_key(headers)
-    if key is not None:
-        return _tenant(key.encode("latin-1"))
-    for name, value in headers:
-        if name.lower() in _KEY_HEADERS and value:
-            return _tenant(value)
-    return None
-
-
-def _tenant(key: bytes) -> str:
-    return f"key {blake2b(key, digest_size=8).hexdigest()}"
+    return HeaderMarks(objective.decode("latin-1").strip() or None, hints)
 
 
 def _first(found: Mapping[bytes, bytes], names: Iterable[bytes]) -> tuple[str, bytes]:
     """Return name and value of the first of ``names`` that is there; empty without any."""
     return next(((name.decode(), found[name]) for name in names if name in found), ("", b""))
-
-
-def _text(value: bytes) -> str | None:
-    return value.decode("latin-1").strip() or None
 
 
 def _number(found: Mapping[bytes, bytes], names: Iterable[bytes], unit: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Reads the class, tenant and targets of HTTP requests, on every route that reaches the engine.
+"""Reads the class and targets of HTTP requests, on every route that reaches the engine.
 
 An ASGI middleware reads the marks in bodies (``body_marks``) and headers (``header_marks``),
 and keeps them in a context variable while the route serves the request; the tokenizer
@@ -15,7 +15,6 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, Final
 
 import orjson
@@ -28,15 +27,11 @@ from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,
     marks_of_body,
     marks_of_headers,
-    tenant_of_body,
-    tenant_of_key,
     tier_used,
 )
-from sglang_coserve.srt.marks.offline_marks import sent_with, tenant_marks
 from sglang_coserve.srt.marks.request_marks import (
     CLASS_KEY,
     MARK_PREFIX,
-    GatewayHints,
     said_by_client,
 )
 from sglang_coserve.srt.marks.waiting import HasRoom, is_refused, kept_alive
@@ -92,7 +87,6 @@ class MarksMiddleware:
         app: App,
         offline_objectives: Iterable[str] = (),
         *,
-        finds_tenants: bool = False,
         has_room: HasRoom = _always,
     ) -> None:
         """Wrap ``app``.
@@ -101,13 +95,11 @@ class MarksMiddleware:
             app: The ASGI app.
             offline_objectives: Values of a gateway's header that make a request offline; ``*``
                 stands for any text.
-            finds_tenants: Whether the tenant is also taken from the body or the API key.
             has_room: Asked for offline requests that bound how long they wait.
         """
         self._app = app
         patterns = [fnmatch.translate(each) for each in offline_objectives]
         self._is_offline = re.compile("|".join(patterns) or r"(?!)").match
-        self._finds_tenants = finds_tenants
         self._has_room = has_room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,16 +111,13 @@ class MarksMiddleware:
         try:
             in_headers = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
-            tenant, body = in_headers.tenant, b""
-            if self._finds_tenants:
-                tenant = tenant or tenant_of_key(scope["headers"])
+            body = b""
             if not is_form(scope):
                 body, disconnect = await _read_body(receive)
                 if disconnect is not None:
                     return
-                fields = await _fields(body, needs_all=self._finds_tenants)
-                if self._finds_tenants and in_headers.tenant is None:
-                    tenant = tenant_of_body(fields) or tenant
+                # A body without the name of a mark is not parsed.
+                fields = await _fields(body) if any(name in body for name in _NAMES) else {}
                 marks = marks_of_body(fields)
                 known = _known_to_sglang(path, fields)
                 if known is not fields:
@@ -144,7 +133,7 @@ class MarksMiddleware:
         if CLASS_KEY in marks:
             send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
         send = OverloadAnswer(send)
-        with _in_context(marks, in_headers.hints, tenant):
+        with said_by_client(marks, in_headers.hints):
             if marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
                 await self._serve_offline(scope, receive, send, streams=await _streams(path, body))
             else:
@@ -164,14 +153,6 @@ class MarksMiddleware:
             return
         async with kept_alive(send) as send_events:
             await self._app(scope, receive, send_events)
-
-
-def _in_context(marks: Mapping[str, Any], hints: GatewayHints, tenant: str | None) -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(said_by_client(marks, hints))
-    if tenant is not None:
-        stack.enter_context(sent_with(tenant_marks(tenant)))
-    return stack
 
 
 def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
@@ -199,13 +180,8 @@ def _known_to_sglang(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-async def _fields(body: bytes, *, needs_all: bool) -> Mapping[str, Any]:
-    """Return the fields of a JSON body; none if it cannot have marks, unless ``needs_all``.
-
-    A malformed body has no fields here; the route reports it.
-    """
-    if not needs_all and not any(name in body for name in _NAMES):
-        return {}
+async def _fields(body: bytes) -> Mapping[str, Any]:
+    """Return the fields of a JSON body. A malformed one has none here; the route reports it."""
     try:
         if len(body) < _LARGE_BYTES:
             fields = orjson.loads(body)
@@ -220,7 +196,7 @@ async def _streams(path: str, body: bytes) -> bool:
     """Return whether events are asked for."""
     if path not in _EVENT_PATHS or _STREAM not in body:
         return False
-    return (await _fields(body, needs_all=True)).get("stream") is True
+    return (await _fields(body)).get("stream") is True
 
 
 async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:

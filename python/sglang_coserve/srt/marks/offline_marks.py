@@ -32,15 +32,12 @@ __all__ = [
     "restore_generated",
     "sent_with",
     "take_moved_kv",
-    "tenant_marks",
-    "user_of",
 ]
 
 _ARRIVAL_KEY: Final = "_coserve_arrival_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _EXPECTED_KEY: Final = "_coserve_expected_tokens"
 _JOB_KEY: Final = "_coserve_job"
-_USER_KEY: Final = "_coserve_user"
 _GENERATED_KEY: Final = "_coserve_generated"
 _MOVED_KV_KEY: Final = "_coserve_moved_kv"
 
@@ -83,11 +80,6 @@ def offline_marks(
     if moved_kv is not None:
         marks[_MOVED_KV_KEY] = moved_kv
     return marks
-
-
-def tenant_marks(tenant: str) -> Marks:
-    """Return the marks of a request of either class that belongs to a tenant."""
-    return {_USER_KEY: tenant}
 
 
 @contextmanager
@@ -141,12 +133,6 @@ def job_of(req: Req) -> str | None:
     """Return the batch that ``req`` is a line of; None if it is none."""
     job: str | None = _mark(req, _JOB_KEY)
     return job
-
-
-def user_of(req: Req) -> str | None:
-    """Return the tenant of ``req``; None if it has none."""
-    user: str | None = _mark(req, _USER_KEY)
-    return user
 
 
 def take_moved_kv(req: Req) -> tuple[str, int, str] | None:

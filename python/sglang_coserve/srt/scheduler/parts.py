@@ -14,7 +14,7 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.latency_model import LatencyProfile
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.scheduler_config import OnlineOrder, Overload, SchedulerConfig
+from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
@@ -53,7 +53,6 @@ def core_setup(
         config=SchedulerConfig(
             iteration_budget_s=_seconds(config.iteration_budget_ms),
             max_offline_requests=config.offline_max_running,
-            online_order=OnlineOrder(config.online_order),
             overload=Overload(config.overload),
             utility_ratio=config.offline_utility_ratio,
             random_picks=config.offline_random_picks,

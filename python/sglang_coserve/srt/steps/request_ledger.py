@@ -15,7 +15,7 @@ from sglang_coserve.srt.compat import (
     prefix_tokens,
 )
 from sglang_coserve.srt.forward_kind import prefilled
-from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of, user_of
+from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.request_groups import has_plain_state
 
@@ -113,7 +113,6 @@ class RequestLedger:
             tpot_target_s=tpot_target_s,
             job=job_of(req),
             can_pause=has_plain_state(req),
-            user=user_of(req),
         )
         if info.is_online:
             self._online[req.rid] = req

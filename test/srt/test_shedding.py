@@ -1,4 +1,4 @@
-"""Online requests ordered by tenant and refused under overload, on the real scheduler."""
+"""Online requests refused under overload, on the real scheduler."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from srt.conftest import Reference
-from srt.scripted_engine import EngineProcess, Iteration, ScriptedEngine, Spec
-from srt.test_scheduler import first_pass, prompt
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.test_scheduler import prompt
 
 LOOSE = {
     "offline_policy": "coserve",
@@ -17,16 +17,13 @@ LOOSE = {
     "slo_ttft_ms": 60_000.0,
     "slo_tpot_ms": 60_000.0,
 }
-NUM_FLOOD = 10
-PROMPT_TOKENS = 112
-"""One prompt fits a step."""
 
 
 @pytest.fixture(params=[(False, 1), (True, 16)], ids=["normal-page1", "overlap-page16"])
-def fair(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    """An engine that orders and refuses; requests bring targets that cannot be met."""
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    """An engine that refuses; requests bring targets that cannot be met."""
     overlap, page_size = request.param
-    coserve = {**LOOSE, "online_order": "vtc", "overload": "shed"}
+    coserve = {**LOOSE, "overload": "shed"}
     process = start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
     assert isinstance(process, EngineProcess)
     return process
@@ -34,43 +31,6 @@ def fair(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
 
 def offline_load(engine: ScriptedEngine) -> list[Any]:
     return [engine.request(f"off{i}", prompt(90 + i, 60), 16, offline=True) for i in range(4)]
-
-
-def run_flood(engine: ScriptedEngine, num_offline: int) -> list[Iteration]:
-    """One tenant sends ten prompts at once, another three a little later."""
-
-    def of_tenant(tenant: str, number: int) -> Any:
-        tokens = prompt(ord(tenant[0]) + number, PROMPT_TOKENS)
-        request = engine.request(f"{tenant}{number}", tokens, 4)
-        request.sampling_params.custom_params = {"_coserve_user": tenant}
-        return request
-
-    def script(iteration: int) -> list[Any]:
-        if iteration == 0:
-            flood = [of_tenant("flood", number) for number in range(NUM_FLOOD)]
-            return offline_load(engine)[:num_offline] + flood
-        if iteration > 2:
-            raise StopIteration
-        return [of_tenant("modest", number) for number in range(3)] if iteration == 2 else []
-
-    iterations = engine.run(script)
-    engine.assert_nothing_leaked()
-    return iterations
-
-
-@pytest.mark.parametrize("num_offline", [0, 4])
-def test_a_tenant_that_floods_delays_no_other(fair: EngineProcess, num_offline: int) -> None:
-    """From its arrival on the other has every second prompt; also without offline work, where
-    SGLang would plan alone."""
-    iterations = fair.call(run_flood, num_offline)
-    flood = [first_pass(iterations, f"flood{number}") for number in range(NUM_FLOOD)]
-    modest = [first_pass(iterations, f"modest{number}") for number in range(3)]
-    assert flood == sorted(flood)
-    assert modest == sorted(modest)
-    before = [sum(place < each for place in flood) for each in modest]
-    in_flight = before[0]
-    assert in_flight <= 4, "those that were served, or on their way, when the other came"
-    assert before[2] <= in_flight + 2
 
 
 SPECS: list[Spec] = [(f"on{i}", prompt(i, 40 + 20 * i), 6, False) for i in range(6)]
@@ -113,9 +73,9 @@ def run_overload(engine: ScriptedEngine, num_offline: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_offline", [0, 4])
 def test_only_what_can_no_longer_make_it_is_refused(
-    fair: EngineProcess, reference_outputs: Reference, num_offline: int
+    engine: EngineProcess, reference_outputs: Reference, num_offline: int
 ) -> None:
-    found = fair.call(run_overload, num_offline)
+    found = engine.call(run_overload, num_offline)
     assert found["refused"] == dict.fromkeys(LATE, HTTPStatus.SERVICE_UNAVAILABLE)
     assert all(isinstance(code, HTTPStatus) for code in found["refused"].values())
     served = [spec for spec in SPECS if spec[0] not in LATE]
