@@ -18,6 +18,7 @@ from interference_bench.load import Load, OnlineTraffic
 from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import percentile
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
@@ -111,6 +112,21 @@ def test_the_host_launches_steps_while_the_device_computes_the_last(
     assert seen.passes_ahead > 0.8 * seen.passes
     work = [one for one in seen.work if one.stream == "forward"]
     assert all(one.end_s <= after.begin_s + 1e-9 for one, after in pairwise(work))
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_without_overlap_the_host_waits_for_each_step(
+    model: Path, latency_model: LatencyModel, is_ours: bool
+) -> None:
+    flags = {**FLAGS, "disable_overlap_schedule": True}
+    coserve = {"offline_policy": "coserve"} if is_ours else None
+    system = EngineSystem(coserve=coserve, takes_slo=is_ours)
+    with OwnProcess(ObservedEngine, system, model, flags) as engine:
+        outcome, seen = engine.call("observed_run", LOAD, timeout_s=200.0)
+    assert outcome.num_unfinished == 0
+    assert seen.passes > 100
+    assert seen.passes_ahead == 0
+    assert min(outcome.ttft_s) > latency_model.predict(StepStats.of([(256, 0)], []))
 
 
 def test_steps_with_offline_work_are_planned_at_the_last_moment(

@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
 from sglang_coserve.core.latency_model import LatencyModel
@@ -114,6 +115,9 @@ class EmulatedForCausalLM(nn.Module):
         self._device = emulated_device()
         self._device.copy_s_per_token = emulation.copy_s_per_token
         self._times = StepTimes(emulation)
+        self._waits: bool = get_server_args().disable_overlap_schedule
+        """SGLang reads the results of a pass as soon as it is launched, where a GPU lets it wait."""
+
         self.launched_s = 0.0
         """Of all passes so far."""
 
@@ -140,7 +144,11 @@ class EmulatedForCausalLM(nn.Module):
         self.launched_s += seconds
         for layer in self.layers:
             hidden = layer(hidden, seconds / len(self.layers))
-        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+        logits = self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+        if self._waits:
+            # Not the stream: SGLang lets a host that computes itself wait for none.
+            self._device.current_stream().record_event().synchronize()
+        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the embeddings and the head."""
