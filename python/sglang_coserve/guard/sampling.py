@@ -84,6 +84,24 @@ class GuardedSampler(Sampler):
         self._abort_unusable(logits_output)
         return tokens
 
+    def _sample_from_probs(
+        self,
+        probs: torch.Tensor,
+        sampling_info: Any,
+        positions: torch.Tensor,
+        simple_sampling_case: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if sampling_info.sampling_seed is not None and not simple_sampling_case:
+            # FlashInfer's functions take no seeds. Those of SGLang for rows with filters take a
+            # seed by the ranks of tokens, so that a row depends on whether another has a filter,
+            # and end the scheduler with min_p.
+            probs, simple_sampling_case = _filtered(probs, sampling_info), True
+        return super()._sample_from_probs(
+            probs, sampling_info, positions, simple_sampling_case, *args, **kwargs
+        )
+
     def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
         """Compute log-probabilities for requests that want scores and no token."""
         super().compute_logprobs_only(logits_output, *args, **kwargs)
@@ -107,6 +125,18 @@ class GuardedSampler(Sampler):
         if failed is not None:
             self._unusable |= failed
         return logits.masked_fill_(self._unusable[:, None], 0.0)
+
+
+def _filtered(probs: torch.Tensor, sampling_info: Any) -> torch.Tensor:
+    """Return ``probs`` with 0 for what top_k, top_p and min_p leave out."""
+    ranked, tokens = probs.sort(dim=-1, descending=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    left_out = (
+        (ranks >= sampling_info.top_ks.view(-1, 1))
+        | (ranked.cumsum(dim=-1) - ranked > sampling_info.top_ps.view(-1, 1))
+        | (ranked < ranked[:, :1] * sampling_info.min_ps.view(-1, 1))
+    )
+    return torch.zeros_like(probs).scatter_(1, tokens, ranked.masked_fill_(left_out, 0.0))
 
 
 def end_unusable(batch: Any, result: Any) -> None:

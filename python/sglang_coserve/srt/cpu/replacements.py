@@ -28,6 +28,7 @@ def install_replacements() -> None:
     _install_grammar_masks()
     _install_latent_attention()
     _install_shared_experts()
+    compat.replace("sglang.srt.layers.sampler.murmur_hash32", _hashed)
     install_attention()
     install_linear_attention()
 
@@ -45,6 +46,25 @@ def _install_page_allocation() -> None:
     allocator = "sglang.srt.mem_cache.allocator.paged"
     compat.replace(f"{allocator}.alloc_extend_kernel", _Kernel(_alloc_extend))
     compat.replace(f"{allocator}.alloc_decode_kernel", _Kernel(_alloc_decode))
+
+
+def _hashed(seeds: Any, positions: Any, columns: Any) -> Any:
+    """Return 32 bits for each of n rows and m columns, by each row's seed and position."""
+    import torch
+
+    seeds = seeds.to(torch.int64)
+    rows = _mixed(_mixed(_mixed(seeds & _BITS) ^ (seeds >> 32 & _BITS)) ^ positions)
+    return _mixed(rows[:, None] ^ _mixed(columns + 1))
+
+
+_BITS = 2**32 - 1
+
+
+def _mixed(bits: Any) -> Any:
+    """Return what MurmurHash3 ends with. Products overflow, which leaves the lower bits right."""
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B & _BITS
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35 & _BITS
+    return bits ^ (bits >> 16)
 
 
 def _install_ordinary_memory() -> None:

@@ -116,7 +116,7 @@ class EmulatedForCausalLM(nn.Module):
         self._device.copy_s_per_token = emulation.copy_s_per_token
         self._times = StepTimes(emulation)
         self._waits: bool = get_server_args().disable_overlap_schedule
-        """SGLang reads the results of a pass as soon as it is launched, where a GPU lets it wait."""
+        """SGLang reads results as soon as a pass is launched, and a GPU lets it wait."""
 
         self.launched_s = 0.0
         """Of all passes so far."""

@@ -24,6 +24,7 @@ from sglang_coserve.guard.engine_limits import check_request, check_values
 from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
+from sglang_coserve.guard.seeds import give_each_choice_its_seed
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
 from sglang_coserve.srt.compat.continuation import can_continue
@@ -136,6 +137,8 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
         self._departures.sending(tokenized_obj.rid)
+        if self.is_generation:
+            give_each_choice_its_seed(tokenized_obj)
         return super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: Any) -> Any:
