@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.config import HTTP_PROTOCOLS
 
 from sglang_coserve.asgi import send_error
-from sglang_coserve.guard.paced_protocol import install_paced_protocol
+from sglang_coserve.guard.bodies import install_paced_protocol
 
 TIMEOUT_S = 30.0
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"

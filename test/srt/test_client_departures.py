@@ -16,8 +16,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from sglang_coserve.srt.tokenizer.client_presence import ClientDepartures
-from sglang_coserve.srt.tokenizer.interrupted import InterruptedRequests, identity_of, key_of
+from sglang_coserve.srt.tokenizer.client_presence import (
+    ClientDepartures,
+    InterruptedRequests,
+    identity_of,
+    key_of,
+)
 
 
 def tokenized(prompt: list[int], **params: Any) -> Any:

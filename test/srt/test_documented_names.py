@@ -28,7 +28,7 @@ METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
 METRICS_SCRIPT = """
 from prometheus_client import REGISTRY
-from sglang_coserve.srt.monitoring.batch_exporter import BatchExporter
+from sglang_coserve.srt.routes.batch_api import BatchExporter
 from sglang_coserve.srt.monitoring.exporter import Exporter
 
 Exporter("m")

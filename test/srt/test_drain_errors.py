@@ -16,8 +16,7 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines import LineServer
-from sglang_coserve.srt.routes.drain import Drain, set_drain
-from sglang_coserve.srt.routes.health import HealthMiddleware
+from sglang_coserve.srt.routes.drain import Drain, HealthMiddleware, set_drain
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.steps import launch_pacing
-from sglang_coserve.srt.steps.launch_pacing import LaunchPacer, PacedReceiver
+from sglang_coserve.srt.steps import clocks
+from sglang_coserve.srt.steps.clocks import LaunchPacer, PacedReceiver
 
 
 class Host:
@@ -17,7 +17,7 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         self.free_s = 0.0
-        monkeypatch.setattr(launch_pacing, "time", self)
+        monkeypatch.setattr(clocks, "time", self)
         self.pacer = LaunchPacer()
         self.in_flight: list[Any] = []
 
@@ -77,7 +77,7 @@ def test_nobody_waits_longer_than_the_step_runs(host: Host) -> None:
     host.wait()
     host.launch(0.005, 1.0)
     host.process()
-    assert host.wait() == pytest.approx(0.0, abs=launch_pacing._POLL_S + 1e-9)
+    assert host.wait() == pytest.approx(0.0, abs=clocks._POLL_S + 1e-9)
 
 
 def test_what_was_not_planned_is_followed_at_once(host: Host) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
-from sglang_coserve.srt.scheduler.live_requests import LiveRequests
+from sglang_coserve.srt.scheduler.request_intake import LiveRequests
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
 PLACES = ("waiting", "chunk", "running", "parked", "suspended", "leaving")

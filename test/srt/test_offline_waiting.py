@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_coserve.srt.admission.waiting import OfflineWaiting
+from sglang_coserve.srt.admission.unplanned import OfflineWaiting
 
 
 def test_in_a_pipeline_the_cool_down_lasts_as_many_passes_as_results_take() -> None:

@@ -26,9 +26,8 @@ from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
 )
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
 from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler  # noqa: E402
-from sglang_coserve.srt.steps.batch_results import BatchResults  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
-from sglang_coserve.srt.steps.request_ledger import RequestLedger  # noqa: E402
+from sglang_coserve.srt.steps.request_ledger import BatchResults, RequestLedger  # noqa: E402
 
 STEPS = 4
 """Decode steps, after which throughput is measured."""

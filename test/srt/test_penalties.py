@@ -56,7 +56,7 @@ def test_tokens_counted_at_once_are_as_if_counted_one_by_one(overlap: bool) -> N
 
     import sglang_coserve.srt.engine  # noqa: F401 - SGLang's other modules need its defaults.
     from sglang_coserve.guard.sampling import install_eager_sampling
-    from sglang_coserve.srt.steps.request_groups import restore_penalties
+    from sglang_coserve.srt.steps.paused_requests import restore_penalties
 
     install_eager_sampling()
     reqs = [request(params, 50 + i) for i, params in enumerate(PENALTIES)]

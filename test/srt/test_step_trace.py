@@ -12,8 +12,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
-from sglang_coserve.srt.monitoring.step_notes import Begun, Ended, Forgotten, Launched
-from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
+from sglang_coserve.srt.monitoring.step_trace import (
+    Begun,
+    Ended,
+    Forgotten,
+    Launched,
+    StepTrace,
+    trace_events,
+)
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 

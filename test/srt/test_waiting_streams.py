@@ -10,8 +10,8 @@ import pytest
 
 from sglang_coserve.asgi import Message
 from sglang_coserve.errors import RequestError
+from sglang_coserve.srt.marks.answers import is_refused, kept_alive
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.marks.waiting import is_refused, kept_alive
 
 START = {
     "type": "http.response.start",

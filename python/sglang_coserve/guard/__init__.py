@@ -2,7 +2,7 @@
 
 It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
 
-- ``paced_protocol``, ``bodies``: HTTP: bytes, bodies.
+- ``bodies``: HTTP: bytes, bodies.
 - ``prompts``, ``threaded_handlers``: what is rendered and tokenized, and where.
 - ``engine_limits``, ``bounds``, ``media_sources``: what a request asks for.
 - ``grammars``, ``grammar_process``: the grammar that its output is to have.

@@ -11,9 +11,9 @@ from sglang_coserve.guard.bodies import (
     body_limits,
     install_body_errors,
     install_fail_fast,
+    install_paced_protocol,
     set_body_limits,
 )
-from sglang_coserve.guard.paced_protocol import install_paced_protocol
 from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["MIDDLEWARE", "install_in_scheduler", "install_in_server"]

@@ -1,14 +1,25 @@
-"""Classifies a prepared batch (prefill, decode, mixed), and sums up its requests."""
+"""What a forward pass is: the kind of its batch, the sums over its requests, and its device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["ForwardKind", "kind_of", "num_decodes", "prefilled", "stats_of"]
+__all__ = [
+    "EMULATED",
+    "ForwardKind",
+    "is_emulated",
+    "kind_of",
+    "num_decodes",
+    "prefilled",
+    "runs_beside_host",
+    "stats_of",
+]
 
 Req = Any
 ScheduleBatch = Any
@@ -56,3 +67,17 @@ def stats_of(batch: ScheduleBatch, kind: ForwardKind) -> StepStats:
         decode_requests=decodes,
         decode_context_tokens=int(batch.seq_lens_cpu[num_prefills:].sum()) if decodes else 0,
     )
+
+
+EMULATED: Final = "coserve_emulated_device"
+"""Attribute of ``torch.cpu`` with the device that is emulated, where one is."""
+
+
+def is_emulated() -> bool:
+    """Return whether the device of this process is an emulated one, which torch takes for a CPU."""
+    return getattr(torch.cpu, EMULATED, None) is not None
+
+
+def runs_beside_host(device: str) -> bool:
+    """Return whether the host goes on while the device computes what it has launched."""
+    return device != "cpu" or is_emulated()

@@ -51,8 +51,8 @@ from sglang_coserve.srt.routes.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
+from sglang_coserve.srt.routes.drain import install_health
 from sglang_coserve.srt.routes.engine_routes import has_room, install_load_route
-from sglang_coserve.srt.routes.health import install_health
 from sglang_coserve.srt.routes.view_routes import View
 from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
 

@@ -160,7 +160,7 @@ def test_incremental_streaming_makes_no_difference(
 def test_the_servers_sampling_defaults_count(served: Served) -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    from sglang_coserve.srt.compat.continuation import can_continue
+    from sglang_coserve.srt.compat.requests import can_continue
 
     request = GenerateReqInput(text="x", sampling_params={"max_new_tokens": 5})
     assert can_continue(request)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread, OnLoop
+from sglang_coserve.srt.batch_backend.endpoints import HandlerThread, OnLoop
 
 
 async def thread_name() -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_coserve.srt.device import is_emulated, runs_beside_host
 from sglang_coserve.srt.emulation.device_module import (
     EmulatedDevice,
     RealTime,
     VirtualTime,
     install,
 )
+from sglang_coserve.srt.forward_kind import is_emulated, runs_beside_host
 from sglang_coserve.srt.safepoint.gates import (
     LeaderGate,
     PreemptionFlag,

@@ -27,7 +27,7 @@ from sglang_coserve.srt.kv_checkpoint.cpu import (
     device_module,
 )
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_in_place,

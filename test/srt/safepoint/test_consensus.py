@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, SharedWords
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, PreemptionFlag, SharedWords
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0

@@ -32,7 +32,7 @@ class Changed:
 def reasons_against(engine: ScriptedEngine) -> list[str]:
     """Return the reasons for engines like this one, but for one thing each."""
     from sglang_coserve.srt import compat
-    from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
+    from sglang_coserve.srt.safepoint.install import why_no_safepoints
     from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
     scheduler = engine.scheduler
@@ -67,7 +67,7 @@ def batch_of(hicache_consumer_index: int = -1, **fields: Any) -> Any:
 
 
 def test_batches_that_cannot_be_suspended_are_told_apart() -> None:
-    from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
+    from sglang_coserve.srt.safepoint.safepoints import why_batch_must_end
 
     something = object()
     assert why_batch_must_end(batch_of(), 1) is None

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.resumption import Resumption
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Resumption, add_safepoints
 
 LAYERS, TOKENS, WIDTH = 6, 7, 4
 

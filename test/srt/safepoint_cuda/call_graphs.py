@@ -23,9 +23,13 @@ from torch import nn
 
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
+from sglang_coserve.srt.safepoint.instrument import (
+    ForwardPreempted,
+    Gate,
+    Resumption,
+    add_safepoints,
+)
 from sglang_coserve.srt.safepoint.placement import GroupedDecodeBackend
-from sglang_coserve.srt.safepoint.resumption import Resumption
 
 LAYERS, INTERVAL, WIDTH = 8, 3, 4
 

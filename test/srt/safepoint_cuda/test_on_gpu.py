@@ -27,8 +27,7 @@ from sglang_coserve.srt.safepoint.gates import (
     order_behind_pass,
 )
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
-from sglang_coserve.srt.safepoint.resumption import Resumption
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Resumption, add_safepoints
 from srt.own_engine import is_flushed
 from srt.safepoint_cuda.call_graphs import lone_decode_backend
 

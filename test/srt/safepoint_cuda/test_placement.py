@@ -14,14 +14,14 @@ from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, 
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
-from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.install import why_no_safepoints
+from sglang_coserve.srt.safepoint.instrument import Resumption
 from sglang_coserve.srt.safepoint.placement import (
     SafepointPlacement,
     place_between_layers,
     place_on_cuda,
 )
-from sglang_coserve.srt.safepoint.resumption import Resumption
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from srt.safepoint_cuda.call_graphs import Layer
 

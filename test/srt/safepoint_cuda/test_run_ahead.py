@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, SharedWords
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, PreemptionFlag, SharedWords
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
 from srt.safepoint_cuda.device_thread import (
     WAIT_S,

@@ -26,15 +26,18 @@ from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.drift_warning import DriftWarning
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
-from sglang_coserve.srt.admission.unplanned import NotedPass, UnplannedPasses
-from sglang_coserve.srt.admission.waiting import OfflineWaiting, queued_request
+from sglang_coserve.srt.admission.unplanned import (
+    NotedPass,
+    OfflineWaiting,
+    UnplannedPasses,
+    queued_request,
+)
 from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
-from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
-from sglang_coserve.srt.steps.request_ledger import ending_of
+from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
 
 __all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
 

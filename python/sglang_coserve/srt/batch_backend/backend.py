@@ -31,8 +31,7 @@ from sglang_coserve.lines.backend import (
     MovedKv,
 )
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.endpoints import Endpoint, model_endpoints
-from sglang_coserve.srt.batch_backend.handler_thread import HandlerThread
+from sglang_coserve.srt.batch_backend.endpoints import Endpoint, HandlerThread, model_endpoints
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_fingerprint,

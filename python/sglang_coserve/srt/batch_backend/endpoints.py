@@ -1,12 +1,19 @@
-"""SGLang's OpenAI routes, as far as the lines of a batch may name them."""
+"""SGLang's OpenAI routes, as far as the lines of a batch may name them, and the thread they run in.
+
+What a handler does before and after it generates takes as long as a request is large:
+prompts are rendered and tokenized, answers become objects and JSON. A coroutine needs no
+event loop for that; it is continued step by step in a thread, and whatever it has to wait for
+is awaited on the loop in its place.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from sglang.srt.entrypoints.openai import protocol
@@ -15,9 +22,11 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bodies import FailFast
+from sglang_coserve.guard.prompts import thread_loop
+from sglang_coserve.lines.worker_threads import WorkerThreads
 from sglang_coserve.srt.marks.request_marks import check_line_marks
 
-__all__ = ["Endpoint", "model_endpoints"]
+__all__ = ["Endpoint", "HandlerThread", "OnLoop", "model_endpoints"]
 
 _MOST_FAULTS = 3
 """Faults of a body that are shown: a bad member of a union has one for each alternative."""
@@ -117,3 +126,60 @@ def _message(error: ValidationError) -> str:
     if len(faults) > _MOST_FAULTS:
         shown.append(f"and {len(faults) - _MOST_FAULTS} more")
     return "; ".join(shown)
+
+
+_T = TypeVar("_T")
+
+
+class OnLoop:
+    """Awaited by a coroutine in the thread: what ``make()`` returns is awaited on the loop."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.make = make
+
+    def __await__(self) -> Generator[OnLoop, Any, Any]:
+        return (yield self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[_T]):
+    value: _T
+
+
+class HandlerThread:
+    """One thread, so that no two handlers are in the middle of a step: they share objects that
+    were made for one event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = WorkerThreads(name, 1)  # Ends with the process.
+
+    async def run(self, handler: Coroutine[Any, Any, _T]) -> _T:
+        """Return what ``handler`` returns, which awaits nothing but ``OnLoop``.
+
+        When the call is cancelled, so is at once what it waits for, and the handler is closed.
+        """
+        step: Callable[[], Any] = partial(handler.send, None)
+        try:
+            while True:
+                state = await self._thread.run(_advanced, step)
+                if isinstance(state, _Done):
+                    value: _T = state.value
+                    return value
+                try:
+                    step = partial(handler.send, await state.make())
+                except Exception as error:
+                    step = partial(handler.throw, error)
+        finally:
+            handler.close()
+
+
+def _advanced(step: Callable[[], Any]) -> Any:
+    """Continue a handler; return what it waits for, or ``_Done``."""
+    try:
+        with thread_loop():
+            asked = step()
+    except StopIteration as stop:
+        return _Done(stop.value)
+    if not isinstance(asked, OnLoop):
+        raise RuntimeError(f"a handler waits for {asked!r}, which only an event loop could give")
+    return asked

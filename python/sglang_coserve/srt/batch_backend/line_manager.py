@@ -18,8 +18,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang_coserve.guard.prompts import BoundedManager
 from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.handler_thread import OnLoop
-from sglang_coserve.srt.compat.continuation import can_continue
+from sglang_coserve.srt.batch_backend.endpoints import OnLoop
+from sglang_coserve.srt.compat.requests import can_continue
 from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
 

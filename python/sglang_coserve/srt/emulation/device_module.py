@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 
-from sglang_coserve.srt.device import EMULATED, is_emulated
+from sglang_coserve.srt.forward_kind import EMULATED, is_emulated
 
 __all__ = [
     "EmulatedDevice",

@@ -19,9 +19,12 @@ from sglang_coserve.core.kv_checkpoint import (
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import full, host_slots, unsaved_path
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
-from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
 from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import (
+    HostSpace,
+    RequestCheckpoint,
+    slots_of_runs,
+)
 
 __all__ = ["CheckpointWriter"]
 

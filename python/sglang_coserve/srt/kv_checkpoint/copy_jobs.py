@@ -13,8 +13,7 @@ from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots
-from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
 
 __all__ = ["CopyJobs", "NodeCopy", "PendingCopy", "Piece", "RequestCopy"]
 

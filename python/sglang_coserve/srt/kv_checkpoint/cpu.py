@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.device import EMULATED, is_emulated
+from sglang_coserve.srt.forward_kind import EMULATED, is_emulated
 
 __all__ = [
     "Event",

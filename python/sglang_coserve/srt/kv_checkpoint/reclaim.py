@@ -15,7 +15,7 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     is_offline_node,
 )
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
-from sglang_coserve.srt.kv_checkpoint.host_space import HostSpace
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
 
 __all__ = ["Reclaimer"]
 

@@ -22,7 +22,13 @@ import orjson
 from sglang_coserve.asgi import App, Message, Receive, Scope, Send, is_form, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
+from sglang_coserve.srt.marks.answers import (
+    HasRoom,
+    OverloadAnswer,
+    TierWriter,
+    is_refused,
+    kept_alive,
+)
 from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,
     marks_of_body,
@@ -34,7 +40,6 @@ from sglang_coserve.srt.marks.request_marks import (
     MARK_PREFIX,
     said_by_client,
 )
-from sglang_coserve.srt.marks.waiting import HasRoom, is_refused, kept_alive
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "STRICT_PATHS", "MarksMiddleware"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.monitoring.step_notes import Ended, Launched, Note
+from sglang_coserve.srt.monitoring.step_trace import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 __all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "LatencyHistograms"]

@@ -27,8 +27,8 @@ from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
-from sglang_coserve.srt.steps.batch_results import BatchResults
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.request_ledger import BatchResults
 
 __all__ = [
     "CoserveLoadSnapshot",

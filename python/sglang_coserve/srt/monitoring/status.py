@@ -17,10 +17,16 @@ from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
-from sglang_coserve.srt.monitoring.step_notes import Ended, Forgotten, Launched, Note
-from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
-from sglang_coserve.srt.steps.batch_results import BatchResults
+from sglang_coserve.srt.monitoring.step_trace import (
+    Ended,
+    Forgotten,
+    Launched,
+    Note,
+    Record,
+    StepTrace,
+)
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.request_ledger import BatchResults
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans

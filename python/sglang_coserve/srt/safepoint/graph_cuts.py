@@ -26,8 +26,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from torch import nn
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
-from sglang_coserve.srt.safepoint.resumption import Resumption
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, Resumption
 
 __all__ = ["GraphCuts", "why_graphs_cannot_be_cut"]
 

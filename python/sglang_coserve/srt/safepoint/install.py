@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.device import runs_beside_host
-from sglang_coserve.srt.safepoint.consensus import FollowerGate, share_words
-from sglang_coserve.srt.safepoint.eligibility import why_no_safepoints
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, device_events
+from sglang_coserve.srt.forward_kind import runs_beside_host
+from sglang_coserve.srt.safepoint.gates import (
+    FollowerGate,
+    LeaderGate,
+    PreemptionFlag,
+    device_events,
+    has_ordered_stores,
+    share_words,
+)
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress
 from sglang_coserve.srt.safepoint.instrument import Gate, decoder_layers, fitting_interval
 from sglang_coserve.srt.safepoint.placement import (
@@ -22,7 +30,52 @@ from sglang_coserve.srt.safepoint.placement import (
 )
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
-__all__ = ["Installed", "install_safepoints"]
+__all__ = ["Installed", "install_safepoints", "why_no_safepoints"]
+
+Scheduler = Any
+
+
+def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None:
+    """Return why this engine's batches cannot be suspended; None if they can.
+
+    ``layers`` are the decoder layers that were found in the model.
+    """
+    args, ps = compat.settings_of(scheduler.server_args), compat.parallel(scheduler)
+    reasons = {
+        f"no safepoints for the device {scheduler.device}": scheduler.device not in ("cpu", "cuda"),
+        "unified memory moves KV by what it knows of the pass in flight": (
+            scheduler.device == "cuda" and scheduler.enable_unified_memory
+        ),
+        "--enable-torch-compile runs a CPU's decode steps as one piece": (
+            scheduler.device == "cpu" and args.enable_torch_compile
+        ),
+        "the model does not generate": not scheduler.is_generation,
+        "no list of decoder layers was found in the model": not layers,
+        "--enable-linear-replayssm moves the states of layers on before each pass": (
+            _has_replayed_states(scheduler.req_to_token_pool)
+        ),
+        "encoder-decoder models are not supported": scheduler.model_config.is_encoder_decoder,
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "pipeline parallelism": ps.pp_size > 1,
+        "DP attention": args.enable_dp_attention,
+        "context parallelism": ps.attn_cp_size > 1,
+        "tensor parallelism over several machines": ps.tp_size > 1 and args.nnodes > 1,
+        "tensor parallelism on a processor that reorders stores": (
+            ps.tp_size > 1 and not has_ordered_stores()
+        ),
+        "--enable-two-batch-overlap runs layers in its own order": args.enable_two_batch_overlap,
+        "--enable-pdmux runs layers in its own order": args.enable_pdmux,
+        "the statistics of experts would count a pass for each of its parts": (
+            args.enable_eplb or args.expert_distribution_recorder_mode is not None
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_replayed_states(pool: Any) -> bool:
+    is_hybrid = isinstance(pool, HybridReqToTokenPool)
+    return is_hybrid and pool.mamba_pool.replayssm_write_pos is not None
+
 
 _LONGEST_SLEEP_S: Final = {"cpu": 1e-3, "cuda": 2e-4}
 """Longest sleep of a rank that waits for rank 0; shorter for a GPU, which idles meanwhile and

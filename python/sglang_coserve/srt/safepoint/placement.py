@@ -27,8 +27,7 @@ from torch import nn
 
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts, why_graphs_cannot_be_cut
-from sglang_coserve.srt.safepoint.instrument import Gate, add_safepoints
-from sglang_coserve.srt.safepoint.resumption import Resumption
+from sglang_coserve.srt.safepoint.instrument import Gate, Resumption, add_safepoints
 
 __all__ = [
     "RUN_AHEAD",

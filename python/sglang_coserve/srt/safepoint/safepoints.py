@@ -11,13 +11,12 @@ from typing import Any, Final
 import numpy as np
 
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
-from sglang_coserve.srt.safepoint.eligibility import why_batch_must_end
 from sglang_coserve.srt.safepoint.gates import batch_id
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, StopRequest
 from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement
 
-__all__ = ["SafepointStats", "Safepoints"]
+__all__ = ["SafepointStats", "Safepoints", "why_batch_must_end"]
 
 _SAMPLES: Final = 1024
 _PERCENTILES: Final = (50, 90, 99)
@@ -106,6 +105,20 @@ def _summary(values: deque[float]) -> Mapping[str, float | int | None]:
 
 
 ScheduleBatch = Any
+
+
+def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
+    """Return why this batch cannot be suspended; None if it can. O(requests)."""
+    if batch.hicache_consumer_index != -1:
+        return "KV is being loaded from the host layer by layer"
+    for place, req in enumerate(batch.reqs):
+        if req.session is not None:
+            return "a session shares its KV"
+        if place < num_prefills and req.multimodal_inputs is not None:
+            return "images are dropped once they are embedded"
+        if place < num_prefills and req.input_embeds is not None:
+            return "embeddings are given instead of tokens"
+    return None
 
 
 class Safepoints:

@@ -19,15 +19,14 @@ from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
-from sglang_coserve.srt.device import runs_beside_host
+from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.install import Installed
-from sglang_coserve.srt.scheduler.live_requests import LiveRequests
-from sglang_coserve.srt.scheduler.request_intake import RequestIntake
+from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits
 from sglang_coserve.srt.steps.clocks import RankClock

@@ -1,14 +1,25 @@
-"""Accepts, refuses and aborts requests of both classes in the scheduler."""
+"""Requests of both classes in the scheduler, from their arrival to their end, however they end.
+
+Whoever ends here is forgotten by all parts:
+
+1. The results of its last batch say so, or whoever takes it out here: they call ``forget``.
+2. SGLang ends it outside of its batches: it is refused as the queue is full, or displaced by one of
+   a higher priority; it waited for too long; it is aborted while it waits or between two chunks; it
+   is the last one and does not fit. Its client then gets an ``AbortReq``, by which it is noticed.
+3. It is nowhere any more, and neither has happened. That is a fault, so it is counted, and held
+   against the server; all requests are looked for at a bounded interval.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import (
     check_logit_processor,
@@ -18,11 +29,109 @@ from sglang_coserve.srt.compat import (
 )
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.scheduler.live_requests import LiveRequests
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
+from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
-__all__ = ["RequestIntake"]
+__all__ = ["LiveRequests", "RequestIntake"]
+
+_CHECK_ROUNDS: Final = 256
+"""Scheduling rounds between two checks: a few seconds."""
+
+_CHECKED_PER_ROUND: Final = 16
+"""Requests looked at in a round, on average over many, of which each takes some 0.2 µs."""
+
+
+class LiveRequests:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        ledger: RequestLedger,
+        *,
+        kept: Callable[[], Iterable[Req]],
+        tell: Callable[[str, Ending], None],
+    ) -> None:
+        """Listen to the aborts that ``scheduler`` answers.
+
+        Args:
+            scheduler: SGLang's.
+            ledger: The live requests.
+            kept: Returns every request that is kept anywhere, when no round is under way.
+            tell: Has all parts forget the request with this rid, the ledger among them.
+        """
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._kept = kept
+        self._tell = tell
+        self._answered: list[tuple[Req, Ending]] = []
+        """Aborted requests that the parts have not been told of."""
+
+        self._rounds = 0
+        self.num_unnoticed = 0
+        """Requests whose end was found by a check alone."""
+
+        sender = scheduler.ipc_channels.send_to_tokenizer
+        send = sender.send_output
+
+        def send_output(output: Any, recv_obj: Any = None) -> None:
+            if isinstance(output, AbortReq):
+                self._note(recv_obj, output)
+            send(output, recv_obj)
+
+        sender.send_output = send_output
+
+    def _note(self, req: Any, answer: AbortReq) -> None:
+        # A message of which no request was made has the rid, but is none.
+        if self._ledger.live(req) is not None:
+            self._answered.append((req, ending_of(answer.finished_reason)))
+
+    def answer_aborted(self, req: Req) -> None:
+        """Answer a request that is aborted in no batch; ``settle`` forgets it."""
+        send_abort(self._scheduler, req)
+        self._answered.append((req, Ending.ABORTED))
+
+    def forget(self, req: Req, ending: Ending = Ending.ABORTED) -> None:
+        """Have all parts forget a request that has ended; does nothing if they have already.
+
+        Under overlap scheduling a request is in one more batch after its end. By then another
+        may have its id.
+        """
+        if self._ledger.live(req) is not None:
+            self._tell(req.rid, ending)
+
+    def settle(self) -> None:
+        """Forget the requests whose abort was answered. Not while a batch is being prepared."""
+        while self._answered:
+            # A name that becomes free may let in a request that is refused.
+            answered, self._answered = self._answered, []
+            for req, ending in answered:
+                self.forget(req, ending)
+
+    def begin_round(self) -> None:
+        """Settle, and check if that is due. Amortized O(1)."""
+        self.settle()
+        self._rounds += 1
+        if self._rounds >= _CHECK_ROUNDS + len(self._ledger) // _CHECKED_PER_ROUND:
+            self.check()
+
+    def idle(self) -> None:
+        """Check when nothing runs or waits any more; O(1) if, as it should be, none is known."""
+        if len(self._ledger) and self._scheduler.is_fully_idle():
+            self.check()
+
+    def check(self) -> None:
+        """Forget the requests that are nowhere any more. O(requests)."""
+        self.settle()
+        self._rounds = 0
+        here = set(map(id, self._kept()))
+        gone = [req for req in self._ledger.reqs() if id(req) not in here]
+        for req in gone:
+            logger.warning("request %s has left the engine, and nobody has said so", req.rid)
+            self.forget(req, Ending.REFUSED)
+        self.num_unnoticed += len(gone)
+
 
 Req = Any
 

@@ -25,9 +25,8 @@ from sglang_coserve.srt.monitoring.replicas import STATE_KEY
 from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
-from sglang_coserve.srt.steps.batch_results import BatchResults
-from sglang_coserve.srt.steps.clocks import RankClock, RankTime
-from sglang_coserve.srt.steps.launch_pacing import PacedReceiver
+from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
+from sglang_coserve.srt.steps.request_ledger import BatchResults
 from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
 __all__ = ["CoserveScheduler", "config_of"]

@@ -16,10 +16,9 @@ from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
-from sglang_coserve.srt.steps.clocks import RankClock, device_timer
+from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.launch_pacing import LaunchPacer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger

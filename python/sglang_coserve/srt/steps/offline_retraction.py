@@ -12,7 +12,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
-from sglang_coserve.srt.steps.request_groups import restore_penalties
+from sglang_coserve.srt.steps.paused_requests import restore_penalties
 
 __all__ = ["OfflineRetraction", "Prefill"]
 

@@ -10,8 +10,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.steps.clocks import PartTimer
-from sglang_coserve.srt.steps.launch_pacing import LaunchPacer
+from sglang_coserve.srt.steps.clocks import LaunchPacer, PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
 __all__ = ["SUSPENDED", "StepRunner"]

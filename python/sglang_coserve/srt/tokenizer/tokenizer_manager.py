@@ -27,7 +27,7 @@ from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.seeds import give_each_choice_its_seed
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-from sglang_coserve.srt.compat.continuation import can_continue
+from sglang_coserve.srt.compat.requests import can_continue
 from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_after
 from sglang_coserve.srt.marks.request_marks import is_offline, with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
@@ -41,8 +41,8 @@ from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
     OutputDelay,
     install_arrival_times,
+    key_of,
 )
-from sglang_coserve.srt.tokenizer.interrupted import key_of
 from sglang_coserve.srt.tokenizer.updating_manager import UpdatingTokenizerManager
 
 __all__ = ["CoserveTokenizerManager"]
