@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from paper.experiment import Cell, Claim, Conditions, Findings
+from paper.ooco_pools import Pools, Pull, length_preference
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
 from sglang_coserve.core.latency_model.model_shape import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
@@ -32,7 +33,6 @@ from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
 
 __all__ = ["fig6"]

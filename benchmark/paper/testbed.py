@@ -20,7 +20,6 @@ from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report
 from sglang_coserve.simulator import (
-    CheckpointConfig,
     ExecutorConfig,
     SafepointConfig,
     SimulationResult,
@@ -189,7 +188,7 @@ class Testbed:
                 kv_capacity_tokens=capacity,
                 max_running_requests=self.max_running_requests,
                 max_batch_tokens=8192,
-                checkpoint=CheckpointConfig(copied) if copied else None,
+                checkpoint_tokens_per_s=copied,
                 safepoint=SafepointConfig(layers, self.safepoint_layers)
                 if self.safepoint_layers
                 else None,

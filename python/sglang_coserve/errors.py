@@ -11,7 +11,6 @@
     │   └── UnknownClassError  its class is none of RequestClass
     ├── InputFileError         a whole file cannot be used (JSONL, trace, profile)
     ├── WorkloadError          one row of a trace or workload is malformed
-    ├── InfeasibleError        no schedule can meet the stated target
     ├── StorageError           the disk is full or failing; what was stored stays
     └── ServerError            the server refused, failed, or is gone
         └── ServerGoneError    no answer after every retry
@@ -25,7 +24,6 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "CoserveError",
-    "InfeasibleError",
     "InputFileError",
     "MissingExtraError",
     "RequestError",
@@ -73,10 +71,6 @@ class InputFileError(CoserveError):
 
 class WorkloadError(CoserveError):
     """A row of a trace or workload file is malformed; the message names the line."""
-
-
-class InfeasibleError(CoserveError):
-    """No schedule can meet the stated target; the message names the nearest one."""
 
 
 class StorageError(CoserveError):

@@ -29,7 +29,7 @@ from sglang_coserve.simulator import ExecutorConfig, SimulationSetup
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.observer import RequestEvent, StepRecord
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload import TraceRequest
 
@@ -109,7 +109,7 @@ def online(rng: random.Random) -> Iterator[SimRequest]:
         index += 1
 
 
-class Feed(TrafficSource):
+class Feed(TrafficSource, SimulationObserver):
     """The Batch API's part: admits batches with a forecast, and sends their lines."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -167,9 +167,6 @@ class Feed(TrafficSource):
         batch.done_tokens += line.estimated_tokens
         if batch.completed == len(batch.lines):
             self._end(batch, now_s)
-
-    def on_step(self, record: StepRecord) -> None:
-        """Nothing is learned from it."""
 
     def _taken(self, batch: Batch) -> tuple[float, str, float]:
         taken = self._owners[batch.owner].taken_per_weight

@@ -91,18 +91,13 @@ def test_another_machine_is_refused(tmp_path: Path, change: dict[str, object], n
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{}", "prefill_tokens"),
-        ('{"prefill_tokens": [0], "prefill_contexts": [0]}', "prefill_tokens"),
-        ('{"prefill_tokens": [1], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}', "1 pr"),
-        ('{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": []}', "runs_s"),
-        (
-            '{"prefill_tokens": [], "prefill_contexts": [], "decodes": [], "runs_s": [1.0]}',
-            "request",
-        ),
-        (
-            '{"prefill_tokens": [], "prefill_contexts": [], "decodes": [3], "runs_s": [-1.0]}',
-            "than 0",
-        ),
+        ("{}", "shape"),
+        ('{"shape": {"prefills": [[0, 0]]}, "runs_s": [1.0]}', "no prefill: 0 tokens"),
+        ('{"shape": {"prefills": [[1]]}, "runs_s": [1.0]}', "prefills"),
+        ('{"shape": {"decodes": [0]}, "runs_s": [1.0]}', "without a prompt"),
+        ('{"shape": {"decodes": [3]}, "runs_s": []}', "runs_s"),
+        ('{"shape": {}, "runs_s": [1.0]}', "request"),
+        ('{"shape": {"decodes": [3]}, "runs_s": [-1.0]}', "> 0"),
         ("not JSON", "JSON"),
     ],
 )

@@ -23,7 +23,6 @@ from sglang_coserve.simulator.assemble import (
 )
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
 from sglang_coserve.simulator.executor_config import (
-    CheckpointConfig,
     ExecutorConfig,
     SafepointConfig,
 )
@@ -129,7 +128,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=0),
         lambda: ExecutorConfig(kv_capacity_tokens=100, page_tokens=64, max_batch_tokens=32),
         lambda: ExecutorConfig(kv_capacity_tokens=100, noise_cv=float("nan")),
-        lambda: CheckpointConfig(0.0),
+        lambda: ExecutorConfig(1000, checkpoint_tokens_per_s=-1.0),
         lambda: SafepointConfig(num_layers=32, interval_layers=0),
         lambda: offline_requests("0x5", max_context_tokens=100),
         lambda: offline_requests("99x5", max_context_tokens=100),

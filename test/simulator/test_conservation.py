@@ -17,7 +17,6 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import (
-    CheckpointConfig,
     ExecutorConfig,
     SafepointConfig,
 )
@@ -33,7 +32,7 @@ MACHINES = st.builds(
     max_running_requests=st.integers(1, 6),
     max_batch_tokens=st.integers(16, 64),
     prefix_cache=st.booleans(),
-    checkpoint=st.sampled_from([None, CheckpointConfig(100.0), CheckpointConfig(1e6)]),
+    checkpoint_tokens_per_s=st.sampled_from([0.0, 100.0, 1e6]),
     safepoint=st.sampled_from([None, SafepointConfig(8, 2, 1e-5)]),
     overlap=st.booleans(),
     scheduling_s=st.sampled_from([0.0, 1e-3]),

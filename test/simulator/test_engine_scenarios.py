@@ -15,7 +15,6 @@ from sglang_coserve.core.step import PrefillChunk, Retraction, StepPlan
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import (
-    CheckpointConfig,
     ExecutorConfig,
     SafepointConfig,
 )
@@ -106,12 +105,15 @@ def test_the_head_of_a_retracted_request_stays_in_the_prefix_cache() -> None:
     assert executor.cached_tokens("f") == 16
 
 
-def retracted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, int, int]:
+def retracted_then_resumed(checkpoint_tokens_per_s: float) -> tuple[float, int, int]:
     """Run an offline request whose memory an online one takes; when did it end, what was redone."""
     background = offline("f", 60, 30)
     intruder = online("n", 50, 2, arrival_s=0.065)
     config = ExecutorConfig(
-        kv_capacity_tokens=100, page_tokens=1, prefix_cache=False, checkpoint=checkpoint
+        kv_capacity_tokens=100,
+        page_tokens=1,
+        prefix_cache=False,
+        checkpoint_tokens_per_s=checkpoint_tokens_per_s,
     )
     engine, executor = engine_of(
         background,
@@ -126,10 +128,10 @@ def retracted_then_resumed(checkpoint: CheckpointConfig | None) -> tuple[float, 
 
 
 def test_a_retracted_request_computes_again_what_was_not_copied() -> None:
-    end_s, recomputed, reloaded = retracted_then_resumed(None)
+    end_s, recomputed, reloaded = retracted_then_resumed(0.0)
     # 60 ms of prefill and 5 decodes until the arrival; all 65 tokens with KV are lost.
     assert (recomputed, reloaded) == (65, 0)
-    fast_end_s, redone, copied = retracted_then_resumed(CheckpointConfig(1e9))
+    fast_end_s, redone, copied = retracted_then_resumed(1e9)
     assert copied == recomputed
     assert redone == 0
     assert end_s - fast_end_s == pytest.approx(recomputed * 1e-3, abs=1e-6)
@@ -138,7 +140,7 @@ def test_a_retracted_request_computes_again_what_was_not_copied() -> None:
 def test_only_what_the_device_holds_counts_as_cached() -> None:
     """As on the engine, a copy in host memory is planned with once it is back."""
     request = offline("f", 60, 30)
-    config = ExecutorConfig(kv_capacity_tokens=200, checkpoint=CheckpointConfig(1e6), page_tokens=4)
+    config = ExecutorConfig(kv_capacity_tokens=200, checkpoint_tokens_per_s=1e6, page_tokens=4)
     engine, executor = engine_of(request, config=config)
     while request.computed_tokens < 70:
         assert engine.step()
@@ -151,7 +153,7 @@ def test_only_what_the_device_holds_counts_as_cached() -> None:
     assert executor.hold_back(plan, 1.0)
     loads = 0
     while executor.cached_tokens("f") is None:
-        executor.advance_loads(executor.next_load_s)
+        executor.host.advance(executor.host.next_s)
         executor.check_invariants()
         loads += 1
     assert executor.cached_tokens("f") == on_host
@@ -160,8 +162,8 @@ def test_only_what_the_device_holds_counts_as_cached() -> None:
 
 
 def test_what_was_copied_comes_back_before_its_request_is_admitted() -> None:
-    fast_end_s, _, copied = retracted_then_resumed(CheckpointConfig(1e9))
-    slow_end_s, _, slow_copied = retracted_then_resumed(CheckpointConfig(1000.0))
+    fast_end_s, _, copied = retracted_then_resumed(1e9)
+    slow_end_s, _, slow_copied = retracted_then_resumed(1000.0)
     assert slow_copied == copied
     # 1 ms a token.
     assert slow_end_s - fast_end_s == pytest.approx(copied * 1e-3, abs=1e-6)

@@ -17,7 +17,7 @@ from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, PrefillChunk, Retraction, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.executor_config import CheckpointConfig, ExecutorConfig
+from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
 from simulator.engines import MS_PER_TOKEN, sim_request
@@ -42,7 +42,7 @@ class Plans(RuleBasedStateMachine):
                 max_running_requests=5,
                 prefix_cache=prefix_cache,
                 overlap=overlap,
-                checkpoint=CheckpointConfig(copied_per_s) if copied_per_s else None,
+                checkpoint_tokens_per_s=copied_per_s,
             ),
             MS_PER_TOKEN,
         )
@@ -69,7 +69,7 @@ class Plans(RuleBasedStateMachine):
         lane = Lane.SHARED
         if executor.suspended is None:
             lane = data.draw(st.sampled_from(Lane), "lane")
-        executor.advance_loads(self.now_s)
+        executor.host.advance(self.now_s)
         plan = self.draw_plan(data, executor.snapshot(self.now_s), lane)
         if data.draw(st.booleans(), "hold back"):
             while executor.hold_back(plan, self.now_s):

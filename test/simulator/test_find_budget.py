@@ -76,9 +76,10 @@ def test_the_budget_is_the_largest_that_meets_every_slo(profile: Path) -> None:
     search = searched(options(profile, "ttft p99 <= 1s", "tpot mean <= +100%"))
     assert search.budget_s is not None and search.problem is None
     assert found(search).is_met and not search.is_limit
+    assert len(search.trials) <= 16
     larger = [each for each in search.trials if (each.budget_s or 0.0) > search.budget_s]
     assert larger and not any(each.is_met for each in larger)
-    assert min(each.budget_s or 0.0 for each in larger) < 1.1 * search.budget_s
+    assert min(each.budget_s or 0.0 for each in larger) <= 1.02 * search.budget_s
     # Twice as long as online alone needs: what the tolerance says, less the reserve.
     assert search.online_only is not None and search.online_only.offline_tokens_per_s == 0
     tpot_alone_s = search.online_only.latency.tpot.mean_s

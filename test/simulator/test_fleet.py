@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
@@ -15,13 +14,11 @@ from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.fleet import Fleet, FleetEngine
-from sglang_coserve.simulator.fleet_inputs import ROUTER_POLICIES, Mailbox, OnlineRouter, Outage
+from sglang_coserve.simulator.fleet import Fleet, FleetEngine, Mailbox
 from sglang_coserve.simulator.fleet_run import strict_engine
 from sglang_coserve.simulator.request import SimRequest
 from simulator.engines import offline, online
@@ -50,10 +47,10 @@ def grouped_lines(groups: int, members: int) -> list[SimRequest]:
     return lines
 
 
-def served(num_engines: int, *, by_prefix: bool = True) -> tuple[float, float]:
+def served(num_engines: int) -> tuple[float, float]:
     """The lines a second, and the part of the prompts found in caches."""
     lines = grouped_lines(40, 12)
-    fleet = Fleet(num_engines, lambda _: engine_of(), lines, by_prefix=by_prefix)
+    fleet = Fleet([engine_of() for _ in range(num_engines)], lines)
     while fleet.step():
         pass
     assert fleet.num_ended == len(lines)
@@ -66,10 +63,8 @@ def test_engines_add_up_and_find_the_prefixes_that_one_finds() -> None:
     one_per_s, one_found = served(1)
     for num_engines in (2, 3):
         per_s, found = served(num_engines)
-        _, random_found = served(num_engines, by_prefix=False)
         assert per_s > 0.8 * num_engines * one_per_s
         assert found > 0.95 * one_found
-        assert found > random_found
 
 
 def test_the_same_run_again_is_the_same() -> None:
@@ -80,7 +75,7 @@ def test_lines_go_where_online_requests_leave_time() -> None:
     rng = random.Random(1)
     busy = [online(f"on-{n}", 400, 40, arrival_s=0.05 * n + rng.random() * 0.02) for n in range(80)]
     lines = [offline(f"{n}", 64, 32) for n in range(300)]
-    fleet = Fleet(2, lambda number: engine_of(() if number else busy), lines)
+    fleet = Fleet([engine_of(busy), engine_of()], lines)
     while fleet.step():
         pass
     assert all(line.state is RequestState.FINISHED for line in lines)
@@ -95,130 +90,45 @@ def test_lines_go_where_online_requests_leave_time() -> None:
 
 def test_a_line_that_no_engine_can_hold_holds_up_no_other() -> None:
     lines = [offline("large", KV_TOKENS + 1, 1), *(offline(f"{n}", 32, 4) for n in range(5))]
-    fleet = Fleet(2, lambda _: engine_of(), lines)
+    fleet = Fleet([engine_of(), engine_of()], lines)
     while fleet.step():
         pass
     assert fleet.num_ended == len(lines)
     assert [line.state for line in lines[1:]] == [RequestState.FINISHED] * 5
 
 
-def arrivals(count: int, interval_s: float = 0.05) -> list[SimRequest]:
-    return [online(f"on-{n}", 200, 10, arrival_s=interval_s * n) for n in range(count)]
-
-
-@pytest.mark.parametrize("policy", ROUTER_POLICIES)
-def test_routers_send_every_online_request_to_one_engine(policy: str) -> None:
-    requests = arrivals(60)
-    fleet = Fleet(
-        3,
-        lambda _: engine_of(),
-        grouped_lines(4, 8),
-        online=requests,
-        router=OnlineRouter(policy, seed=1),
-    )
-    while fleet.step():
-        pass
-    assert all(request.state is RequestState.FINISHED for request in requests)
-    counts = [sum(r.info.is_online for r in each.engine.requests) for each in fleet.engines]
-    assert sum(counts) == len(requests) and min(counts) > 0
-
-
-def test_the_lines_of_an_engine_that_dies_go_on_after_their_tokens() -> None:
-    lines, requests = grouped_lines(10, 8), arrivals(100)
-    outages = [Outage(0.4, 0, 2.0, is_death=True)]
-    fleet = Fleet(2, lambda _: engine_of(), lines, online=requests, outages=outages)
-    while fleet.step():
-        for each in fleet.engines:
-            each.executor.check_invariants()
-    assert fleet.num_ended == len(lines) and fleet.lines_given_back > 0
-    assert all(line.state is RequestState.FINISHED for line in lines)
-    assert all(len(line.token_times_s) == OUTPUT for line in lines)
-    states = {request.info.rid: request.state for request in requests}
-    lost = {request.info.rid for request in fleet.online_lost}
-    assert 0 < len(lost) < 30
-    assert {rid for rid, state in states.items() if state is RequestState.ABORTED} == lost
-    assert set(states.values()) == {RequestState.ABORTED, RequestState.FINISHED}
-    assert len(fleet.all_engines) == 3
-    # It came back, and had its share of what came then.
-    assert any(request.info.is_online for request in fleet.engines[0].engine.requests)
-
-
-def test_an_engine_that_drains_ends_its_online_requests_itself() -> None:
-    lines, requests = grouped_lines(10, 8), arrivals(60)
-    outages = [Outage(0.4, 0, math.inf, is_death=False)]
-    fleet = Fleet(2, lambda _: engine_of(), lines, online=requests, outages=outages)
-    while fleet.step():
-        pass
-    assert fleet.lines_given_back > 0 and not fleet.online_lost
-    assert all(each.state is RequestState.FINISHED for each in (*lines, *requests))
-    first, second = fleet.engines
-    assert first.engine.now_s < second.engine.now_s
-
-
-def test_without_engines_online_requests_fail_and_lines_wait() -> None:
-    lines, requests = grouped_lines(2, 4), arrivals(40)
-    outages = [Outage(0.5, 0, 1.5, is_death=True)]
-    fleet = Fleet(1, lambda _: engine_of(), lines, online=requests, outages=outages)
-    while fleet.step():
-        pass
-    assert all(line.state is RequestState.FINISHED for line in lines)
-    away = {r.info.rid for r in requests if 0.5 <= r.info.arrival_s < 1.5}
-    lost = {r.info.rid for r in fleet.online_lost}
-    assert away <= lost
-    assert all(r.info.arrival_s < 0.5 for r in requests if r.info.rid in lost - away)
-
-
-@pytest.mark.parametrize("text", ["", "1", "@3", "1@", "a@3", "1@3+", "1@-3", "-1@3"])
-def test_an_outage_that_is_none_is_told(text: str) -> None:
-    with pytest.raises(ConfigError, match="ENGINE@START"):
-        Outage.parse(text, is_death=True)
-
-
-def test_outages_are_read() -> None:
-    assert Outage.parse("2@30+60", is_death=True) == (30.0, 2, 90.0, True)
-    assert Outage.parse("0@1.5", is_death=False) == (1.5, 0, math.inf, False)
-
-
-def test_a_router_that_there_is_not_is_told() -> None:
-    with pytest.raises(ConfigError, match="power_of_two"):
-        OnlineRouter("best")
-
-
-def pool_engine(pool: Pool, kv_tokens: int) -> FleetEngine:
+def pool_engine(pool: Pool, kv_tokens: int, arriving: Sequence[SimRequest] = ()) -> FleetEngine:
     config = ExecutorConfig(kv_tokens, page_tokens=16, max_running_requests=REQUESTS)
     executor, policy = SimulatedExecutor(config, MODEL), make_policy("ooco")
     queue = OfflineQueue(policy.queue_config(0))
     scheduler = Scheduler(policy, MODEL, deadlines(SloTargets(ttft_s=0.5, tpot_s=0.05)), queue)
     if pool == "strict":
-        return strict_engine(scheduler, executor, Mailbox())
-    mailbox = Mailbox()
+        return strict_engine(scheduler, executor, Mailbox(arriving))
+    mailbox = Mailbox(arriving)
     engine = SimEngine(scheduler, executor, mailbox, [mailbox])
     return FleetEngine(engine, executor, mailbox, "relaxed")
 
 
 @pytest.mark.parametrize("strict_kv_tokens", [700, KV_TOKENS])
-@pytest.mark.parametrize("outages", [(), (Outage(1.0, 2, 2.0, is_death=True),)])
 def test_lines_begin_at_relaxed_engines_and_end_wherever_there_is_room(
-    strict_kv_tokens: int, outages: Sequence[Outage]
+    strict_kv_tokens: int,
 ) -> None:
-    def make_engine(number: int) -> FleetEngine:
-        if number < 2:
-            return pool_engine("relaxed", KV_TOKENS)
-        return pool_engine("strict", strict_kv_tokens)
-
-    requests = arrivals(60)
+    requests = [online(f"on-{n}", 200, 10, arrival_s=0.05 * n) for n in range(60)]
     lines = [offline(f"{n}", 32 + 8 * (n % 7), 100) for n in range(200)]
-    fleet = Fleet(4, make_engine, lines, online=requests, outages=outages, link_tokens_per_s=1e4)
+    engines = [pool_engine("relaxed", KV_TOKENS) for _ in range(2)]
+    engines += [pool_engine("strict", strict_kv_tokens, requests[turn::2]) for turn in (1, 0)]
+    fleet = Fleet(engines, lines, link_tokens_per_s=1e4)
     while fleet.step():
         for each in fleet.engines:
             each.executor.check_invariants()
     assert fleet.num_ended == len(lines)
     assert all(line.state is RequestState.FINISHED for line in lines)
+    assert all(request.state is RequestState.FINISHED for request in requests)
     assert fleet.lines_pulled > 0
     if strict_kv_tokens < KV_TOKENS:
         assert fleet.lines_returned > 0
     began = {id(r) for each in fleet.engines[:2] for r in each.engine.requests}
-    assert outages or began >= {id(line) for line in lines}
+    assert began >= {id(line) for line in lines}
     assert all(not r.info.is_online for each in fleet.engines[:2] for r in each.engine.requests)
     decoded = [each.engine.counters.offline_tokens for each in fleet.engines]
     assert sum(decoded[2:]) > 0

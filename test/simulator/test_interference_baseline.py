@@ -23,7 +23,7 @@ from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import RequestEvent, StepRecord
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
 from sglang_coserve.workload import TraceRequest
@@ -42,7 +42,7 @@ def trace(rate_per_s: float, prompt_tokens: int, output_tokens: int) -> Iterator
         yield TraceRequest(index, arrival_s, *(max(1, int(n)) for n in lengths))
 
 
-class Follower:
+class Follower(SimulationObserver):
     """Tells a baseline what happens to the online requests of a run."""
 
     def __init__(self, size: EngineSize) -> None:

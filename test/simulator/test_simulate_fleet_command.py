@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from sglang_coserve.cli import app
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.simulator.fleet_report import FLEET_COLUMNS
+from sglang_coserve.simulator.fleet_run import FLEET_COLUMNS
 
 SMALL = ("simulate", "fleet", "--duration", "4", "--max-running", "16", "--quiet")
 
@@ -22,19 +22,21 @@ def simulated(*arguments: str) -> Result:
 
 
 def cells(result: Result) -> list[dict[str, str]]:
-    label, head, *rows = result.output.splitlines()
+    label, head, _, *rows = result.output.splitlines()
     assert label == "(simulated)"
     assert all(column in head for column in FLEET_COLUMNS)
-    names = ("engines", *FLEET_COLUMNS[1:])
     return [
-        dict(zip(names, row.replace(", ", ",").split(), strict=True)) for row in rows if row.strip()
+        dict(zip(FLEET_COLUMNS, map(str.strip, row.strip("| ").split("|")), strict=True))
+        for row in rows
+        if row.strip()
     ]
 
 
 def test_a_fleet_is_compared_with_as_many_engines_alone(tmp_path: Path) -> None:
     output = tmp_path / "fleet.json"
     alone, two = cells(simulated("--engines", "2", "-o", str(output)))
-    assert (alone["engines"], two["engines"]) == ("1,alone", "2")
+    assert two["pulled"] == two["returned"] == "0"
+    assert (alone["engines"], two["engines"]) == ("1, alone", "2")
     assert alone["of alone %"] == "100.0"
     assert 60 < float(two["of alone %"]) < 120
     assert float(two["busiest ÷ mean"]) < 1.5
@@ -43,17 +45,8 @@ def test_a_fleet_is_compared_with_as_many_engines_alone(tmp_path: Path) -> None:
     assert [result["engines"] for result in report["results"]] == [1, 2]
 
 
-def test_outages_cost_what_they_take_away() -> None:
-    two = ("--engines", "2", "--router", "least_load")
-    _, whole = cells(simulated(*two))
-    _, hurt = cells(simulated(*two, "--kill", "0@0.5+2.5", "--drain", "1@3.2+0.5"))
-    assert whole["given back"] == whole["online lost"] == "0"
-    assert int(hurt["given back"]) > 0
-    assert float(hurt["of alone %"]) < float(whole["of alone %"])
-
-
 def test_the_same_seed_is_the_same_result() -> None:
-    flags = ("--engines", "3", "--router", "power_of_two", "--kill", "1@1+1", "--seed", "3")
+    flags = ("--engines", "4", "--pools", "--policy", "ooco", "--slo-tpot-ms", "50", "--seed", "3")
     assert simulated(*flags).output == simulated(*flags).output
 
 
@@ -72,9 +65,7 @@ def test_a_batch_that_ends_before_the_time_is_told(tmp_path: Path) -> None:
     [
         (("--engines", "two"), "such as 2,4,8"),
         (("--engines", "0,2"), "from 1"),
-        (("--router", "best"), "least_load"),
-        (("--kill", "0"), "ENGINE@START"),
-        (("--engines", "2", "--drain", "2@1"), "counted from 0"),
+        (("--engines", "2,3", "--pools"), "even numbers"),
         (("--policy", "fcfs,coserve"), "a fleet has one"),
     ],
 )

@@ -165,20 +165,6 @@ class FleetFlags(EngineFlags):
         "Lines: lengths such as 4096x256 for an endless batch, or a JSONL batch file that the"
         " largest fleet does not end.",
     )
-    router: str = flag(
-        "round_robin",
-        "Of online requests: round_robin, random, power_of_two, least_load.",
-        metavar="NAME",
-    )
-    by_prefix: bool = flag(True, "Place lines by their prefixes, as the gateway does.")
-    kill: list[str] | None = flag(
-        None,
-        "An engine, from 0, dies at a time, and is back so many seconds later; repeat it.",
-        metavar="ENGINE@S+S",
-    )
-    drain: list[str] | None = flag(
-        None, "The same; its online requests end there.", metavar="ENGINE@S+S"
-    )
     pools: bool = flag(
         False,
         "Half of the engines are relaxed, where lines begin, half strict, with the online requests"
@@ -200,9 +186,11 @@ def simulate_fleet(
     Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
     """
     from sglang_coserve.simulator import RunControl, SimulationOptions
-    from sglang_coserve.simulator.fleet_inputs import Outage
-    from sglang_coserve.simulator.fleet_report import fleet_table_text
-    from sglang_coserve.simulator.fleet_run import FleetOptions, simulate_fleets
+    from sglang_coserve.simulator.fleet_run import (
+        FleetOptions,
+        fleet_table_text,
+        simulate_fleets,
+    )
     from sglang_coserve.simulator.result import write_results
 
     try:
@@ -216,22 +204,12 @@ def simulate_fleet(
         duration=flags.duration,
         **{each.name: getattr(flags, each.name) for each in fields(EngineFlags)},
     )
-    outages = [Outage.parse(text, is_death=True) for text in flags.kill or ()]
-    outages += [Outage.parse(text, is_death=False) for text in flags.drain or ()]
-    options = FleetOptions(one, sizes, flags.router, flags.by_prefix, tuple(outages), flags.pools)
+    options = FleetOptions(one, sizes, flags.pools)
     with RunControl(time_limit, show=not quiet) as control:
         results = simulate_fleets(options, control)
     say(fleet_table_text(results), newline=False)
     if flags.output is not None:
-        settings = {
-            **one.to_dict(),
-            "engines": sizes,
-            "router": flags.router,
-            "by_prefix": flags.by_prefix,
-            "kill": flags.kill or [],
-            "drain": flags.drain or [],
-            "pools": flags.pools,
-        }
+        settings = {**one.to_dict(), "engines": sizes, "pools": flags.pools}
         write_results(results, flags.output, settings)
     if control.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))

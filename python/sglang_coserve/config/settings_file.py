@@ -13,16 +13,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-from pydantic import BeforeValidator, ValidationError, create_model
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError
 
@@ -32,6 +23,9 @@ _PREFIX: Final = "COSERVE_"
 _OWN: Final = "coserve_"
 """Left out of names: --coserve-data-dir is data_dir, and COSERVE_DATA_DIR."""
 
+_SWITCHES: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+    ("0", "false", "no", "off"), False
+)
 _FLAG: Final = "--settings"
 _TABLES: Final = ("serve", "gateway")
 
@@ -61,12 +55,15 @@ def with_settings(argv: Sequence[str], parser: argparse.ArgumentParser, table: s
             near = difflib.get_close_matches(name, actions, 1)
             hint = f": did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{chosen.settings}: there is no setting {name!r}{hint}")
-    found = _validated(actions, in_file, chosen.settings)
     flags: list[str] = []
-    for name, value in found.items():
-        action = actions[name]
-        if value is not None and not given.intersection(action.option_strings):
-            flags += _flags(action, value)
+    for name, action in actions.items():
+        variable = f"{_PREFIX}{name.upper()}"
+        if not given.isdisjoint(action.option_strings):
+            continue
+        if found := os.environ.get(variable):
+            flags += _flags(action, found, variable)
+        elif name in in_file:
+            flags += _flags(action, in_file[name], f"{chosen.settings}: {name}")
     return [*flags, *rest]
 
 
@@ -98,78 +95,22 @@ def _read(path: Path, table: str) -> Mapping[str, Any]:
     }
 
 
-def _validated(
-    actions: Mapping[str, argparse.Action], in_file: Mapping[str, Any], path: str | None
-) -> Mapping[str, Any]:
-    fields: dict[str, Any] = {name: (_kind(action), None) for name, action in actions.items()}
-    settings = create_model("Settings", __base__=_Settings, **fields)
-    try:
-        found = settings(**in_file)
-    except (ValidationError, SettingsError) as error:
-        where = f"{path}, or variables {_PREFIX}…" if path else f"variables {_PREFIX}…"
-        raise ConfigError(f"{where}: {_explained(error)}") from error
-    return {name: getattr(found, name) for name in actions}
-
-
-class _Settings(BaseSettings):
-    model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, env_ignore_empty=True, protected_namespaces=()
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment wins over the file, which is passed in."""
-        return env_settings, init_settings
-
-
-def _explained(error: ValidationError | SettingsError) -> str:
-    if isinstance(error, SettingsError):
-        return str(error)
-    fault = error.errors()[0]
-    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}, not {fault['input']!r}"
-
-
-def _words(value: Any) -> Any:
-    """Split what a variable holds; in a file, a list is a list."""
-    if isinstance(value, str):
-        return value.split()
-    return [value] if isinstance(value, int | float) else value
-
-
-def _text(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else value
-
-
-_One = Annotated[str | None, BeforeValidator(_text)]
-_Many = Annotated[list[_One] | None, NoDecode, BeforeValidator(_words)]
-
-
-def _takes_many(action: argparse.Action) -> bool:
-    return action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction)
-
-
-def _kind(action: argparse.Action) -> Any:
-    if action.nargs == 0:
-        return bool | None
-    return _Many if _takes_many(action) else _One
-
-
-def _flags(action: argparse.Action, value: Any) -> list[str]:
+def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
+    """Return a setting as words of a command line; those of a text are separated by spaces."""
     flag = max(action.option_strings, key=len)
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return [next(each for each in action.option_strings if each.startswith("--no-") != value)]
     if action.nargs == 0:
-        return [flag] if value else []
-    if action.nargs in ("+", "*"):
-        return [flag, *value]
-    if isinstance(value, list):
-        return [f"{flag}={each}" for each in value]
-    return [f"{flag}={value}"]
+        is_on = _SWITCHES.get(str(value).lower())
+        if is_on is None:
+            raise ConfigError(f"{where} is true or false, not {value!r}")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [each for each in action.option_strings if each.startswith("--no-") != is_on]
+        return [flag] if is_on else []
+    is_repeated = isinstance(action, argparse._AppendAction)
+    takes_many = action.nargs in ("+", "*")
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, str) and (takes_many or is_repeated):
+        values = value.split()
+    words = [str(each) for each in values if type(each) in (str, int, float)]
+    if len(words) < len(values) or (len(words) != 1 and not (takes_many or is_repeated)):
+        raise ConfigError(f"{where} cannot be {value!r}")
+    return [flag, *words] if takes_many else [f"{flag}={word}" for word in words]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,7 +68,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Check every range."""
         budget_s = self.iteration_budget_s
-        if budget_s is not None and not budget_s > 0:
+        if budget_s is not None and not 0 < budget_s < math.inf:
             raise ConfigError(
                 f"scheduler: iteration_budget_s is {budget_s}: use a positive time or None"
             )

@@ -32,8 +32,9 @@ class StepShape:
 
     def __post_init__(self) -> None:
         assert self.prefills or self.decodes, "a batch has at least one request"
-        assert all(tokens >= 1 and context >= 0 for tokens, context in self.prefills)
-        assert all(context >= 1 for context in self.decodes)
+        for tokens, context in self.prefills:
+            assert tokens >= 1 and context >= 0, f"no prefill: {tokens} tokens after {context}"
+        assert all(context >= 1 for context in self.decodes), "a decode without a prompt"
 
     @property
     def kind(self) -> ShapeKind:

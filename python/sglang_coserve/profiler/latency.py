@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from sglang_coserve.core.latency_model import Sample
 from sglang_coserve.core.step_stats import StepStats
@@ -37,7 +39,7 @@ class ShapeTiming:
     """The timed runs of one shape."""
 
     shape: StepShape
-    runs_s: tuple[float, ...]
+    runs_s: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
     """All timed runs in order, without the warm-up."""
 
     @property

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+import msgspec
 
-from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
-from sglang_coserve.profiler.executor import StepShape
 from sglang_coserve.profiler.latency import ShapeTiming
 from sglang_coserve.profiler.profile_file import ProfiledMachine
 
 __all__ = ["SampleFile"]
 
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
+
+T = TypeVar("T")
 
 
 class SampleFile:
@@ -42,7 +41,7 @@ class SampleFile:
             raise ConfigError(f"{path}: measurements exist: add --resume, or remove the file")
         header = {"schema_version": _SCHEMA_VERSION, **asdict(machine)}
         # Through JSON, which turns tuples into lists.
-        expected = json.loads(json.dumps(header))
+        expected = msgspec.json.decode(msgspec.json.encode(header))
         if exists:
             found, self.measurements, length = _read(path)
             _reject_other_machine(path, expected, found)
@@ -60,46 +59,12 @@ class SampleFile:
 
     def append(self, measurement: ShapeTiming) -> None:
         """Append a measurement; it has been written when this returns."""
-        self._write(_SampleLine.of(measurement).model_dump())
+        self._write(measurement)
         self.measurements.append(measurement)
 
-    def _write(self, fields: dict[str, Any]) -> None:
-        self._file.write(json.dumps(fields) + "\n")
+    def _write(self, line: object) -> None:
+        self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
-
-
-class _SampleLine(JsonDocument):
-    """A measurement as stored in the file."""
-
-    prefill_tokens: tuple[PositiveInt, ...]
-    prefill_contexts: tuple[NonNegativeInt, ...]
-    decodes: tuple[PositiveInt, ...]
-    runs_s: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-
-    @classmethod
-    def of(cls, measurement: ShapeTiming) -> _SampleLine:
-        """Return the line of a measurement."""
-        shape = measurement.shape
-        return cls(
-            prefill_tokens=tuple(tokens for tokens, _ in shape.prefills),
-            prefill_contexts=tuple(context for _, context in shape.prefills),
-            decodes=shape.decodes,
-            runs_s=measurement.runs_s,
-        )
-
-    def measurement(self, source: str) -> ShapeTiming:
-        """Return the measurement; ``source`` names the line in messages."""
-        tokens, contexts = self.prefill_tokens, self.prefill_contexts
-        if len(tokens) != len(contexts):
-            raise InputFileError(
-                f"{source}: prefill_contexts: {len(contexts)} values for {len(tokens)} prefills"
-            )
-        if not (tokens or self.decodes):
-            raise InputFileError(
-                f"{source}: a measurement has at least one request: remove the line"
-            )
-        prefills = tuple(zip(tokens, contexts, strict=True))
-        return ShapeTiming(StepShape(prefills, self.decodes), self.runs_s)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[ShapeTiming], int]:
@@ -109,12 +74,19 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ShapeTiming], int]:
     lines = text[:length].splitlines()
     if not lines:
         raise InputFileError(f"{path}: not even a first line: remove the file")
-    header = read_json(dict[str, Any], lines[0], f"{path}:1")
-    measurements = []
-    for number, line in enumerate(lines[1:], start=2):
-        source = f"{path}:{number}"
-        measurements.append(read_json(_SampleLine, line, source).measurement(source))
+    header = _decode(lines[0], dict[str, Any], f"{path}:1")
+    measurements = [
+        _decode(line, ShapeTiming, f"{path}:{number}")
+        for number, line in enumerate(lines[1:], start=2)
+    ]
     return header, measurements, length
+
+
+def _decode(line: bytes, kind: type[T], source: str) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, AssertionError) as error:
+        raise InputFileError(f"{source}: {error}: remove the line") from error
 
 
 def _reject_other_machine(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:

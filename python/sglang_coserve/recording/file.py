@@ -9,11 +9,10 @@ same time.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -40,21 +39,15 @@ from sglang_coserve.recording.events import (
 )
 from sglang_coserve.recording.scheduler import SchedulerSetup
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 __all__ = ["FORMAT", "VERSION", "EventEncoder", "encode_setup", "read_recording"]
 
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 12
+VERSION: Final = 13
 
 _LETTERS: Final = MappingProxyType(dict(zip(RequestState, "WPKDSFA", strict=True)))
 _STATES: Final = MappingProxyType({letter: state for state, letter in _LETTERS.items()})
-_INFINITE: Final = "Infinity"
-"""A setting without a bound, which JSON has no number for."""
-
 
 _Row = tuple[int, str, int, int, int, int]
 """A ``Request``, in the order of its fields: the first is a number, the second a letter of its
@@ -77,17 +70,9 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str
     slos: tuple[Slo, ...]
     engine: EngineSize
-    config: dict[str, Any]
-    """The fields of a ``SchedulerConfig``."""
-
+    config: SchedulerConfig
     profile: dict[str, Any]
     """The JSON object written by ``LatencyProfile.to_json``."""
-
-
-class _ArrivedLine(_Line, frozen=True, tag="arrived"):
-    new: list[RequestInfo]
-    request: int
-    cached_tokens: int
 
 
 class _AddedLine(_Line, frozen=True, tag="added"):
@@ -120,7 +105,7 @@ class _UpdatedLine(_Line, frozen=True, tag="updated"):
 
 
 _EventLine = (
-    _ArrivedLine
+    Arrived
     | _AddedLine
     | _PlannedLine
     | Started
@@ -139,11 +124,9 @@ _LINES: Final = msgspec.json.Decoder[_EventLine](_EventLine)
 def encode_setup(setup: SchedulerSetup) -> str:
     """Return the first line of a recording."""
     profile = msgspec.json.decode(setup.profile.to_json())
-    config = {
-        name: _INFINITE if value == math.inf else value
-        for name, value in _fields(setup.config).items()
-    }
-    return _text(_Header(FORMAT, VERSION, setup.policy, setup.slos, setup.engine, config, profile))
+    return _text(
+        _Header(FORMAT, VERSION, setup.policy, setup.slos, setup.engine, setup.config, profile)
+    )
 
 
 class EventEncoder:
@@ -157,10 +140,10 @@ class EventEncoder:
         """Return the line of an event; O(requests) for a plan."""
         new: list[RequestInfo] = []
         match event:
-            case Arrived(info, cached_tokens):
-                return _text(_ArrivedLine(new, self._number(info, new), cached_tokens))
+            case Arrived(info):
+                self._introduce(info)
             case OfflineAdded(request):
-                values = _fields(request)
+                values = {field.name: getattr(request, field.name) for field in fields(request)}
                 tokens = unpack_tokens(values.pop("token_ids")).tolist()
                 return _text(_AddedLine(values, tokens))
             case Planned(snapshot, answers, plan):
@@ -220,9 +203,14 @@ class EventEncoder:
         known = self._known.get(info.rid)
         if known is None or (known[1] is not info and known[1] != info):
             new.append(info)
-            known = self._known[info.rid] = self._num_known, info
-            self._num_known += 1
+            return self._introduce(info)
         return known[0]
+
+    def _introduce(self, info: RequestInfo) -> int:
+        number = self._num_known
+        self._known[info.rid] = number, info
+        self._num_known += 1
+        return number
 
 
 def _text(line: object) -> str:
@@ -245,10 +233,6 @@ def _changes(value: EngineSnapshot | StepPlan | StepResult) -> dict[str, Any]:
 
 def _default(field: Field[Any]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _fields(value: DataclassInstance) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 # --- Reading --------------------------------------------------------------------------------
@@ -287,14 +271,11 @@ def _setup(line: str) -> SchedulerSetup:
             "replay it with the version of sglang_coserve that recorded it, or record again"
         )
     header = msgspec.convert(values, _Header)
-    config = {
-        name: math.inf if value == _INFINITE else value for name, value in header.config.items()
-    }
     profile = msgspec.json.encode(header.profile).decode()
     return SchedulerSetup(
         header.policy,
         header.slos,
-        _converted(config, SchedulerConfig, "config"),
+        header.config,
         LatencyProfile.from_json(profile, "profile"),
         header.engine,
     )
@@ -311,9 +292,9 @@ class _EventDecoder:
     def decode(self, text: str) -> Event:
         """Return the event of a line."""
         match _LINES.decode(text):
-            case _ArrivedLine() as line:
-                self._new(line.new, is_kept=True)
-                return Arrived(self._infos[line.request], line.cached_tokens)
+            case Arrived(info) as event:
+                self._new([info], is_kept=True)
+                return event
             case _AddedLine() as line:
                 return OfflineAdded(_queued(line))
             case _PlannedLine() as line:
@@ -370,21 +351,13 @@ def _queued(line: _AddedLine) -> QueuedRequest:
         tokens = pack_tokens(line.token_ids)
     except CoserveError as error:
         raise InputFileError(f"token_ids: {error}") from error
-    return _converted({**line.request, "token_ids": tokens}, QueuedRequest, "request")
-
-
-def _converted(values: Mapping[str, Any], kind: type[T], place: str) -> T:
-    """Return ``values``, which were read from the field ``place``, as a dataclass.
-
-    Raises:
-        InputFileError: they do not make one.
-    """
+    values = {**line.request, "token_ids": tokens}
     try:
-        return msgspec.convert(values, kind, builtin_types=(bytes,))
+        return msgspec.convert(values, QueuedRequest, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise InputFileError(_said(error, place)) from error
+        raise InputFileError(_said(error, "request")) from error
     except CoserveError as error:
-        raise InputFileError(f"{place}: {error}") from error
+        raise InputFileError(f"request: {error}") from error
 
 
 def _read(decode: Callable[[str], T], source: str, line: str) -> T:

@@ -26,7 +26,7 @@ __all__ = ["EventLog", "compare"]
 _SCHEMA_VERSION: Final = 1
 
 
-class EventLog:
+class EventLog(SimulationObserver):
     """Writes all events of a run; docs/simulator.md documents the fields.
 
     Lines are in order of time. An arrival is written when the engine notices it;

@@ -77,7 +77,7 @@ class SimEngine:
     def next_event_s(self) -> float:
         """When an idle engine gets something to do: a timed request, or KV from host memory;
         infinite for never."""
-        return min(self._source.next_arrival_s, self._executor.next_load_s)
+        return min(self._source.next_arrival_s, self._executor.host.next_s)
 
     def step(self, end_s: float = math.inf) -> bool:
         """Run one step, or advance the time to the next event before ``end_s``.
@@ -88,7 +88,7 @@ class SimEngine:
         self._take_arrivals(self._seen_until_s, self.now_s)
         for request in self._source.refill(len(executor.offline_waiting), self.now_s):
             self._arrive(request, self.now_s)
-        executor.advance_loads(self.now_s)
+        executor.host.advance(self.now_s)
         plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
         while executor.hold_back(plan, self.now_s):
             plan = self._scheduler.plan(executor.snapshot(self.now_s), executor)
@@ -136,8 +136,7 @@ class SimEngine:
         lost = executor.drop()
         self._scheduler.update(result)
         for request in lost:
-            self._scheduler.restore(request.info.rid, request.generated_tokens)
-            self._notify(RequestEvent.RETRACTED, request)
+            self._wait_again(request)
 
     def _pass_time(self, end_s: float) -> bool:
         if self._executor.settle():
@@ -186,15 +185,6 @@ class SimEngine:
     def forget(self, request: SimRequest) -> None:
         """Remove a request that moves to another engine."""
         self._scheduler.finish(request.info.rid, Ending.ABORTED)
-
-    def give_back(self) -> list[SimRequest]:
-        """Remove all offline requests, which go on in other engines after their tokens."""
-        if self._executor.suspended is not None:
-            self._drop()
-        given = self._executor.give_back()
-        for request in given:
-            self.forget(request)
-        return given
 
     def _run(self, plan: StepPlan, batch: RunningStep) -> None:
         """Advance the time until the step ends or is suspended at a safepoint."""
@@ -247,12 +237,7 @@ class SimEngine:
             self._notify(RequestEvent.SHED, request)
         for request in batch.retracted:
             self.counters.retractions += 1
-            self._notify(RequestEvent.RETRACTED, request)
-            if self._take_back is not None:
-                self._executor.withdraw(request)
-                self._take_back(request)
-            elif not request.info.is_online:
-                self._scheduler.restore(request.info.rid, request.generated_tokens)
+            self._wait_again(request)
         self.counters.pauses += len(plan.pause)
         if not self._observers:
             return
@@ -264,6 +249,14 @@ class SimEngine:
         ):
             for rid in rids:
                 self._notify(event, requests[rid])
+
+    def _wait_again(self, request: SimRequest) -> None:
+        self._notify(RequestEvent.RETRACTED, request)
+        if self._take_back is not None:
+            self._executor.withdraw(request)
+            self._take_back(request)
+        elif not request.info.is_online:
+            self._scheduler.restore(request.info.rid, request.generated_tokens)
 
     def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
         is_suspended = self._executor.suspended is batch

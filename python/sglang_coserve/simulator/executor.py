@@ -7,7 +7,6 @@ scheduler, and raises ``AssertionError``.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Iterable
 from typing import Final
@@ -18,7 +17,7 @@ from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.host_kv import HostCheckpoint, HostLoads
+from sglang_coserve.simulator.host_kv import HostKv
 from sglang_coserve.simulator.request import DecodingRequests, SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 from sglang_coserve.simulator.running_step import RunningStep, StepDuration
@@ -40,11 +39,6 @@ class SimulatedExecutor:
         self.config = config
         self._kv = RequestKv(config)
         self.cache, self.pool = self._kv.cache, self._kv.pool
-        self._checkpoint = (
-            HostCheckpoint(config.checkpoint.tokens_per_s, config.page_tokens)
-            if config.checkpoint
-            else None
-        )
         self._duration = StepDuration(config, model)
         self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
@@ -55,11 +49,7 @@ class SimulatedExecutor:
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
-        self._loads = (
-            HostLoads(self._kv, self._checkpoint.load_s, self.offline_waiting.get)
-            if self._checkpoint
-            else None
-        )
+        self.host = HostKv(self._kv, config.checkpoint_tokens_per_s, self.offline_waiting.get)
         self._decoding = DecodingRequests((), config.page_tokens)
         self._no_decodes = DecodingRequests((), config.page_tokens)
         self.suspended: RunningStep | None = None
@@ -83,30 +73,18 @@ class SimulatedExecutor:
     def cached_tokens(self, rid: str) -> int | None:
         """Return how many leading tokens of a waiting offline request need not be computed; None
         while more of them are being loaded."""
-        if self._loads is not None and self._loads.is_held(rid):
+        if self.host.is_held(rid):
             return None
         return self._kv.cached_tokens(self.offline_waiting[rid])
-
-    @property
-    def next_load_s(self) -> float:
-        """When KV comes from host memory; infinite if none is on its way."""
-        return math.inf if self._loads is None else self._loads.next_s
-
-    def advance_loads(self, now_s: float) -> None:
-        """Let KV come from host memory until now."""
-        if self._loads is not None:
-            self._loads.advance(now_s)
 
     def hold_back(self, plan: StepPlan, now_s: float) -> bool:
         """Return whether a planned request must first get its KV from host memory.
 
         That is begun, and it is not to be admitted until then: the plan is to be made anew.
         """
-        if self._loads is None:
-            return False
         waiting = self.offline_waiting
         planned = [waiting[chunk.rid] for chunk in plan.prefills if chunk.rid in waiting]
-        return self._loads.hold_back(planned, now_s)
+        return self.host.hold_back(planned, now_s)
 
     def cached_prompt_tokens(self, request: SimRequest) -> int:
         """Return how many leading tokens of a waiting request need not be computed."""
@@ -182,7 +160,7 @@ class SimulatedExecutor:
         self._release_ended()
         ended: list[SimRequest] = []
         page_tokens = self.pool.page_tokens
-        checkpoint = self._checkpoint
+        saves = self.host.saves
         new_view = tuple.__new__
         decoding = _DECODES_IN[batch.lane]
         for request in batch.decodes:
@@ -196,8 +174,8 @@ class SimulatedExecutor:
             info, shared = request.info, request.shared_tokens
             # Like Request(), at half the cost: this loop takes most of a step.
             request.view = new_view(Request, (info, decoding, generated, computed, shared, end_s))
-            if checkpoint and computed % page_tokens == 0 and not info.is_online:
-                checkpoint.mark(request)
+            if saves and computed % page_tokens == 0 and not info.is_online:
+                self.host.mark(request)
         if batch.decodes is self._decoding.requests:
             self._decoding.advance()
         begun: list[SimRequest] = []
@@ -211,8 +189,8 @@ class SimulatedExecutor:
             self._decoding.change(begun, ended)
         for request in ended:
             self._finish(request)
-        if checkpoint:
-            checkpoint.copy(seconds)
+        if saves:
+            self.host.save(seconds)
         return ended
 
     def drop(self) -> list[SimRequest]:
@@ -233,20 +211,6 @@ class SimulatedExecutor:
             self.waiting.remove(request)
         else:
             del self.offline_waiting[request.info.rid]
-
-    def give_back(self) -> list[SimRequest]:
-        """Remove all offline requests, between steps; return them, which have no KV any more.
-
-        They keep the tokens that they generated. There must be no suspended step.
-        """
-        assert self.suspended is None
-        for request in [r for r in self.admitted.values() if not r.info.is_online]:
-            self._retract(request, request.computed_tokens)
-        given = list(self.offline_waiting.values())
-        self.offline_waiting.clear()
-        for request in given:
-            request.saved_tokens = request.loaded_to_tokens = request.loaded_tokens = 0
-        return given
 
     def hand_over(self, rid: str) -> tuple[SimRequest, int]:
         """Remove a decoding request; return it and its KV tokens, as arguments for ``adopt``."""
@@ -297,7 +261,7 @@ class SimulatedExecutor:
             pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
         )
         private += self.suspended.opened_pages if self.suspended else 0
-        private += self._loads.pages if self._loads else 0
+        private += self.host.pages
         assert pool.private_pages == private, f"{pool.private_pages} private pages, {private} used"
         for request in (*holders, *self.waiting, *self.offline_waiting.values()):
             kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
@@ -354,8 +318,8 @@ class SimulatedExecutor:
             request.token_times_s.append(end_s)
             request.move(decoding)
         request.refresh_view()
-        if self._checkpoint and not request.info.is_online:
-            self._checkpoint.mark(request)
+        if self.host.saves and not request.info.is_online:
+            self.host.mark(request)
 
     def _shed(self, rid: str) -> SimRequest:
         request = next(r for r in self.waiting if r.info.rid == rid)

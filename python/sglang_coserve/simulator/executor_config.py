@@ -8,22 +8,7 @@ from dataclasses import dataclass
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["CheckpointConfig", "ExecutorConfig", "SafepointConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """Copies of offline KV in host memory (ConServe §4.4).
-
-    Raises:
-        ConfigError: the bandwidth is not positive.
-    """
-
-    tokens_per_s: float
-    """KV tokens per second in each direction; ConServe §6.5 measured 37 GB/s from one H100."""
-
-    def __post_init__(self) -> None:
-        _check(0 < self.tokens_per_s < math.inf, "checkpoint bandwidth", self.tokens_per_s, "> 0")
+__all__ = ["ExecutorConfig", "SafepointConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +69,9 @@ class ExecutorConfig:
     prefix_cache: bool = True
     """False: KV is never shared, and a retracted request keeps none on the device."""
 
-    checkpoint: CheckpointConfig | None = None
-    """Copies in host memory; None: KV released on the device must be computed again."""
+    checkpoint_tokens_per_s: float = 0.0
+    """KV tokens per second that are copied to host memory, and back (ConServe §4.4; §6.5 measured
+    37 GB/s from one H100); 0: KV released on the device must be computed again."""
 
     safepoint: SafepointConfig | None = None
     """Safepoints; None: a step always runs to its end."""
@@ -126,6 +112,8 @@ class ExecutorConfig:
             self.max_batch_tokens,
             f">= one page of {self.page_tokens} tokens",
         )
+        bandwidth = self.checkpoint_tokens_per_s
+        _check(0 <= bandwidth < math.inf, "checkpoint bandwidth", bandwidth, ">= 0")
         _check(0 <= self.scheduling_s < math.inf, "scheduling time", self.scheduling_s, ">= 0 s")
         _check(0 <= self.noise_cv < math.inf, "noise", self.noise_cv, ">= 0")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from sglang_coserve.core.budget_search import SloCheck, SloResult, search_budget
-from sglang_coserve.core.control.slo import format_slo, parse_slo, request_targets
+from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_targets
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.errors import ConfigError, InfeasibleError
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
@@ -36,6 +36,34 @@ _LADDER_STEP: Final = 2.0
 runs."""
 
 _MAX_RUNS: Final = 16
+
+_PRECISION: Final = 0.02
+"""Ratio of two budgets, less 1, between which no other is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloResult:
+    """The measured value of one SLO beside its limit."""
+
+    slo: Slo
+    limit_s: float
+    measured_s: float | None
+    """None if nothing was measured; the SLO then counts as met."""
+
+    @property
+    def is_met(self) -> bool:
+        """True when the limit was not exceeded."""
+        return self.measured_s is None or self.measured_s <= self.limit_s
+
+    @property
+    def excess(self) -> float:
+        """measured / limit - 1: negative if the SLO is met, -1 without measurements."""
+        return -1.0 if self.measured_s is None else self.measured_s / self.limit_s - 1
+
+    def __str__(self) -> str:
+        name = f"{self.slo.latency.value} {self.slo.statistic.value}"
+        measured = "-" if self.measured_s is None else f"{self.measured_s * 1000:.3g}ms"
+        return f"{name} {measured} {'<=' if self.is_met else '>'} {self.limit_s * 1000:.3g}ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +96,7 @@ class BudgetSearch:
     A budget bounds online prefills as well, so a budget that is too small also misses TTFT
     targets: the SLOs may be met only in the middle of the range, which bisection of the whole
     range would miss. So budgets are first lowered step by step from the top, until one meets the
-    SLOs; then ``search_budget`` searches between that one and the one above it.
+    SLOs; then the range between that one and the one above it is bisected.
     """
 
     def __init__(self, options: SimulationOptions, control: RunControl) -> None:
@@ -132,12 +160,8 @@ class BudgetSearch:
             CoserveError: a file cannot be used, or an SLO is a tolerance over a latency that
                 online requests alone did not have.
         """
-        try:
+        with suppress(_EndedEarlyError):
             self._search(self._options.workload())
-        except _EndedEarlyError:
-            pass
-        except InfeasibleError as error:
-            self.problem = str(error)
 
     def server_flags(self) -> list[str] | None:
         """Return the flags of a server with this budget, tolerances as limits; None without one."""
@@ -181,35 +205,37 @@ class BudgetSearch:
 
     def _search(self, workload: Workload) -> None:
         alone = self._simulate(workload, _ALONE, SloTargets(), None)
-        check = SloCheck(self._slos, alone.latency)
-        self.online_only = replace(alone, results=check.results(alone.latency))
+        limits_s = [slo.limit_over(alone.latency) for slo in self._slos]
+
+        def judged(run: Trial) -> Trial:
+            measured = (slo.statistic.of(slo.latency.summary(run.latency)) for slo in self._slos)
+            results = map(SloResult, self._slos, limits_s, measured)
+            return replace(run, results=tuple(results))
+
+        def is_met(budget_s: float) -> bool:
+            run = judged(self._simulate(workload, self._policy, targets, budget_s))
+            self._trials[budget_s] = run
+            return run.is_met
+
+        self.online_only = judged(alone)
         targets = request_targets(self._slos, alone.latency)
-
-        def trial(budget_s: float) -> Trial:
-            if budget_s not in self._trials:
-                run = self._simulate(workload, self._policy, targets, budget_s)
-                self._trials[budget_s] = replace(run, results=check.results(run.latency))
-            return self._trials[budget_s]
-
-        ladder = self._ladder(check)
-        met = next((place for place, budget_s in enumerate(ladder) if trial(budget_s).is_met), None)
+        ladder = self._ladder(max(limits_s))
+        met = next((place for place, budget_s in enumerate(ladder) if is_met(budget_s)), None)
         if met is None:
-            raise InfeasibleError(self._nearest(self.online_only))
-        if met == 0:
-            self.budget_s, self.is_limit = ladder[0], True
+            self.problem = self._nearest(self.online_only)
             return
-        # Both bounds were run already, so they need no new run.
-        self.budget_s = search_budget(
-            lambda budget_s: trial(budget_s).latency,
-            check,
-            ladder[met],
-            ladder[met - 1],
-            max_runs=2 + _MAX_RUNS - len(self._trials),
-        ).budget_s
+        low_s, high_s = ladder[met], ladder[max(0, met - 1)]
+        while high_s > low_s * (1 + _PRECISION) and len(self._trials) < _MAX_RUNS:
+            middle_s = (low_s * high_s) ** 0.5
+            if is_met(middle_s):
+                low_s = middle_s
+            else:
+                high_s = middle_s
+        self.budget_s, self.is_limit = low_s, met == 0
 
-    def _ladder(self, check: SloCheck) -> list[float]:
+    def _ladder(self, largest_limit_s: float) -> list[float]:
         least_s = self.least_budget_s
-        budget_s = max(_HIGHEST * max(s.limit_over(check.online_only) for s in self._slos), least_s)
+        budget_s = max(_HIGHEST * largest_limit_s, least_s)
         step = max(_LADDER_STEP, (budget_s / least_s) ** (1 / (_MAX_RUNS // 2)))
         ladder = []
         # The factor avoids a budget that equals the last one but for rounding.

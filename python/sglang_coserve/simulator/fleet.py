@@ -1,4 +1,4 @@
-"""Many engines, with online requests from a router and the lines of a batch from a gateway.
+"""Many engines, with online requests in turn and the lines of a batch from a gateway.
 
 The gateway's decisions are its own (``core.line_placement``), the engines those of every
 simulation. What is left out is the network between them: a line is there when it is placed.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -21,25 +22,53 @@ from sglang_coserve.core.line_placement import (
     line_window,
 )
 from sglang_coserve.core.offline_queue import unpack_tokens
-from sglang_coserve.core.request import RequestState
 from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.fleet_inputs import Mailbox, OnlineRouter, Outage
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["Fleet", "FleetEngine"]
+__all__ = ["Fleet", "FleetEngine", "Mailbox"]
 
 _LOOK_S: Final = 0.5
 """How often the gateway asks for loads."""
 
-_ROUTED_AHEAD_S: Final = 1.0
-"""A request is routed so long before it arrives: an engine must know of it before the step in which
-it arrives. Loads that the router goes by are so old; ``smg`` asks for them every 10 s."""
-
-
 _TELLING_TOKENS: Final = 1024
 """Lines are placed by no more of their prompts."""
+
+_ENDS: Final = frozenset({RequestEvent.FINISHED, RequestEvent.SHED})
+
+
+class Mailbox(TrafficSource, SimulationObserver):
+    """The source of an engine that is sent lines; also one of its observers."""
+
+    def __init__(self, online: Iterable[SimRequest] = ()) -> None:
+        """``online`` requests arrive at their times, in this order."""
+        super().__init__([online])
+        self._lines: deque[SimRequest] = deque()
+        self.ended: list[SimRequest] = []
+        """Lines that have ended in the engine, until somebody has noted it."""
+
+        self.returned: list[SimRequest] = []
+        """Lines that it has given back, until somebody has noted it."""
+
+    def send_line(self, line: SimRequest) -> None:
+        """Let a line arrive with the engine's next step."""
+        self._lines.append(line)
+
+    def refill(self, _num_waiting: int, now_s: float) -> Iterator[SimRequest]:
+        """See ``TrafficSource``: what was sent, however many wait."""
+        while self._lines:
+            line = self._lines.popleft()
+            if not line.num_admissions:  # Otherwise it has arrived, and comes from elsewhere.
+                line.arrive_at(now_s)
+            yield line
+
+    def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
+        """See ``SimulationObserver``."""
+        if event in _ENDS and not request.info.is_online:
+            self.ended.append(request)
 
 
 class FleetEngine(NamedTuple):
@@ -56,40 +85,26 @@ class FleetEngine(NamedTuple):
 
 
 class Fleet:
-    """Engines, online requests for them, and one batch for all of them."""
+    """Engines, and one batch for all of them."""
 
     def __init__(
         self,
-        num_engines: int,
-        make_engine: Callable[[int], FleetEngine],
+        engines: Sequence[FleetEngine],
         lines: Iterable[SimRequest],
         *,
-        by_prefix: bool = True,
-        online: Iterable[SimRequest] = (),
-        router: OnlineRouter | None = None,
-        outages: Iterable[Outage] = (),
         link_tokens_per_s: float = math.inf,
     ) -> None:
-        """Start ``num_engines``.
+        """Start.
 
         Args:
-            num_engines: At least one.
-            make_engine: Makes the engine of a number, from 0; called again when that has died.
+            engines: At least one.
             lines: In the order in which the Batch API serves them.
-            by_prefix: Whether the gateway places them by prefix.
-            online: In order of their arrival, for ``router`` to distribute.
-            router: By default takes turns.
-            outages: When engines are away.
             link_tokens_per_s: How fast the KV of a running line moves between pools.
         """
-        assert num_engines > 0
-        self.engines = [make_engine(number) for number in range(num_engines)]
+        self.engines = engines
         self.now_s = 0.0
         self.num_ended = 0
         """Lines that an engine has finished, or can never hold."""
-
-        self.lines_given_back = 0
-        """Attempts at lines that ended with an outage."""
 
         self.lines_pulled = 0
         """Running lines that strict engines took over."""
@@ -97,18 +112,13 @@ class Fleet:
         self.lines_returned = 0
         """Lines that they had no room for any more, or none when they came."""
 
-        self.online_lost: list[SimRequest] = []
-        """Online requests that an engine had when it died, or for which there was none."""
-
         self.lines_end_s = math.inf
         """Since when no line is left that was not offered to the engines."""
 
-        self._dead: list[tuple[int, FleetEngine]] = []
-        self._make_engine = make_engine
         self._lines = iter(lines)
-        self._placement = LinePlacement(by_prefix=by_prefix)
+        self._placement = LinePlacement()
         self._pools = LinePools()
-        self._has_pools = any(engine.pool is not None for engine in self.engines)
+        self._has_pools = any(engine.pool is not None for engine in engines)
         self._where: dict[str, int] = {}
         """The number of the engine that has a line, or had it last."""
 
@@ -116,30 +126,20 @@ class Fleet:
         self._on_their_way: list[tuple[float, int, SimRequest, int, int]] = []
         """A heap: when a line's KV is there, a number, the line, its KV, the engine's number."""
 
-        self._names = [f"engine-{number}" for number in range(num_engines)]
+        self._names = [f"engine-{number}" for number in range(len(engines))]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._windows = [LINES_AHEAD] * num_engines
-        self._open = dict.fromkeys(range(num_engines))
-        """Numbers of engines that are not away, in order of when they came."""
-
+        self._windows = [LINES_AHEAD] * len(engines)
         self._inside: dict[str, SimRequest] = {}
         self._idle: set[int] = set()
-        self._times = [(0.0, number) for number in range(num_engines)]
+        self._times = [(0.0, number) for number in range(len(engines))]
         """A heap: when engines have something to do next, some of it out of date."""
 
         self._next_look_s = 0.0
-        self._online = iter(online)
-        self._next_online = next(self._online, None)
-        self._router = router or OnlineRouter("round_robin")
-        self._outages = sorted(outages)
-        self._returns: list[tuple[float, int]] = []
-        for number in range(num_engines):
-            self._update_placement(number)
-
-    @property
-    def all_engines(self) -> Sequence[tuple[int, FleetEngine]]:
-        """With their numbers, also those that have died."""
-        return (*self._dead, *enumerate(self.engines))
+        for name, engine in zip(self._names, engines, strict=True):
+            self._pools.set_engine(name, engine.pool, is_open=True)
+        for name in self._names:
+            begins_lines = self._pools.begins_lines(name)
+            self._placement.set_engine(name, window=LINES_AHEAD, is_open=begins_lines)
 
     def step(self, end_s: float = math.inf) -> bool:
         """Let the engine that is behind go on; False when nothing is left before ``end_s``."""
@@ -148,14 +148,15 @@ class Fleet:
             self._next_look_s = self.now_s + _LOOK_S
         self._feed()
         time_s, number = self._next_step()
-        event_s = self._next_event_s()
-        if min(event_s, time_s) >= end_s:
+        kv_s = self._on_their_way[0][0] if self._on_their_way else math.inf
+        if min(kv_s, time_s) >= end_s:
             return False
-        if event_s <= time_s:
-            self.now_s = max(self.now_s, event_s)
-            self._change()
+        self.now_s = max(self.now_s, min(kv_s, time_s))
+        if kv_s <= time_s:
+            while self._on_their_way and self._on_their_way[0][0] <= self.now_s:
+                _, _, line, kv_tokens, number = heapq.heappop(self._on_their_way)
+                self._deliver(line, kv_tokens, number)
             return True
-        self.now_s = max(self.now_s, time_s)
         engine, _, mailbox = self.engines[number][:3]
         self._idle.discard(number)
         engine.now_s = max(engine.now_s, time_s)
@@ -203,93 +204,16 @@ class Fleet:
             engine.now_s = max(engine.now_s, self.now_s)
             self._expect(number)
 
-    def _next_event_s(self) -> float:
-        """Return when something comes from outside."""
-        online_s = math.inf
-        if self._next_online is not None:
-            online_s = max(0.0, self._next_online.info.arrival_s - _ROUTED_AHEAD_S)
-        outage_s = self._outages[0].start_s if self._outages else math.inf
-        return_s = self._returns[0][0] if self._returns else math.inf
-        kv_s = self._on_their_way[0][0] if self._on_their_way else math.inf
-        return min(online_s, outage_s, return_s, kv_s)
-
-    def _change(self) -> None:
-        """Let happen what is due."""
-        while self._on_their_way and self._on_their_way[0][0] <= self.now_s:
-            _, _, line, kv_tokens, number = heapq.heappop(self._on_their_way)
-            self._deliver(line, kv_tokens, number)
-        while self._outages and self._outages[0].start_s <= self.now_s:
-            self._begin_outage(self._outages.pop(0))
-        while self._returns and self._returns[0][0] <= self.now_s:
-            self._open[heapq.heappop(self._returns)[1]] = None
-        while (request := self._next_online) is not None:
-            if request.info.arrival_s > self.now_s + _ROUTED_AHEAD_S:
-                break
-            self._next_online = next(self._online, None)
-            self._route(request)
-
-    def _route(self, request: SimRequest) -> None:
-        arrival_s = request.info.arrival_s
-        there = [*self._open, *(number for end_s, number in self._returns if end_s <= arrival_s)]
-        if not there:
-            self._lose(request)
-            return
-        # Where there are pools, online requests are the strict engines'.
-        strict = [number for number in there if self.engines[number].pool == "strict"]
-        number = self._router.choose(
-            strict or there, lambda each: self.engines[each].mailbox.num_online
-        )
-        self.engines[number].mailbox.send_online(request)
-        if number in self._idle:
-            self._expect(number)
-
-    def _lose(self, request: SimRequest) -> None:
-        request.move(RequestState.ABORTED)
-        self.online_lost.append(request)
-
-    def _begin_outage(self, outage: Outage) -> None:
-        number = outage.engine
-        if number not in self._open:
-            return  # It is away already.
-        del self._open[number]
-        if math.isfinite(outage.end_s):
-            heapq.heappush(self._returns, (outage.end_s, number))
-        self._update_placement(number)
-        ended = self.engines[number]
-        engine, executor, mailbox = ended[:3]
-        lines = engine.give_back() + mailbox.take_lines()
-        unsent = mailbox.take_online()
-        mailbox.num_online -= len(unsent)
-        if outage.is_death:
-            self._dead.append((number, ended))
-            for request in (*executor.waiting, *executor.admitted.values()):
-                self._lose(request)
-            self.engines[number] = made = self._make_engine(number)
-            made.engine.now_s = self.now_s
-            self._idle.discard(number)
-            self._expect(number)
-        for request in unsent:
-            self._route(request)
-        for line in lines:
-            self.lines_given_back += 1
-            self._offer_again(line)
-
     def _look(self) -> None:
         """Set every window by what runs and waits, as a gateway does."""
         for number, name in enumerate(self._names):
             waiting = len(self.engines[number].executor.offline_waiting)
             window = line_window(self._placement.in_flight(name), waiting)
             self._windows[number] = window
-            self._update_placement(number)
+            begins_lines = self._pools.begins_lines(name)
+            self._carry_out(self._placement.set_engine(name, window=window, is_open=begins_lines))
         if self._has_pools:
             self._look_at_pools()
-
-    def _update_placement(self, number: int) -> None:
-        name, pools = self._names[number], self._pools
-        is_open, pool = number in self._open, self.engines[number].pool
-        for each in pools.set_engine(name, pool, is_open=is_open):
-            window, begins_lines = self._windows[self._numbers[each]], pools.begins_lines(each)
-            self._carry_out(self._placement.set_engine(each, window=window, is_open=begins_lines))
 
     def _look_at_pools(self) -> None:
         """Move running lines to strict engines that want them."""
@@ -298,8 +222,7 @@ class Fleet:
                 if line.has_prompt and not line.info.is_online:
                     self._pools.has_prompt(rid, line.computed_tokens)
                     self._pools.add_tokens(rid, 0, self.now_s)
-        for number in self._open:
-            each = self.engines[number]
+        for number, each in enumerate(self.engines):
             if each.pool != "strict":
                 continue
             # What it has no room for it has returned at once.
@@ -332,7 +255,7 @@ class Fleet:
 
     def _deliver(self, line: SimRequest, kv_tokens: int, number: int) -> None:
         executor = self.engines[number].executor
-        if number in self._open and executor.has_room_for(kv_tokens):
+        if executor.has_room_for(kv_tokens):
             executor.adopt(line, kv_tokens)
             self._wake(number)
         else:
@@ -340,9 +263,6 @@ class Fleet:
 
     def _return(self, line: SimRequest) -> None:
         self.lines_returned += 1
-        self._offer_again(line)
-
-    def _offer_again(self, line: SimRequest) -> None:
         self._pools.stop(line.info.rid)
         # One engine's end says nothing of its lines: nobody shall serve them alone.
         placed = self._placement.offer_again(line.info.rid, engine_died=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
@@ -13,19 +13,20 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.fleet import Fleet, FleetEngine
-from sglang_coserve.simulator.fleet_inputs import Mailbox, OnlineRouter, Outage
+from sglang_coserve.simulator.fleet import Fleet, FleetEngine, Mailbox
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.simulator.report import ms_text, percent_text, text_table
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
 from sglang_coserve.workload import TraceRequest
 
-__all__ = ["FleetOptions", "FleetResult", "simulate_fleets", "strict_engine"]
+__all__ = ["FleetOptions", "FleetResult", "fleet_table_text", "simulate_fleets", "strict_engine"]
 
 _PROGRESS_STEPS: Final = 256
 
@@ -78,9 +79,6 @@ class FleetOptions:
     """An engine and its load; there must be one policy, a backlog and a duration."""
 
     sizes: tuple[int, ...]
-    router: str = "round_robin"
-    by_prefix: bool = True
-    outages: tuple[Outage, ...] = ()
     pools: bool = False
     """Whether half of the engines are relaxed, and half, which get the online requests, strict."""
 
@@ -92,15 +90,8 @@ class FleetOptions:
             raise ConfigError(f"policy {self.one.policy!r}: a fleet has one")
         if self.one.duration is None or not self.one.backlog:
             raise ConfigError("a fleet needs a duration and a backlog")
-        OnlineRouter(self.router)
         if self.pools and any(size % 2 for size in self.sizes):
             raise ConfigError(f"engines {self.sizes}: half of them are strict: use even numbers")
-        for outage in self.outages:
-            if outage.engine >= min(self.sizes):
-                raise ConfigError(
-                    f"engine {outage.engine} is away, and a fleet has {min(self.sizes)} engines,"
-                    " counted from 0"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +105,6 @@ class FleetResult(RunResult):
     busiest_share: float
     """Offline tokens computed by the engine with most of them, divided by the mean."""
 
-    online_lost: int = 0
-    lines_given_back: int = 0
     lines_pulled: int = 0
     lines_returned: int = 0
 
@@ -129,11 +118,9 @@ class FleetResult(RunResult):
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the timelines, for JSON."""
         result = RunResult.to_dict(self)
-        result["online"]["lost"] = self.online_lost
         result["offline"] |= {
             "cached_share": self.cached_share,
             "busiest_share": self.busiest_share,
-            "lines_given_back": self.lines_given_back,
             "lines_pulled": self.lines_pulled,
             "lines_returned": self.lines_returned,
         }
@@ -144,7 +131,7 @@ def simulate_fleets(options: FleetOptions, control: RunControl) -> list[FleetRes
     """Run one engine alone, and then each fleet; return the results, the last perhaps incomplete.
 
     Each engine of a fleet gets as many online requests as the one alone: a fleet of n has n copies
-    of the trace, each begun somewhere else in it, distributed by the router.
+    of the trace, each begun somewhere else in it, whose requests its engines take in turn.
 
     Raises:
         CoserveError: an option or a file cannot be used, or there are too few lines.
@@ -178,33 +165,32 @@ def _alone(options: FleetOptions, setup: SimulationSetup, control: RunControl) -
 def _fleet(
     options: FleetOptions, setup: SimulationSetup, size: int, control: RunControl
 ) -> FleetResult:
+    interval_s, machine = options.one.duration, options.one.machine
+    assert interval_s is not None
+    control.begin(f"{size} engines", interval_s)
+    trace = _copies(options.one.online_trace(), size, interval_s)
+    # Where there are pools, online requests are the strict engines'.
+    num_relaxed = size // 2 if options.pools else 0
+    num_serving = size - num_relaxed
+
     def make_engine(number: int) -> FleetEngine:
         executor = SimulatedExecutor(
             replace(setup.executor, seed=setup.executor.seed + number),
             setup.true_model or setup.model,
         )
-        scheduler, mailbox = setup.make_scheduler(make_policy(options.one.policy)), Mailbox()
-        if not options.pools:
-            return FleetEngine(
-                SimEngine(scheduler, executor, mailbox, [mailbox]), executor, mailbox
-            )
-        if number < size // 2:
-            engine = SimEngine(scheduler, executor, mailbox, [mailbox])
-            return FleetEngine(engine, executor, mailbox, "relaxed")
-        return strict_engine(scheduler, executor, mailbox)
+        scheduler = setup.make_scheduler(make_policy(options.one.policy))
+        # A router takes turns. It begins with the second one.
+        turn = (number - num_relaxed - 1) % num_serving
+        own = trace[turn::num_serving] if number >= num_relaxed else ()
+        mailbox = Mailbox(from_trace(own, RequestClass.ONLINE, seed=options.one.seed))
+        if number >= num_relaxed and options.pools:
+            return strict_engine(scheduler, executor, mailbox)
+        engine = SimEngine(scheduler, executor, mailbox, [mailbox])
+        return FleetEngine(engine, executor, mailbox, "relaxed" if options.pools else None)
 
-    interval_s, machine = options.one.duration, options.one.machine
-    assert interval_s is not None
-    control.begin(f"{size} engines", interval_s)
-    trace = _copies(options.one.online_trace(), size, interval_s)
     fleet = Fleet(
-        size,
-        make_engine,
+        [make_engine(number) for number in range(size)],
         options.one.workload().offline(),
-        by_prefix=options.by_prefix,
-        online=from_trace(trace, RequestClass.ONLINE, seed=options.one.seed),
-        router=OnlineRouter(options.router, options.one.seed),
-        outages=options.outages,
         link_tokens_per_s=machine.hardware.link_byte_per_s / kv_bytes_per_token(machine.shape),
     )
     is_complete = _run(fleet, interval_s, control)
@@ -214,24 +200,17 @@ def _fleet(
             " lengths such as 4096x256 for an endless batch, or a shorter duration"
         )
     # A line that moved has arrived at several.
-    requests = {id(r): r for _, each in fleet.all_engines for r in each.engine.requests}.values()
-    # A request that never reached an engine is in none.
-    lost = {id(r): r for r in fleet.online_lost}
-    online = {id(r): r for r in requests if r.info.is_online} | lost
-    by_engine = [0] * size
-    for number, each in fleet.all_engines:
-        by_engine[number] += each.engine.counters.offline_tokens
+    requests = {id(r): r for each in fleet.engines for r in each.engine.requests}.values()
+    by_engine = [each.engine.counters.offline_tokens for each in fleet.engines]
     return FleetResult(
         num_engines=size,
         is_alone=False,
         targets=setup.targets,
         interval_s=interval_s if is_complete else fleet.now_s,
         is_complete=is_complete,
-        online=tuple(r.timeline() for r in online.values()),
+        online=tuple(r.timeline() for r in requests if r.info.is_online),
         offline=tuple(r.timeline() for r in requests if not r.info.is_online),
         busiest_share=max(by_engine) * size / max(1, sum(by_engine)),
-        online_lost=len(lost),
-        lines_given_back=fleet.lines_given_back,
         lines_pulled=fleet.lines_pulled,
         lines_returned=fleet.lines_returned,
     )
@@ -252,7 +231,7 @@ def _run(fleet: Fleet, interval_s: float, control: RunControl) -> bool:
     return True
 
 
-def _copies(trace: Sequence[TraceRequest], count: int, interval_s: float) -> Iterator[TraceRequest]:
+def _copies(trace: Sequence[TraceRequest], count: int, interval_s: float) -> list[TraceRequest]:
     """Return copies that begin at equal distances in the trace, and go on at its beginning."""
     copied = chain.from_iterable(
         (
@@ -265,4 +244,44 @@ def _copies(trace: Sequence[TraceRequest], count: int, interval_s: float) -> Ite
         )
         for copy in range(count)
     )
-    return iter(sorted(copied, key=lambda request: request.arrival_s))
+    return sorted(copied, key=lambda request: request.arrival_s)
+
+
+FLEET_COLUMNS: Final = (
+    "engines",
+    "TTFT P99 ms",
+    "TPOT P99 ms",
+    "attainment %",
+    "offline tok/s",
+    "of alone %",
+    "busiest ÷ mean",
+    "cached %",
+    "pulled",
+    "returned",
+)
+
+
+def fleet_table_text(results: Sequence[FleetResult]) -> str:
+    """Return a row for each fleet, the engine alone first, as plain text, marked as simulated."""
+    alone_per_s = results[0].offline_throughput.total_tokens_per_s
+    return text_table(FLEET_COLUMNS, [_row(result, alone_per_s) for result in results])
+
+
+def _row(result: FleetResult, alone_per_s: float) -> tuple[str, ...]:
+    latency = latency_report(result.online)
+    attained = attainment(result.online, result.targets)
+    offline_per_s = result.offline_throughput.total_tokens_per_s
+    expected_per_s = alone_per_s * result.num_engines
+    name = f"{result.num_engines}{', alone' if result.is_alone else ''}"
+    return (
+        name + ("" if result.is_complete else " (broken off)"),
+        ms_text(latency.ttft.p99_s),
+        ms_text(latency.tpot.p99_s),
+        percent_text(attained),
+        f"{offline_per_s:,.0f}",
+        percent_text(offline_per_s / expected_per_s if expected_per_s else None),
+        f"{result.busiest_share:.2f}",
+        percent_text(result.cached_share),
+        str(result.lines_pulled),
+        str(result.lines_returned),
+    )

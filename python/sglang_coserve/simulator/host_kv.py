@@ -8,7 +8,6 @@ the prefix cache, so it can be evicted like any other prefix that nobody uses.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,51 +16,7 @@ from sglang_coserve.simulator.prefix_cache import Node
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 
-__all__ = ["HostCheckpoint", "HostLoads"]
-
-
-class HostCheckpoint:
-    """Saves full pages of running offline requests in the background, first in, first out.
-
-    All copies share one link of ``tokens_per_s`` in each direction (the other: ``HostLoads``).
-    """
-
-    def __init__(self, tokens_per_s: float, page_tokens: int) -> None:
-        self._tokens_per_s = tokens_per_s
-        self._page_tokens = page_tokens
-        self._dirty: deque[SimRequest] = deque()
-        self._queued: set[SimRequest] = set()
-        self._credit_tokens = 0.0
-
-    def mark(self, request: SimRequest) -> None:
-        """Queue the unsaved full pages of a request. O(1)."""
-        if request not in self._queued:
-            self._queued.add(request)
-            self._dirty.append(request)
-
-    def copy(self, seconds: float) -> None:
-        """Simulate copying for this time. O(requests completed)."""
-        self._credit_tokens += seconds * self._tokens_per_s
-        while self._dirty:
-            request = self._dirty[0]
-            full_tokens = request.computed_tokens // self._page_tokens * self._page_tokens
-            missing = full_tokens - request.saved_tokens
-            if missing > self._credit_tokens:
-                pages = int(self._credit_tokens) // self._page_tokens
-                request.saved_tokens += pages * self._page_tokens
-                self._credit_tokens -= pages * self._page_tokens
-                return
-            if missing > 0:
-                request.saved_tokens = full_tokens
-                self._credit_tokens -= missing
-            self._dirty.popleft()
-            self._queued.remove(request)
-        # Time in which the link is idle is lost.
-        self._credit_tokens = 0.0
-
-    def load_s(self, tokens: int) -> float:
-        """Return the seconds to copy this many tokens back."""
-        return tokens / self._tokens_per_s
+__all__ = ["HostKv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +32,59 @@ class _Load:
     end_s: float
 
 
-class HostLoads:
-    """Loads the KV of waiting requests, of one at a time, in the order in which they were planned.
+class HostKv:
+    """Saves KV of running offline requests in the background, and loads that of waiting ones.
 
-    Where the device has no room for it, a request is not held back, and computes it again.
+    Full pages are saved first in, first out. Loads are of one request at a time, in the order in
+    which they were planned. Each direction has a link of ``tokens_per_s``, with 0 there are no
+    copies. Where the device has no room for it, a request is not held back, and computes it again.
     """
 
     def __init__(
-        self,
-        kv: RequestKv,
-        load_s: Callable[[int], float],
-        waiting: Callable[[str], SimRequest | None],
+        self, kv: RequestKv, tokens_per_s: float, waiting: Callable[[str], SimRequest | None]
     ) -> None:
-        """``load_s`` says how long so many tokens take; ``waiting`` returns the request of a rid
-        while it waits."""
+        """``waiting`` returns the request of a rid while it waits."""
         self._kv = kv
-        self._load_s = load_s
+        self._tokens_per_s = tokens_per_s
         self._waiting = waiting
+        self._dirty: dict[SimRequest, None] = {}
+        """Those with unsaved full pages, in order."""
+
+        self._credit_tokens = 0.0
         self._most_pages = kv.pool.pages_in(most_loaded_tokens(kv.pool.capacity_tokens))
         self._held: dict[str, SimRequest] = {}
         """The first of them is being loaded, or is next."""
 
         self._load: _Load | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are copies."""
+        return self._tokens_per_s > 0
+
+    def mark(self, request: SimRequest) -> None:
+        """Queue the unsaved full pages of a request. O(1)."""
+        self._dirty.setdefault(request)
+
+    def save(self, seconds: float) -> None:
+        """Simulate copying for this time. O(requests completed)."""
+        page_tokens = self._kv.pool.page_tokens
+        self._credit_tokens += seconds * self._tokens_per_s
+        while self._dirty:
+            request = next(iter(self._dirty))
+            full_tokens = request.computed_tokens // page_tokens * page_tokens
+            missing = full_tokens - request.saved_tokens
+            if missing > self._credit_tokens:
+                pages = int(self._credit_tokens) // page_tokens
+                request.saved_tokens += pages * page_tokens
+                self._credit_tokens -= pages * page_tokens
+                return
+            if missing > 0:
+                request.saved_tokens = full_tokens
+                self._credit_tokens -= missing
+            del self._dirty[request]
+        # Time in which the link is idle is lost.
+        self._credit_tokens = 0.0
 
     @property
     def pages(self) -> int:
@@ -170,6 +156,6 @@ class HostLoads:
             kv.cache.unlock(node)
             return False
         pool.allocate(pages)
-        end_s = now_s + self._load_s(pages * pool.page_tokens)
+        end_s = now_s + pages * pool.page_tokens / self._tokens_per_s
         self._load = _Load(request, request.tokens, node, pages, end_s)
         return True

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.simulator.observer import RequestEvent, StepRecord
-from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.observer import SimulationObserver, StepRecord
 
 __all__ = ["LoadBin", "LoadCurve"]
 
@@ -24,7 +23,7 @@ class LoadBin:
     cached_kv_tokens: int = 0
 
 
-class LoadCurve:
+class LoadCurve(SimulationObserver):
     """Collects bins of equal width, which is doubled whenever there would be too many."""
 
     MAX_BINS: Final = 1200
@@ -32,9 +31,6 @@ class LoadCurve:
     def __init__(self) -> None:
         self.bin_s = 0.25
         self.bins: list[LoadBin] = []
-
-    def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
-        """See ``SimulationObserver``; ignored."""
 
     def on_step(self, record: StepRecord) -> None:
         """See ``SimulationObserver``."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang_coserve.progress_bar import StoppableBar
 from sglang_coserve.simulator.request import SimRequest
@@ -67,16 +67,14 @@ class StepRecord(NamedTuple):
     """It was suspended; its tokens are in the record of the part in which it ends."""
 
 
-class SimulationObserver(Protocol):
-    """Receives all events of a run in order of time."""
+class SimulationObserver:
+    """Receives all events of a run in order of time. Here it ignores them."""
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
         """Called for each event of a request."""
-        ...
 
     def on_step(self, record: StepRecord) -> None:
         """Called at the end of each step, before the events of its requests."""
-        ...
 
 
 class RunControl(StoppableBar):

@@ -19,11 +19,7 @@ from sglang_coserve.metrics import SloTargets
 from sglang_coserve.profiler import load_profile
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.executor_config import (
-    CheckpointConfig,
-    ExecutorConfig,
-    SafepointConfig,
-)
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
 from sglang_coserve.workload import (
     TraceRequest,
@@ -137,9 +133,7 @@ class SimulationOptions:
                 max_running_requests=self.max_running,
                 max_batch_tokens=self.max_batch_tokens,
                 prefix_cache=self.prefix_cache,
-                checkpoint=CheckpointConfig(machine.copied_tokens_per_s(copied_bytes_per_s))
-                if copied_bytes_per_s
-                else None,
+                checkpoint_tokens_per_s=machine.copied_tokens_per_s(copied_bytes_per_s),
                 safepoint=SafepointConfig(machine.shape.num_layers, safepoint_layers)
                 if safepoint_layers
                 else None,

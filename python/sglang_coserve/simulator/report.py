@@ -12,19 +12,11 @@ from sglang_coserve.extras import require
 from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
+from sglang_coserve.tables import markdown_table
 
-__all__ = [
-    "COLUMNS",
-    "aligned",
-    "ms_text",
-    "percent_text",
-    "table_rows",
-    "table_text",
-    "text_table",
-    "write_report",
-]
+__all__ = ["ms_text", "percent_text", "table_text", "text_table", "write_report"]
 
-COLUMNS: Final = (
+_COLUMNS: Final = (
     "policy",
     "TTFT P50 ms",
     "TTFT P99 ms",
@@ -37,34 +29,17 @@ COLUMNS: Final = (
     "recomputed %",
     "suspensions",
 )
-"""Headings of the table, which has a row for each policy."""
-
-
-def table_rows(results: Sequence[SimulationResult]) -> list[tuple[str, ...]]:
-    """Return the cells below ``COLUMNS``; "-" where something is not defined."""
-    return [_row(result) for result in results]
+"""Headings of the table, which has a row for each policy; "-" where something is not defined."""
 
 
 def table_text(results: Sequence[SimulationResult]) -> str:
     """Return the table as plain text, marked as simulated."""
-    return text_table(COLUMNS, table_rows(results))
+    return text_table(_COLUMNS, [_row(result) for result in results])
 
 
 def text_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Return a table with a heading as plain text, marked as simulated."""
-    return "\n".join([f"({LABEL})", *aligned([columns, *cells])]) + "\n"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines, the first column to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return f"({LABEL})\n{markdown_table(columns, cells, equal_widths=True)}\n"
 
 
 def write_report(
@@ -140,7 +115,7 @@ th:first-child, td:first-child { text-align: left } .mark { color: #a40 }
 
 
 def _page(results: Sequence[SimulationResult], figures: str, settings: Mapping[str, object]) -> str:
-    cells = [COLUMNS, *table_rows(results)]
+    cells = [_COLUMNS, *map(_row, results)]
     head, *body = (
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
         for tag, row in zip(("th", *["td"] * len(results)), cells, strict=True)

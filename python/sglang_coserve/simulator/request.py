@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
@@ -17,125 +17,90 @@ from sglang_coserve.simulator.prefix_cache import Node
 __all__ = ["DecodingRequests", "SimRequest"]
 
 
+@dataclass(slots=True, eq=False)
 class SimRequest:
     """A request, its progress and its memory; changed only by the executor.
 
-    ``view`` is the request as snapshots have it, created anew only when something in it changes.
+    It ends after ``output_tokens``. ``view`` is the request as snapshots have it, created anew only
+    when something in it changes.
     """
 
-    __slots__ = (
-        "_make_prompt",
-        "_serial",
-        "_tokens",
-        "cached_prompt_tokens",
-        "computed_ever_tokens",
-        "computed_tokens",
-        "deadline_s",
-        "dropped_tokens",
-        "expected_output_tokens",
-        "given_tokens",
-        "info",
-        "loaded_to_tokens",
-        "loaded_tokens",
-        "lock",
-        "lost_tokens",
-        "match_version",
-        "num_admissions",
-        "num_prefills",
-        "output_tokens",
-        "place",
-        "prefilled_tokens",
-        "recomputed_tokens",
-        "reloaded_tokens",
-        "saved_tokens",
-        "shared_tokens",
-        "state",
-        "token_times_s",
-        "view",
-    )
+    info: RequestInfo
+    output_tokens: int
+    _make_prompt: Callable[[], PackedTokens]
+    """Returns its packed prompt; called when that is first needed."""
 
-    def __init__(
-        self,
-        info: RequestInfo,
-        output_tokens: int,
-        make_prompt: Callable[[], PackedTokens],
-        serial: int,
-        deadline_s: float | None = None,
-    ) -> None:
-        """Describe a request that ends after ``output_tokens``.
+    _serial: int
+    """Makes its output differ from that of other requests."""
 
-        ``make_prompt`` returns its packed prompt; it is called when the prompt is
-        first needed. ``serial`` makes its output differ from that of other requests.
-        """
-        assert 0 < output_tokens <= info.max_new_tokens, f"{info.rid}: {output_tokens} outputs"
+    deadline_s: float | None = None
+    expected_output_tokens: int | None = None
+    """Output tokens that its sender expects; None if unknown."""
+
+    _tokens: PackedTokens | None = None
+    state: RequestState = RequestState.WAITING
+    computed_tokens: int = 0
+    """Tokens with KV on the device."""
+
+    lock: Node | None = None
+    """End of its prefix in the cache; KV computed after it is private."""
+
+    shared_tokens: int = 0
+    """Leading computed tokens that other requests use, too."""
+
+    saved_tokens: int = 0
+    """Leading tokens with a copy in host memory, in whole pages."""
+
+    loaded_to_tokens: int = 0
+    """Where the last load ended of those since it waits; 0 without one."""
+
+    loaded_tokens: int = 0
+    """Tokens that these loads have brought to the device."""
+
+    place: int = -1
+    """Its position by order of admission."""
+
+    token_times_s: list[float] = field(default_factory=list)
+    """When each of its output tokens came out."""
+
+    cached_prompt_tokens: int = 0
+    """Prompt tokens found in the prefix cache at its first admission."""
+
+    # Accounting of its tokens; see ``worked_tokens``.
+    prefilled_tokens: int = 0
+    """Tokens computed in chunks."""
+
+    num_prefills: int = 0
+    """Completed prefills, each of which produced an output token."""
+
+    num_admissions: int = 0
+    given_tokens: int = 0
+    """Tokens found in the prefix cache, over all admissions."""
+
+    reloaded_tokens: int = 0
+    """Tokens copied back from host memory, over all admissions."""
+
+    lost_tokens: int = 0
+    """Computed tokens released, over all retractions and drops."""
+
+    recomputed_tokens: int = 0
+    """Those of ``worked_tokens`` whose KV had been computed before."""
+
+    dropped_tokens: int = 0
+    """Tokens computed in part in steps that were dropped."""
+
+    computed_ever_tokens: int = 0
+    """Most computed tokens that it held before it lost them."""
+
+    match_version: int = -1
+    """Version of the prefix cache at which ``view.cached_tokens`` was looked up."""
+
+    view: Request = field(init=False)
+
+    def __post_init__(self) -> None:
+        info = self.info
+        assert 0 < self.output_tokens <= info.max_new_tokens, f"{info.rid}: {self.output_tokens}"
         assert info.prompt_tokens > 0, f"{info.rid}: no prompt"
-        self.info = info
-        self.output_tokens = output_tokens
-        self.deadline_s = deadline_s
-        self.expected_output_tokens: int | None = None
-        """Output tokens that its sender expects; None if unknown."""
-
-        self._make_prompt = make_prompt
-        self._serial = serial
-        self._tokens: PackedTokens | None = None
-
-        self.state = RequestState.WAITING
-        self.computed_tokens = 0
-        """Tokens with KV on the device."""
-
-        self.lock: Node | None = None
-        """End of its prefix in the cache; KV computed after it is private."""
-
-        self.shared_tokens = 0
-        """Leading computed tokens that other requests use, too."""
-
-        self.saved_tokens = 0
-        """Leading tokens with a copy in host memory, in whole pages."""
-
-        self.loaded_to_tokens = 0
-        """Where the last load ended of those since it waits; 0 without one."""
-
-        self.loaded_tokens = 0
-        """Tokens that these loads have brought to the device."""
-
-        self.place = -1
-        """Its position by order of admission."""
-
-        self.token_times_s: list[float] = []
-        """When each of its output tokens came out."""
-
-        self.cached_prompt_tokens = 0
-        """Prompt tokens found in the prefix cache at its first admission."""
-
-        # Accounting of its tokens; see ``worked_tokens``.
-        self.prefilled_tokens = 0
-        """Tokens computed in chunks."""
-
-        self.num_prefills = 0
-        """Completed prefills, each of which produced an output token."""
-
-        self.num_admissions = 0
-        self.given_tokens = 0
-        """Tokens found in the prefix cache, over all admissions."""
-
-        self.reloaded_tokens = 0
-        """Tokens copied back from host memory, over all admissions."""
-
-        self.lost_tokens = 0
-        """Computed tokens released, over all retractions and drops."""
-
-        self.recomputed_tokens = 0
-        """Those of ``worked_tokens`` whose KV had been computed before."""
-
-        self.dropped_tokens = 0
-        """Tokens computed in part in steps that were dropped."""
-
-        self.computed_ever_tokens = 0
-        """Most computed tokens that it held before it lost them."""
-
-        self.match_version = -1
-        """Version of the prefix cache at which ``view.cached_tokens`` was looked up."""
-
         self.view = Request(info, self.state, 0, 0)
 
     @property

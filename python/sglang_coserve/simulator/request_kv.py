@@ -83,6 +83,8 @@ class RequestKv:
 
     def tokens_on_host(self, request: SimRequest) -> int:
         """Return how many tokens after those are only in host memory, and of use; whole pages."""
+        if not request.saved_tokens:
+            return 0
         page_tokens = self.pool.page_tokens
         most = (request.length_tokens - 1) // page_tokens * page_tokens
         return max(0, min(request.saved_tokens, most) - self.cached_tokens(request))

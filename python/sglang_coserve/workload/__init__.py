@@ -24,7 +24,6 @@ from sglang_coserve.workload.synthetic import (
 )
 from sglang_coserve.workload.trace import (
     BLOCK_TOKENS,
-    TraceFormat,
     TraceRequest,
     detect_format,
     read_trace,
@@ -35,7 +34,6 @@ __all__ = [
     "FIRST_TEXT_TOKEN_ID",
     "RESERVED_TOKENS",
     "ContextFit",
-    "TraceFormat",
     "TraceRequest",
     "detect_format",
     "fit_to_context",

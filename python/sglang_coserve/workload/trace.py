@@ -14,29 +14,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 from sglang_coserve.errors import InputFileError, WorkloadError
 
-__all__ = ["BLOCK_TOKENS", "TraceFormat", "TraceRequest", "detect_format", "read_trace"]
+__all__ = ["BLOCK_TOKENS", "TraceRequest", "detect_format", "read_trace"]
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
-
-
-class TraceFormat(Enum):
-    """The formats ``read_trace`` understands."""
-
-    AZURE = "azure"
-    """Azure LLM inference trace, 2023 and 2024: CSV, wall-clock timestamps."""
-
-    BURSTGPT = "burstgpt"
-    """BurstGPT: CSV, timestamps in seconds."""
-
-    MOONCAKE = "mooncake"
-    """Mooncake: JSONL, timestamps in milliseconds, prefixes as hash ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +39,7 @@ class TraceRow:
 class TraceLayout:
     """How a format is laid out in its file."""
 
+    name: str
     container: Literal["csv", "jsonl"]
 
     fields: tuple[str, ...]
@@ -162,18 +149,14 @@ def _mooncake(row: Mapping[str, Any]) -> TraceRow:
     )
 
 
-LAYOUTS: Final[Mapping[TraceFormat, TraceLayout]] = {
-    TraceFormat.AZURE: TraceLayout(
-        "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure
-    ),
-    TraceFormat.BURSTGPT: TraceLayout(
-        "csv", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt
-    ),
-    TraceFormat.MOONCAKE: TraceLayout(
-        "jsonl", ("timestamp", "input_length", "output_length"), _mooncake
-    ),
-}
-"""The layout of every format."""
+_LAYOUTS: Final = (
+    # Azure LLM inference trace, 2023 and 2024: wall-clock timestamps.
+    TraceLayout("azure", "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure),
+    # Timestamps in seconds.
+    TraceLayout("burstgpt", "csv", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt),
+    # Timestamps in milliseconds, prefixes as hash ids.
+    TraceLayout("mooncake", "jsonl", ("timestamp", "input_length", "output_length"), _mooncake),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,17 +194,30 @@ def read_trace(path: str | Path) -> Iterator[TraceRequest]:
             request.
         WorkloadError: A row is malformed or earlier than the row before it.
     """
-    return _requests(Path(path), LAYOUTS[detect_format(path)])
+    return _requests(Path(path), detect_format(path))
 
 
-def detect_format(path: str | Path) -> TraceFormat:
+def detect_format(path: str | Path) -> TraceLayout:
     """Return the format of a trace file, judged by the names in its first line.
 
     Raises:
         InputFileError: The file cannot be read or its format is unknown.
     """
     path = Path(path)
-    return _only(path, _matching_formats(path))
+    first_line = next((line for line in _lines(path) if line.strip()), "")
+    try:
+        row = json.loads(first_line)
+        container, names = "jsonl", set(row) if isinstance(row, dict) else set()
+    except (ValueError, RecursionError):
+        container, names = "csv", set(first_line.rstrip("\r\n").replace('"', "").split(","))
+    for layout in _LAYOUTS:
+        if layout.container == container and names.issuperset(layout.fields):
+            return layout
+    known = "; ".join(
+        f"{layout.name} ({layout.container} with the fields {', '.join(layout.fields)})"
+        for layout in _LAYOUTS
+    )
+    raise InputFileError(f"{path}: unknown trace format, known are: {known}")
 
 
 def _requests(path: Path, layout: TraceLayout) -> Iterator[TraceRequest]:
@@ -295,30 +291,3 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not isinstance(row, dict):
             raise _malformed(path, line, "not a JSON object")
         yield line, row
-
-
-def _matching_formats(path: Path) -> list[TraceFormat]:
-    first_line = next((line for line in _lines(path) if line.strip()), "")
-    try:
-        row = json.loads(first_line)
-        container, names = "jsonl", set(row) if isinstance(row, dict) else set()
-    except (ValueError, RecursionError):
-        container, names = "csv", set(first_line.rstrip("\r\n").replace('"', "").split(","))
-    return [
-        trace_format
-        for trace_format, layout in LAYOUTS.items()
-        if layout.container == container and names.issuperset(layout.fields)
-    ]
-
-
-def _only(path: Path, matching: list[TraceFormat]) -> TraceFormat:
-    if len(matching) != 1:
-        known = "; ".join(map(_describe, TraceFormat))
-        raise InputFileError(f"{path}: unknown trace format, known are: {known}")
-    return matching[0]
-
-
-def _describe(trace_format: TraceFormat) -> str:
-    layout = LAYOUTS[trace_format]
-    fields = ", ".join(layout.fields)
-    return f"{trace_format.value} ({layout.container} with the fields {fields})"

@@ -5,22 +5,26 @@ from ``StepStats``. ``fit`` learns from measured steps, ``Refiner`` keeps
 learning while serving, and ``LatencyProfile`` stores a model as JSON.
 """
 
-from sglang_coserve.core.latency_model.features import (
+from sglang_coserve.core.latency_model.hardware import HARDWARE, Hardware, find_hardware
+from sglang_coserve.core.latency_model.linear import (
     BROS,
     CONSERVE,
     FEATURE_SETS,
     HYGEN,
     FeatureSet,
+    LinearModel,
 )
-from sglang_coserve.core.latency_model.fitting import Fit, FitReport
-from sglang_coserve.core.latency_model.hardware import HARDWARE, Hardware, find_hardware
-from sglang_coserve.core.latency_model.linear import LinearModel
+from sglang_coserve.core.latency_model.model import (
+    Fit,
+    FitReport,
+    LatencyModel,
+    Sample,
+    SampleTable,
+)
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.profile import LatencyProfile
-from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.refiner import Refiner
 from sglang_coserve.core.latency_model.roofline import RooflineModel
-from sglang_coserve.core.latency_model.samples import Sample, SampleTable
 
 __all__ = [
     "BROS",

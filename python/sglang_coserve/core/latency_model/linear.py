@@ -1,4 +1,4 @@
-"""The papers' linear models: one class with different feature sets.
+"""The papers' linear models: one class with different feature sets, all made of the same sums.
 
 They are fitted by non-negative least squares on the relative error.
 """
@@ -6,23 +6,173 @@ They are fitted by non-negative least squares on the relative error.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_coserve.core.latency_model.features import FeatureSet
-from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
-from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
-from sglang_coserve.core.latency_model.protocol import assert_coefficients
-from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
+from sglang_coserve.core.latency_model.model import (
+    Floats,
+    LatencyModel,
+    SampleTable,
+    longest_prefill,
+    solve_chunk,
+)
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
-__all__ = ["LinearModel", "fit_relative"]
+__all__ = [
+    "BROS",
+    "CONSERVE",
+    "FEATURE_SETS",
+    "HYGEN",
+    "FeatureSet",
+    "LinearModel",
+    "fit_relative",
+]
+
+SUMS: Final = (
+    "prefill_requests",
+    "prefill_tokens",
+    "prefill_context_tokens",
+    "prefill_attention_pairs",
+    "prefill_tokens_squared",
+    "has_prefills",
+    "decode_requests",
+    "decode_context_tokens",
+    "decode_context_tokens_squared",
+    "has_decodes",
+    "has_requests",
+)
+"""The terms that features are made of: the fields of ``StepStats``, the squares of two of them,
+and indicators (1 if the batch has prefills, decodes, or any requests)."""
+
+
+class Feature(NamedTuple):
+    """The factor that a coefficient multiplies."""
+
+    coefficient: str
+    """Name of the coefficient; its value is in seconds per unit of the feature."""
+
+    sums: tuple[str, ...]
+    """The entries of ``SUMS`` whose sum is the feature."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSet:
+    """The features of a linear model."""
+
+    kind: str
+    """The name of the model in a saved profile."""
+
+    features: tuple[Feature, ...]
+
+    replay_coefficients: tuple[str, ...] = ()
+    """Coefficients of batches that replay a decode CUDA graph; empty if these are not modelled."""
+
+    @property
+    def coefficient_names(self) -> tuple[str, ...]:
+        """Names of all coefficients, those of replayed graphs last."""
+        return (*(name for name, _ in self.features), *self.replay_coefficients)
+
+    def prices(self, coefficients: Mapping[str, float]) -> tuple[float, ...]:
+        """Return the seconds per unit of each of ``SUMS``."""
+        prices = dict.fromkeys(SUMS, 0.0)
+        for name, sums in self.features:
+            for added in sums:
+                prices[added] += coefficients[name]
+        return tuple(prices.values())
+
+    def terms(self, table: SampleTable) -> Floats:
+        """Return the features of every batch; the shape is (n, number of features)."""
+        prefill_tokens = table.prefill_tokens.astype(np.float64)
+        decode_tokens = table.decode_context_tokens.astype(np.float64)
+        columns = {
+            "prefill_requests": table.prefill_requests,
+            "prefill_tokens": prefill_tokens,
+            "prefill_context_tokens": table.prefill_context_tokens,
+            "prefill_attention_pairs": table.prefill_attention_pairs,
+            "prefill_tokens_squared": prefill_tokens**2,
+            "has_prefills": table.prefill_requests > 0,
+            "decode_requests": table.decode_requests,
+            "decode_context_tokens": decode_tokens,
+            "decode_context_tokens_squared": decode_tokens**2,
+            "has_decodes": table.decode_requests > 0,
+            "has_requests": np.ones(len(table)),
+        }
+        terms = [np.sum([columns[name] for name in sums], axis=0) for _, sums in self.features]
+        return np.column_stack(terms).astype(np.float64)
+
+
+CONSERVE: Final = FeatureSet(
+    "polynomial",
+    (
+        Feature("compute_token_s", ("prefill_tokens", "decode_requests")),
+        Feature("attention_pair_s", ("prefill_attention_pairs", "decode_context_tokens")),
+        Feature(
+            "context_token_s",
+            ("prefill_tokens", "prefill_context_tokens", "decode_context_tokens"),
+        ),
+        Feature("prefill_request_s", ("prefill_requests",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("iteration_s", ("has_requests",)),
+    ),
+    replay_coefficients=("graph_row_s", "graph_context_token_s", "graph_iteration_s"),
+)
+"""T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), plus a cost per request.
+
+The paper's communication term k3·P multiplies the same P as k1, so only k1 + k3 can be
+measured: one coefficient, valid for one tensor-parallel size.
+
+The paper has no term for requests. It profiles a GPU, where one kernel serves all requests;
+elsewhere each request has kernels of its own, and some work of a request (logits, sampling) does
+not depend on its length. Prefill and decode requests have separate coefficients, because their
+kernels differ.
+"""
+
+HYGEN: Final = FeatureSet(
+    "linear",
+    (
+        Feature("prefill_token_s", ("prefill_tokens",)),
+        Feature("prefill_token_squared_s", ("prefill_tokens_squared",)),
+        Feature("prefill_request_s", ("prefill_requests",)),
+        Feature("decode_token_s", ("decode_context_tokens",)),
+        Feature("decode_token_squared_s", ("decode_context_tokens_squared",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("iteration_s", ("has_requests",)),
+    ),
+)
+"""T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
+
+S_p does not count cached tokens, so a chunk costs the same at any depth of
+its prompt: use this model for prompts that fit one chunk.
+"""
+
+BROS: Final = FeatureSet(
+    "split_linear",
+    (
+        Feature("prefill_token_s", ("prefill_tokens",)),
+        Feature("prefill_pair_s", ("prefill_attention_pairs",)),
+        Feature("prefill_s", ("has_prefills",)),
+        Feature("decode_request_s", ("decode_requests",)),
+        Feature("decode_pair_s", ("decode_context_tokens",)),
+        Feature("decode_s", ("has_decodes",)),
+    ),
+)
+"""α0·Lⁿ + α1·Lⁿ·Lᵃ + β for prefill requests, and again for decode requests, summed (BROS §IV-A).
+
+Lⁿ are the tokens to compute and Lᵃ the keys they attend to. Lⁿ·Lᵃ is taken request by request,
+because requests do not attend to each other; and a prefill's Lᵃ counts its cached tokens,
+which the paper's prefills do not have. The time is the paper's t_exec: no step waits for KV
+from the host. A fit on samples without mixed batches is the paper's two separate ones.
+"""
+
+FEATURE_SETS: Final = MappingProxyType({each.kind: each for each in (CONSERVE, HYGEN, BROS)})
+"""By kind."""
 
 # Eigenvalues below this share of the largest are rounding errors: the direction was not measured.
 _RANK_TOLERANCE: Final = 1e-11
@@ -78,7 +228,7 @@ def _reject_ambiguous(gram: Floats, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearModel:
+class LinearModel(LatencyModel):
     """T = Σ coefficient · feature, with ConServe's, HyGen's or BROS's features; built by ``of``.
 
     A decode-only batch that replays a CUDA graph runs at the next captured batch size and
@@ -103,7 +253,7 @@ class LinearModel:
 
     def __post_init__(self) -> None:
         assert tuple(self.coefficients) == self.features.coefficient_names
-        assert_coefficients(self)
+        self.assert_coefficients()
         assert self.features.replay_coefficients or not self.captured_batch_sizes
         sizes = (0, *self.captured_batch_sizes)
         assert all(a < b for a, b in pairwise(sizes)), f"not ascending: {sizes}"
@@ -197,14 +347,6 @@ class LinearModel:
         )
         return _choose(use_replay, eager, replay)
 
-    def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[LinearModel]:
-        """See ``LatencyModel.fit``.
-
-        With captured batch sizes the samples must include decode-only and
-        mixed batches, because the two formulas are fitted separately.
-        """
-        return fit_and_report(self._fit_all, samples, seed)
-
     def form(self) -> dict[str, object]:
         """See ``LatencyModel.form``."""
         if not self.features.replay_coefficients:
@@ -221,7 +363,12 @@ class LinearModel:
             return replay_s
         return max(eager_s, replay_s)
 
-    def _fit_all(self, table: SampleTable) -> LinearModel:
+    def fitted(self, table: SampleTable) -> LinearModel:
+        """See ``LatencyModel.fitted``.
+
+        With captured batch sizes the samples must include decode-only and
+        mixed batches, because the two formulas are fitted separately.
+        """
         terms = self.features.terms(table)
         names = self.features.coefficient_names[: len(self.features.features)]
         if self.captured_batch_sizes:

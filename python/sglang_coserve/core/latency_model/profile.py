@@ -8,12 +8,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
-from sglang_coserve.core.latency_model.features import FEATURE_SETS
-from sglang_coserve.core.latency_model.fitting import FitReport
 from sglang_coserve.core.latency_model.hardware import Hardware
-from sglang_coserve.core.latency_model.linear import LinearModel
+from sglang_coserve.core.latency_model.linear import FEATURE_SETS, LinearModel
+from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
 from sglang_coserve.core.latency_model.model_shape import ModelShape
-from sglang_coserve.core.latency_model.protocol import LatencyModel
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError

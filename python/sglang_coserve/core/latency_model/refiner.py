@@ -11,8 +11,7 @@ from typing import Final, Generic, TypeVar
 
 import numpy as np
 
-from sglang_coserve.core.latency_model.protocol import LatencyModel
-from sglang_coserve.core.latency_model.samples import Floats, Sample, SampleTable
+from sglang_coserve.core.latency_model.model import Floats, LatencyModel, Sample, SampleTable
 
 __all__ = ["Refiner", "fit_rescaled"]
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Final
 
 import numpy as np
 
-from sglang_coserve.core.latency_model.fitting import Fit, fit_and_report
 from sglang_coserve.core.latency_model.hardware import Hardware
+from sglang_coserve.core.latency_model.model import (
+    Floats,
+    Ints,
+    LatencyModel,
+    SampleTable,
+    longest_prefill,
+    solve_chunk,
+)
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
-from sglang_coserve.core.latency_model.prefill_search import longest_prefill, solve_chunk
-from sglang_coserve.core.latency_model.protocol import assert_coefficients
 from sglang_coserve.core.latency_model.refiner import fit_rescaled
-from sglang_coserve.core.latency_model.samples import Floats, Ints, Sample, SampleTable
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["RooflineModel"]
@@ -68,7 +72,7 @@ _GemmLine = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineModel:
+class RooflineModel(LatencyModel):
     """Sums max(FLOPs / F, bytes / M) over the operators of a step (OOCO §3.3).
 
     The coefficients are the inverses of those in the paper's Table 4, so that all of
@@ -128,7 +132,7 @@ class RooflineModel:
     kind: ClassVar[str] = "roofline"
 
     def __post_init__(self) -> None:
-        assert_coefficients(self)
+        self.assert_coefficients()
         operators = Operators.of(self.shape, self.tp_size)
         object.__setattr__(self, "_operators", operators)
         lines = tuple(self._line(gemm) for gemm in operators.layer_gemms)
@@ -278,13 +282,13 @@ class RooflineModel:
             ]
         ).T
 
-    def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[RooflineModel]:
-        """See ``LatencyModel.fit``.
+    def fitted(self, table: SampleTable) -> RooflineModel:
+        """See ``LatencyModel.fitted``.
 
         Few samples are enough: a coefficient that they do not determine stays
         near its current value.
         """
-        return fit_and_report(lambda table: fit_rescaled(self, table), samples, seed)
+        return fit_rescaled(self, table)
 
     def form(self) -> dict[str, object]:
         """See ``LatencyModel.form``."""

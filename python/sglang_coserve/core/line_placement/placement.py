@@ -103,9 +103,7 @@ class LinePlacement:
     while an open engine has room.
     """
 
-    def __init__(self, *, by_prefix: bool = True) -> None:
-        """Without ``by_prefix`` a line's home follows from how many came before it."""
-        self._by_prefix = by_prefix
+    def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
         self._engines: dict[str, _Engine] = {}
         self._with_room: dict[str, _Engine] = {}
@@ -115,7 +113,6 @@ class LinePlacement:
         self._homes = Rendezvous(())
         self._most_lines = 1
         self._num_queued = 0
-        self._num_homes = 0
 
     @property
     def num_waiting(self) -> int:
@@ -273,11 +270,7 @@ class LinePlacement:
             self._enqueue(line, self._home(line))
 
     def _home(self, line: _Line) -> _Engine | None:
-        key = line.group
-        if not self._by_prefix:
-            self._num_homes += 1
-            key = self._num_homes.to_bytes(8)
-        name = self._homes.choose(key)
+        name = self._homes.choose(line.group)
         return None if name is None else self._engines[name]
 
     def _enqueue(self, line: _Line, engine: _Engine | None) -> None:

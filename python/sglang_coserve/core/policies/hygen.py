@@ -23,7 +23,7 @@ class HygenPolicy(Policy):
     the offline ones, on what is left of
 
     - t, the latency budget L, found by test runs so that the overall SLO holds
-      (§4.2; ``core.budget_search``). It is ``SchedulerConfig.iteration_budget_s``;
+      (§4.2; ``simulator.find_budget``). It is ``SchedulerConfig.iteration_budget_s``;
       without it the TPOT target, the simple strategy of Fig. 7;
     - c, the chunk size C;
     - m, the memory: online requests may also take the memory of offline ones, M_off.

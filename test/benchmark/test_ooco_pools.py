@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from paper.ooco_pools import Pools, Pull, length_preference
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
@@ -18,7 +19,6 @@ from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.pools import Pools, Pull, length_preference
 from sglang_coserve.simulator.request import SimRequest
 from simulator.engines import offline, online
 
