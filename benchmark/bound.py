@@ -32,24 +32,14 @@ from sglang_coserve.core.latency_model.model_shape import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile
-from sglang_coserve.simulator import (
-    ExecutorConfig,
-    SafepointConfig,
-    SimulationResult,
-    SimulationSetup,
-    Workload,
-    simulate,
-)
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.workload import (
-    TraceRequest,
-    fit_to_context,
-    poisson_arrivals,
-    read_trace,
-    scale_rate,
-    synthesize,
-)
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.workload.shape import fit_to_context, scale_rate
+from sglang_coserve.workload.synthetic import poisson_arrivals, synthesize
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 SPREAD: Final = 0.6
 """Sigma of the logarithm of a length."""

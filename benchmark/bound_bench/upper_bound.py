@@ -21,7 +21,7 @@ from sglang_coserve.core.latency_model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
+from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 __all__ = ["Capacity", "OfflineShape", "Required", "cached_tokens", "offline_bound", "required"]
 

@@ -14,7 +14,7 @@ from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
 from sglang_coserve.srt.emulation.settings import Emulation
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 __all__ = ["bound_per_s", "full_rate_per_s", "held_share", "row"]
 

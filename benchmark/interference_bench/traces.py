@@ -12,15 +12,9 @@ from typing import Final, Protocol
 from interference_bench.load import OnlineArrival, Traffic
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload import (
-    ContextFit,
-    TraceRequest,
-    fit_to_context,
-    gamma_arrivals,
-    prompt_token_ids,
-    read_trace,
-    synthesize,
-)
+from sglang_coserve.workload.shape import ContextFit, fit_to_context
+from sglang_coserve.workload.synthetic import gamma_arrivals, prompt_token_ids, synthesize
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 __all__ = ["CONTEXT_TOKENS", "TRACES", "TraceTraffic", "fit_of", "traffic_of"]
 

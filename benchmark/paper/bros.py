@@ -19,8 +19,9 @@ from paper.experiment import Cell, Claim, Conditions, Findings
 from paper.testbed import Lengths, Testbed, gamma_arriving, offline_backlog, run
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
-from sglang_coserve.simulator import SimulationResult, Workload
 from sglang_coserve.simulator.assemble import SimulatedMachine
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import Workload
 
 __all__ = ["fig9_10"]
 

@@ -30,8 +30,9 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.baselines import NonPreemptivePolicy, SarathiPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.metrics import SloTargets, attainment
-from sglang_coserve.simulator import SimulationResult, Workload
 from sglang_coserve.simulator.assemble import SimulatedMachine
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import Workload
 
 __all__ = ["fig6"]
 

@@ -18,10 +18,10 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator import Workload
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.simulator.run import Workload
+from sglang_coserve.workload.trace import TraceRequest
 
 __all__ = ["fig6"]
 

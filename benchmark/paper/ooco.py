@@ -28,12 +28,12 @@ from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
-from sglang_coserve.simulator import SimulationSetup
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.run import SimulationSetup
 
 __all__ = ["fig6"]
 

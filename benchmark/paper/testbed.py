@@ -19,28 +19,16 @@ from sglang_coserve.core.latency_model.model_shape import kv_capacity_tokens
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report
-from sglang_coserve.simulator import (
-    ExecutorConfig,
-    SafepointConfig,
-    SimulationResult,
-    SimulationSetup,
-    Workload,
-    simulate,
-)
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.workload import (
-    TraceRequest,
-    fit_to_context,
-    gamma_arrivals,
-    read_trace,
-    sample_path,
-    scale_rate,
-    synthesize,
-    thin,
-    window,
-)
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.workload.samples import sample_path
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 __all__ = [
     "Lengths",

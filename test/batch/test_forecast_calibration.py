@@ -25,13 +25,14 @@ from sglang_coserve.lines.fair_slots import JobShare, SlotShare
 from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator import ExecutorConfig, SimulationSetup
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
+from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.simulator.run import SimulationSetup
+from sglang_coserve.workload.trace import TraceRequest
 
 BATCHES = 240
 MEAN_GAP_S = 25.0

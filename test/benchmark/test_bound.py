@@ -17,17 +17,12 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator import (
-    ExecutorConfig,
-    SafepointConfig,
-    SimulationResult,
-    SimulationSetup,
-    Workload,
-    simulate,
-)
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.result import SimulationResult
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.workload.trace import TraceRequest
 
 MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 LARGE = Capacity(batch_tokens=8192, requests=256, kv_tokens=400_000)

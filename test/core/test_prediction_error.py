@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_coserve.core.prediction_error import PredictionError
+from sglang_coserve.core.learned_model import PredictionError
 
 
 def observed(error: PredictionError, ratio: float, count: int) -> PredictionError:

@@ -18,7 +18,8 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.batch import BatchService
 from sglang_coserve.core.engine_load import WantedLines
-from sglang_coserve.core.line_placement import DEATHS_BEFORE_ALONE, FAILURES_IN_A_ROW, LINES_AHEAD
+from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
+from sglang_coserve.core.line_placement.placement import DEATHS_BEFORE_ALONE
 from sglang_coserve.fleet import EngineState, FleetBackend
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv

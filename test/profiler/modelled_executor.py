@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
-from sglang_coserve.profiler import ExecutorLimits, ProfiledMachine, StepShape
+from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
+from sglang_coserve.profiler.profile_file import ProfiledMachine
 
 LIMITS = ExecutorLimits(
     max_batch_tokens=2048, max_request_tokens=8192, max_requests=64, kv_capacity_tokens=65536

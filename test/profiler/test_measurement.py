@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from profiler.modelled_executor import LIMITS
 from sglang_coserve.core.latency_model import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.profiler import ExecutorLimits, ShapeTiming, StepShape, measure, repeat_error
-from sglang_coserve.profiler.latency import CostBound
+from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
+from sglang_coserve.profiler.latency import CostBound, ShapeTiming, measure, repeat_error
 from sglang_coserve.profiler.progress import ProfileProgress
 
 SHAPE = StepShape(prefills=((64, 0),))

@@ -10,21 +10,13 @@ from sglang_coserve.core.latency_model import RooflineModel, find_hardware
 from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InputFileError
-from sglang_coserve.profiler import (
-    ProfiledMachine,
-    SampleFile,
-    ShapeTiming,
-    StepShape,
-    choose,
-    fit_all,
-    load_profile,
-    measure_grid,
-    plan_grid,
-    report_text,
-    to_profile,
-    write_plot,
-    write_profile,
-)
+from sglang_coserve.profiler.executor import StepShape
+from sglang_coserve.profiler.fits import choose, fit_all, to_profile
+from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.latency import ShapeTiming, measure_grid
+from sglang_coserve.profiler.profile_file import ProfiledMachine, load_profile, write_profile
+from sglang_coserve.profiler.report import report_text, write_plot
+from sglang_coserve.profiler.sample_file import SampleFile
 
 FIRST = ShapeTiming(StepShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
 SECOND = ShapeTiming(StepShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))

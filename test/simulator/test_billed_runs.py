@@ -22,7 +22,7 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 KV_TOKENS = 400_000

@@ -27,7 +27,7 @@ from sglang_coserve.simulator.executor_config import (
     SafepointConfig,
 )
 from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.workload import BLOCK_TOKENS, TraceRequest
+from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
 def shared_tokens(a: PackedTokens, b: PackedTokens) -> int:

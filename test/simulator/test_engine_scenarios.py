@@ -18,7 +18,7 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.workload import poisson_arrivals, synthesize
+from sglang_coserve.workload.synthetic import poisson_arrivals, synthesize
 from simulator.engines import engine_of, offline, online, run_out
 
 

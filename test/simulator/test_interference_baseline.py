@@ -26,7 +26,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 MODEL = SimulatedMachine.named("llama-3.1-8b", "h100").roofline()
 KV_TOKENS = 400_000

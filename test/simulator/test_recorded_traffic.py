@@ -23,7 +23,7 @@ from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
-from sglang_coserve.profiler import load_profile
+from sglang_coserve.profiler.profile_file import load_profile
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 from sglang_coserve.simulator.binding import TrafficSource
@@ -31,7 +31,7 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.recorded_traffic import read_traffic
-from sglang_coserve.workload import read_trace
+from sglang_coserve.workload.trace import read_trace
 from simulator.engines import offline, online
 
 SIZE = EngineSize(chunk_tokens=512, max_requests=32, kv_tokens=20_000)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.simulate import SimulationFlags, simulate
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.simulator import SimulationOptions
+from sglang_coserve.simulator.options import SimulationOptions
 
 app = typer.Typer()
 app.command()(simulate)

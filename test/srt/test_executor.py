@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.profiler import ShapeKind, StepShape, load_profile, plan_grid
+from sglang_coserve.profiler.executor import ShapeKind, StepShape
+from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.profile_file import load_profile
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 app = typer.Typer()
@@ -116,9 +118,9 @@ def test_the_command_measures_resumes_and_reports(small_model: Path, tmp_path: P
     shapes = [json.dumps({**json.loads(line), "runs_s": None}) for line in lines[1:]]
     assert len(set(shapes)) == 40
     kinds = {
-        ShapeKind.MIXED if row["prefill_tokens"] and row["decodes"] else ShapeKind.DECODE
-        for row in map(json.loads, lines[1:])
-        if row["decodes"]
+        ShapeKind.MIXED if shape["prefills"] and shape["decodes"] else ShapeKind.DECODE
+        for shape in (json.loads(line)["shape"] for line in lines[1:])
+        if shape["decodes"]
     }
     assert kinds == {ShapeKind.MIXED, ShapeKind.DECODE}
     loaded = load_profile(output)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload import TraceRequest, gamma_arrivals, poisson_arrivals, synthesize
+from sglang_coserve.workload.synthetic import gamma_arrivals, poisson_arrivals, synthesize
+from sglang_coserve.workload.trace import TraceRequest
 
 
 def gaps(arrivals_s, n: int = 20_000) -> np.ndarray:

@@ -11,7 +11,8 @@ from statistics import mean, median
 import numpy as np
 import pytest
 
-from sglang_coserve.workload import detect_format, read_trace, sample_path
+from sglang_coserve.workload.samples import sample_path
+from sglang_coserve.workload.trace import detect_format, read_trace
 
 MAKE_SAMPLE = Path(__file__).parents[2] / "scripts" / "samples" / "make_sample.py"
 

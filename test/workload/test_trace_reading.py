@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import InputFileError, WorkloadError
-from sglang_coserve.workload import (
-    BLOCK_TOKENS,
-    TraceRequest,
-    detect_format,
-    read_trace,
-)
+from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest, detect_format, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -8,15 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload import (
-    BLOCK_TOKENS,
-    ContextFit,
-    TraceRequest,
-    fit_to_context,
-    scale_rate,
-    thin,
-    window,
-)
+from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
 def every_second(prompt_tokens: int = 100, output_tokens: int = 10):

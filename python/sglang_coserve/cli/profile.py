@@ -55,28 +55,33 @@ def profile(
     ends the measurement; what was measured is fitted and kept. Exits with 0, 2
     when a flag or file cannot be used, 3 when SGLang failed, 130 after Ctrl-C.
     """
-    from sglang_coserve import profiler
     from sglang_coserve.errors import ConfigError
+    from sglang_coserve.profiler.fits import BEST, KINDS, choose, fit_all, to_profile
 
-    if flags.kind not in (profiler.BEST, *profiler.KINDS):
-        known = ", ".join((profiler.BEST, *profiler.KINDS))
+    if flags.kind not in (BEST, *KINDS):
+        known = ", ".join((BEST, *KINDS))
         raise ConfigError(f"--kind {flags.kind}: use one of {known}")
     samples_path = output.with_suffix(".samples.jsonl")
     if samples_path.exists() and not flags.resume:
         raise ConfigError(f"{samples_path}: measurements exist: add --resume, or remove the file")
 
+    from sglang_coserve.profiler.grid import plan_grid
+    from sglang_coserve.profiler.latency import measure_grid
+    from sglang_coserve.profiler.profile_file import write_profile
     from sglang_coserve.profiler.progress import ProfileProgress
+    from sglang_coserve.profiler.report import report_text, write_plot
+    from sglang_coserve.profiler.sample_file import SampleFile
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
     sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]
     with ExecutorProcesses(sglang_flags) as executor:
         machine = executor.machine
-        shapes = profiler.plan_grid(executor.limits, flags.max_shapes)
+        shapes = plan_grid(executor.limits, flags.max_shapes)
         with (
-            profiler.SampleFile(samples_path, machine, resume=flags.resume) as file,
+            SampleFile(samples_path, machine, resume=flags.resume) as file,
             ProfileProgress(len(shapes), flags.time_limit, show=not flags.quiet) as progress,
         ):
-            measuring = profiler.measure_grid(
+            measuring = measure_grid(
                 executor, shapes, time_limit_s=flags.time_limit, done=tuple(file.measurements)
             )
             for measurement in measuring:
@@ -85,15 +90,15 @@ def profile(
                 if progress.is_interrupted:
                     break
     measurements = file.measurements
-    attempts = profiler.fit_all([m.sample for m in measurements], machine, seed=flags.seed)
+    attempts = fit_all([m.sample for m in measurements], machine, seed=flags.seed)
     say(f"{machine.model} on {machine.hardware}, tp {machine.tp_size}")
     if measurements:
-        say(profiler.report_text(measurements, attempts), newline=False)
-    chosen = profiler.choose(attempts, flags.kind)
-    profiler.write_profile(profiler.to_profile(chosen, machine), output)
+        say(report_text(measurements, attempts), newline=False)
+    chosen = choose(attempts, flags.kind)
+    write_profile(to_profile(chosen, machine), output)
     say(f"profile: {output} ({chosen.model.kind}); measurements: {samples_path}")
     if flags.plot is not None:
-        profiler.write_plot(measurements, attempts, flags.plot)
+        write_plot(measurements, attempts, flags.plot)
         say(f"plot: {flags.plot}")
     if progress.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))

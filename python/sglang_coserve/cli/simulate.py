@@ -18,7 +18,8 @@ from sglang_coserve.cli.flags import Quiet, flag, takes
 from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglang_coserve.simulator import RunControl, SimulationOptions
+    from sglang_coserve.simulator.observer import RunControl
+    from sglang_coserve.simulator.options import SimulationOptions
 
 __all__ = ["SeveralSlosCommand", "simulate", "simulate_fleet"]
 
@@ -115,13 +116,10 @@ def simulate(
     Exits with 0, with 1 when no budget meets the SLOs, with 2 when a flag or file cannot be
     used, with 130 after Ctrl-C.
     """
-    from sglang_coserve.simulator import (
-        RunControl,
-        SimulationOptions,
-        compare,
-        table_text,
-        write_report,
-    )
+    from sglang_coserve.simulator.compare import compare
+    from sglang_coserve.simulator.observer import RunControl
+    from sglang_coserve.simulator.options import SimulationOptions
+    from sglang_coserve.simulator.report import table_text, write_report
 
     options = SimulationOptions(**vars(flags) | {"slo": tuple(flags.slo or ())})
     if find_budget:
@@ -185,12 +183,13 @@ def simulate_fleet(
     Ctrl-C and --time-limit end the run and report what was simulated so far.
     Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
     """
-    from sglang_coserve.simulator import RunControl, SimulationOptions
     from sglang_coserve.simulator.fleet_run import (
         FleetOptions,
         fleet_table_text,
         simulate_fleets,
     )
+    from sglang_coserve.simulator.observer import RunControl
+    from sglang_coserve.simulator.options import SimulationOptions
     from sglang_coserve.simulator.result import write_results
 
     try:

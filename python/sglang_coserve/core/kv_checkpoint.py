@@ -18,11 +18,9 @@ __all__ = [
     "Backoff",
     "CheckpointMode",
     "CheckpointPolicy",
-    "CheckpointSnapshot",
     "PageCopy",
     "RequestPages",
     "RequestToSave",
-    "is_stuck",
     "most_loaded_tokens",
     "plan_copies",
     "reclaim_tokens",
@@ -121,19 +119,6 @@ class RequestToSave(NamedTuple):
     dirty_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSnapshot:
-    """The state of checkpointing between two steps."""
-
-    requests: Sequence[RequestToSave]
-    """In order of admission."""
-
-    used_share: float
-    """Share of the device's KV slots that requests hold, 0 to 1."""
-
-    in_flight_tokens: int = 0
-
-
 class PageCopy(NamedTuple):
     """A copy of the first ``tokens`` dirty tokens of a request, in whole pages."""
 
@@ -142,20 +127,32 @@ class PageCopy(NamedTuple):
 
 
 def plan_copies(
-    policy: CheckpointPolicy, snapshot: CheckpointSnapshot, page_tokens: int
+    policy: CheckpointPolicy,
+    requests: Sequence[RequestToSave],
+    page_tokens: int,
+    *,
+    used_share: float,
+    in_flight_tokens: int = 0,
 ) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now, unless copying ``is_stuck``. O(requests).
+    """Return the copies to begin now. O(requests).
 
     The requests admitted last come first, as they are retracted first.
+
+    Args:
+        policy: Limits them.
+        requests: In order of admission.
+        page_tokens: Only whole pages are copied.
+        used_share: Share of the device's KV slots that requests hold, 0 to 1.
+        in_flight_tokens: Whose copies are under way.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return ()
-    if policy.mode is CheckpointMode.PRESSURE and snapshot.used_share < policy.watermark:
+    if policy.mode is CheckpointMode.PRESSURE and used_share < policy.watermark:
         return ()
-    left = max(min(policy.step_tokens, policy.in_flight_tokens - snapshot.in_flight_tokens), 0)
+    left = max(min(policy.step_tokens, policy.in_flight_tokens - in_flight_tokens), 0)
     copies = []
     least_tokens = policy.least_copy_tokens
-    for request in reversed(snapshot.requests):
+    for request in reversed(requests):
         if request.dirty_tokens < least_tokens:
             continue
         tokens = min(request.dirty_tokens, left) // page_tokens * page_tokens
@@ -163,11 +160,6 @@ def plan_copies(
             copies.append(PageCopy(request.rid, tokens))
             left -= tokens
     return tuple(copies)
-
-
-def is_stuck(policy: CheckpointPolicy, oldest_copy_steps: int) -> bool:
-    """Return whether the oldest copy in flight takes so long that copying counts as stuck."""
-    return oldest_copy_steps > policy.stall_steps
 
 
 def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:

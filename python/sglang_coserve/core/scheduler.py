@@ -11,7 +11,7 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model import LatencyModel, Sample
-from sglang_coserve.core.learned_model import LearnedModel
+from sglang_coserve.core.learned_model import LearnedModel, PredictionError
 from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
@@ -24,7 +24,6 @@ from sglang_coserve.core.planning.lanes import (
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
-from sglang_coserve.core.prediction_error import PredictionError
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep

@@ -14,7 +14,7 @@ from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo.loads import StreamedLoad, replayed
 from sglang_coserve.demo.report import OfflineResult, SystemResult
 from sglang_coserve.demo.servers import DemoSystem
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 __all__ = ["Window", "measure"]
 

@@ -41,15 +41,9 @@ from sglang_coserve.srt.emulation.model_directory import (
     read_emulation,
 )
 from sglang_coserve.srt.emulation.settings import Emulation
-from sglang_coserve.workload import (
-    RESERVED_TOKENS,
-    TraceRequest,
-    fit_to_context,
-    read_trace,
-    sample_path,
-    scale_rate,
-    window,
-)
+from sglang_coserve.workload.samples import sample_path
+from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, window
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 __all__ = ["DemoOptions", "LoadScale", "run_demo"]
 

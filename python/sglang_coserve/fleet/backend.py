@@ -11,15 +11,9 @@ from functools import partial
 from typing import Final, Self
 
 from sglang_coserve.batch.service_status import TokenRate
-from sglang_coserve.core.line_placement import (
-    FAILURES_IN_A_ROW,
-    LINES_AHEAD,
-    LinePlacement,
-    LinePools,
-    Move,
-    Placed,
-    model_of_most,
-)
+from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD, model_of_most
+from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
+from sglang_coserve.core.line_placement.pools import LinePools, Move
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
 from sglang_coserve.fleet.served_model import ServedModel

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.engine_load import LinesLoad, Pool
-from sglang_coserve.core.line_placement import LINES_AHEAD, FailureStreak, line_window
+from sglang_coserve.core.line_placement.engines import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.http_lines import (
     LOAD_PATH,

@@ -11,26 +11,3 @@
 
 All output is marked as simulated.
 """
-
-from sglang_coserve.simulator.compare import EventLog, compare
-from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
-from sglang_coserve.simulator.observer import RunControl
-from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.simulator.report import table_text, write_report
-from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
-
-__all__ = [
-    "EventLog",
-    "ExecutorConfig",
-    "RunControl",
-    "SafepointConfig",
-    "SimulationOptions",
-    "SimulationResult",
-    "SimulationSetup",
-    "Workload",
-    "compare",
-    "simulate",
-    "table_text",
-    "write_report",
-]

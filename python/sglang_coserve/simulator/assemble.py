@@ -21,7 +21,8 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.workload import TraceRequest, fit_to_context, read_trace
+from sglang_coserve.workload.shape import fit_to_context
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 __all__ = ["SimulatedMachine", "find_shape", "offline_requests"]
 

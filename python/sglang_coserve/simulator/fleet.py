@@ -14,13 +14,9 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.line_placement import (
-    LINES_AHEAD,
-    LinePlacement,
-    LinePools,
-    Placed,
-    line_window,
-)
+from sglang_coserve.core.line_placement.engines import LINES_AHEAD, line_window
+from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
+from sglang_coserve.core.line_placement.pools import LinePools
 from sglang_coserve.core.offline_queue import unpack_tokens
 from sglang_coserve.jsonl.prefix_key import prefix_key
 from sglang_coserve.simulator.binding import TrafficSource

@@ -24,7 +24,7 @@ from sglang_coserve.simulator.report import ms_text, percent_text, text_table
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 __all__ = ["FleetOptions", "FleetResult", "fleet_table_text", "simulate_fleets", "strict_engine"]
 

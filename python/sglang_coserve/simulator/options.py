@@ -16,19 +16,14 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.profiler import load_profile
+from sglang_coserve.profiler.profile_file import load_profile
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
-from sglang_coserve.workload import (
-    TraceRequest,
-    fit_to_context,
-    read_trace,
-    sample_path,
-    scale_rate,
-    window,
-)
+from sglang_coserve.workload.samples import sample_path
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 __all__ = ["SimulationOptions"]
 

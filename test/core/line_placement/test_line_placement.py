@@ -14,17 +14,19 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sglang_coserve.core.line_placement import (
-    DEATHS_BEFORE_ALONE,
+from sglang_coserve.core.line_placement.engines import (
     FAILURES_IN_A_ROW,
     LINES_AHEAD,
     FailureStreak,
-    LinePlacement,
-    Placed,
-    PrefixGroups,
     Rendezvous,
     line_window,
     model_of_most,
+)
+from sglang_coserve.core.line_placement.placement import (
+    DEATHS_BEFORE_ALONE,
+    LinePlacement,
+    Placed,
+    PrefixGroups,
 )
 from sglang_coserve.jsonl.prefix_key import prefix_key
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.engine_load import Pool, WantedLines
-from sglang_coserve.core.line_placement import LinePools, Move
+from sglang_coserve.core.line_placement.pools import LinePools, Move
 
 WANTS = WantedLines(tokens=100, max_tokens=400, lines=8)
 

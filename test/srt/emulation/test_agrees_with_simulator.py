@@ -24,7 +24,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
-from sglang_coserve.workload import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest
 
 pytestmark = pytest.mark.heavy
 

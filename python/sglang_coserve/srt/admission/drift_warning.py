@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from sglang_coserve.core.prediction_error import PredictionError
+from sglang_coserve.core.learned_model import PredictionError
 
 __all__ = ["DriftWarning"]
 

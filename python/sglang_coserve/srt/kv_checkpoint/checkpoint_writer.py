@@ -11,7 +11,6 @@ import torch
 
 from sglang_coserve.core.kv_checkpoint import (
     CheckpointPolicy,
-    CheckpointSnapshot,
     PageCopy,
     RequestToSave,
     plan_copies,
@@ -120,7 +119,16 @@ class CheckpointWriter:
             self._copy(targets, step)
 
     def _plan(self, unsaved: Sequence[RequestToSave]) -> tuple[PageCopy, ...]:
-        return plan_copies(self._policy, self._snapshot(unsaved), self._cache.page_size)
+        cache = self._cache
+        allocator = cache.token_to_kv_pool_allocator
+        unused = allocator.available_size() + cache.evictable_size()
+        return plan_copies(
+            self._policy,
+            unsaved,
+            cache.page_size,
+            used_share=1 - unused / allocator.size,
+            in_flight_tokens=self._copies.in_flight_tokens,
+        )
 
     def _unsaved(self) -> list[RequestToSave]:
         unsaved = []
@@ -138,16 +146,6 @@ class CheckpointWriter:
         """Return the nodes of the path to ``end`` that are neither saved nor being copied."""
         path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._copies.is_copying(node)]
-
-    def _snapshot(self, unsaved: Sequence[RequestToSave]) -> CheckpointSnapshot:
-        cache = self._cache
-        allocator = cache.token_to_kv_pool_allocator
-        unused = allocator.available_size() + cache.evictable_size()
-        return CheckpointSnapshot(
-            unsaved,
-            used_share=1 - unused / allocator.size,
-            in_flight_tokens=self._copies.in_flight_tokens,
-        )
 
     def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
         """Return the targets of a plan; the nodes of a request's prefix come before the request."""

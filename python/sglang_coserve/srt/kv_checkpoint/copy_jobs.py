@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, is_stuck
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
 
@@ -84,7 +84,7 @@ class CopyJobs:
     def is_stuck(self, step: int) -> bool:
         """Return whether copying counts as stuck, by the age of the oldest copy."""
         oldest_step = next((job.begun_step for job in self._jobs.values()), step)
-        return is_stuck(self._policy, step - oldest_step)
+        return step - oldest_step > self._policy.stall_steps
 
     def may_begin(self, step: int) -> bool:
         """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""

@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sglang_coserve import profiler
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model import (
     LatencyModel,
     LatencyProfile,
 )
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
-from sglang_coserve.profiler.profile_file import ProfiledMachine
+from sglang_coserve.profiler.fits import choose, fit_all, to_profile
+from sglang_coserve.profiler.profile_file import ProfiledMachine, load_profile
 from sglang_coserve.srt.profiling.executor import machine_of
 
 __all__ = ["check_profile", "known_latency_model", "latency_profile"]
@@ -64,7 +64,7 @@ def known_latency_model(scheduler: Any, config: CoserveConfig) -> LatencyModel:
 
 
 def _read(path: Path, tp_size: int) -> LatencyProfile:
-    profile = profiler.load_profile(path)
+    profile = load_profile(path)
     if profile.tp_size != tp_size:
         raise ConfigError(
             f"{path}: measured with a tensor-parallel size of {profile.tp_size}, the server has "
@@ -97,12 +97,12 @@ def _measure(
 
     try:
         samples = profile_quickly(scheduler, time_limit_s)
-        fit = profiler.choose(profiler.fit_all(samples, machine))
+        fit = choose(fit_all(samples, machine))
     except InputFileError as error:
         logger.warning("no profile at start-up: %s", error)
         return None
     logger.info("latency profile from %d batches: %s, %s", len(samples), fit.model.kind, fit.report)
-    return profiler.to_profile(fit, machine)
+    return to_profile(fit, machine)
 
 
 def _guess(machine: ProfiledMachine) -> LatencyProfile:
