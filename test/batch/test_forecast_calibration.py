@@ -18,7 +18,7 @@ from batch.records import a_batch
 from sglang_coserve.batch.job_forecast import FinishEstimate, ForecastErrors, PastJob, job_forecasts
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.service_status import TokenRate
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.lines.fair_slots import JobShare, SlotShare

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bound_bench.upper_bound import Capacity, OfflineShape, Required, offline_bound, required
-from sglang_coserve.core.latency_model import HYGEN, LinearModel, RooflineModel
+from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats

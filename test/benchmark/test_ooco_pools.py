@@ -9,7 +9,7 @@ import pytest
 
 from paper.ooco_pools import Pools, Pull, length_preference
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState

@@ -11,7 +11,7 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.control.slo_monitor import SloReport
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.learned_times import expected_tokens_per_s
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=4e-3)

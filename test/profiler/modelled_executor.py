@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.profile_file import ProfiledMachine
 

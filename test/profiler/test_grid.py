@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS, MACHINE, ModelledExecutor
-from sglang_coserve.core.latency_model import LatencyModel, Sample
+from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.profiler.executor import ExecutorLimits, ShapeKind, StepShape
 from sglang_coserve.profiler.fits import KINDS, fit_all
 from sglang_coserve.profiler.grid import plan_grid

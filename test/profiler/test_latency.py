@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import choose, fit_all
 from sglang_coserve.profiler.grid import plan_grid

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.latency import CostBound, ShapeTiming, measure, repeat_error

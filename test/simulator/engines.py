@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model import CONSERVE, LatencyModel, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass

@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from sglang_coserve.cli import app
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.core.latency_model import CONSERVE, LatencyProfile, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.profiler.profile_file import write_profile
 from sglang_coserve.simulator.find_budget import BudgetSearch, Trial

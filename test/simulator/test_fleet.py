@@ -9,7 +9,7 @@ import pytest
 
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.engine_load import Pool
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestState

@@ -18,7 +18,7 @@ from core.scheduler.scenarios import MODEL
 from sglang_coserve.cli import app
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError

@@ -18,7 +18,7 @@ from core.scheduler.tiny_engine import TinyEngine
 from sglang_coserve.cli import app
 from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig

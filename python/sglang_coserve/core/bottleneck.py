@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["fixed_s", "is_compute_saturated", "least_offline_s", "saturated_batch_size"]

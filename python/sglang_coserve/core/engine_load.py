@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from sglang_coserve.core.bottleneck import saturated_batch_size
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.migration import LengthPreference, preferred_length, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from sglang_coserve.core.latency_model import LatencyModel, Refiner, Sample
+from sglang_coserve.core.latency_model.model import LatencyModel, Sample
+from sglang_coserve.core.latency_model.refiner import Refiner
 from sglang_coserve.core.step_stats import StepStats
 
 __all__ = ["LearnedModel", "PredictionError", "pipelined"]

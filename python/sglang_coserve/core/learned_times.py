@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats

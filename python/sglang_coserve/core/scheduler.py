@@ -10,7 +10,7 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.latency_model import LatencyModel, Sample
+from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel, PredictionError
 from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest

@@ -6,19 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.core.latency_model import (
+from sglang_coserve.core.latency_model.linear import (
     BROS,
     CONSERVE,
     FEATURE_SETS,
     HYGEN,
-    Fit,
-    LatencyModel,
-    LatencyProfile,
     LinearModel,
-    RooflineModel,
-    Sample,
-    SampleTable,
 )
+from sglang_coserve.core.latency_model.model import Fit, LatencyModel, Sample, SampleTable
+from sglang_coserve.core.latency_model.profile import LatencyProfile
+from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.errors import CoserveError, InputFileError
 from sglang_coserve.profiler.profile_file import ProfiledMachine
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.executor import ShapeExecutor, StepShape
 from sglang_coserve.profiler.grid import plan_grid

@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens, unpack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig

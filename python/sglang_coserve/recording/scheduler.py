@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
-from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import Ending

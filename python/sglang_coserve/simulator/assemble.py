@@ -10,13 +10,14 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from sglang_coserve.core.latency_model import (
-    Hardware,
+from sglang_coserve.core.latency_model.hardware import Hardware, find_hardware
+from sglang_coserve.core.latency_model.model_shape import (
+    MODELS,
     ModelShape,
-    RooflineModel,
-    find_hardware,
+    find_model,
+    kv_bytes_per_token,
 )
-from sglang_coserve.core.latency_model.model_shape import MODELS, find_model, kv_bytes_per_token
+from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.simulator.binding import from_jsonl, from_trace

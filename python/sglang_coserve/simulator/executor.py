@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Iterable
 from typing import Final
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import Lane, StepPlan

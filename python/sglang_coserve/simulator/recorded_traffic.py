@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_coserve.core.control.slo import format_slo
-from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES

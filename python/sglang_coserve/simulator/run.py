@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sglang_coserve.core.control.slo import Slo, deadlines
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats

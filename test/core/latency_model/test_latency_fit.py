@@ -20,16 +20,8 @@ from latency_cases import (
     unfitted,
 )
 
-from sglang_coserve.core.latency_model import (
-    BROS,
-    CONSERVE,
-    HYGEN,
-    FitReport,
-    LatencyModel,
-    LinearModel,
-    Sample,
-    SampleTable,
-)
+from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
+from sglang_coserve.core.latency_model.model import FitReport, LatencyModel, Sample, SampleTable
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from latency_cases import LINEAR, MACHINES, POLYNOMIAL, ROOFLINE, machine_id, models
 
-from sglang_coserve.core.latency_model import FitReport, LatencyModel, LatencyProfile
+from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import InputFileError
 
 REPORT = FitReport(

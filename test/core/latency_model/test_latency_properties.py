@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from latency_cases import MACHINES, BatchLengths, any_batch, machine_id, models
 
-from sglang_coserve.core.latency_model import LatencyModel, Sample, SampleTable
+from sglang_coserve.core.latency_model.model import LatencyModel, Sample, SampleTable
 from sglang_coserve.core.step_stats import StepStats
 
 more = st.integers(1, 50_000)

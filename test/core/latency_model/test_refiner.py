@@ -23,11 +23,8 @@ from latency_cases import (
     random_batches,
 )
 
-from sglang_coserve.core.latency_model import (
-    LatencyModel,
-    Refiner,
-    Sample,
-)
+from sglang_coserve.core.latency_model.model import LatencyModel, Sample
+from sglang_coserve.core.latency_model.refiner import Refiner
 from sglang_coserve.core.step_stats import StepStats
 
 CHECK = random_batches(1000, seed=99)

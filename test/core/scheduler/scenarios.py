@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines, parse_slo
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy

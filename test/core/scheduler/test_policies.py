@@ -17,7 +17,7 @@ from core.scheduler.scenarios import (
     scheduler,
     snapshot,
 )
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy

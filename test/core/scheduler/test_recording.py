@@ -23,7 +23,8 @@ from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, qu
 from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo, deadlines, parse_slo
-from sglang_coserve.core.latency_model import HYGEN, LatencyProfile, LinearModel
+from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState

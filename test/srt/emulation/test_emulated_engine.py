@@ -17,7 +17,7 @@ from interference_bench.engine import RunOutcome
 from interference_bench.load import Load, OnlineTraffic
 from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import percentile
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model

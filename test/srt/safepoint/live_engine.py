@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_coserve.core.latency_model import CONSERVE, LinearModel
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from srt.scripted_engine import Iteration, ScriptedEngine
 
 WAIT_S = 60.0

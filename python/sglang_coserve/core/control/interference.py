@@ -13,7 +13,7 @@ from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import JobTokens

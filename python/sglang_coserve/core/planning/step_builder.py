@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.planning.plan_context import PlanContext
 from sglang_coserve.core.planning.step_memory import Prompt, StepMemory

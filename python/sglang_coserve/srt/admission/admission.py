@@ -17,7 +17,7 @@ from itertools import compress
 from typing import Any, Final
 
 from sglang_coserve.core.control.interference import Interference
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as Core

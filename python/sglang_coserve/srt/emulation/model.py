@@ -17,7 +17,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.emulation.device_module import EmulatedDevice, emulated_device
 from sglang_coserve.srt.emulation.settings import PLACES, Emulation

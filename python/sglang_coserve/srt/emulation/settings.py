@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from sglang_coserve.core.latency_model import (
-    Hardware,
-    LatencyModel,
-    LatencyProfile,
-    RooflineModel,
-    find_hardware,
-)
+from sglang_coserve.core.latency_model.hardware import Hardware, find_hardware
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.model_shape import (
     find_model,
     kv_bytes_per_token,
     kv_capacity_tokens,
 )
+from sglang_coserve.core.latency_model.profile import LatencyProfile
+from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.errors import ConfigError
 

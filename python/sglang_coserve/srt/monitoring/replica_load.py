@@ -12,7 +12,7 @@ from sglang_coserve.core.engine_load import (
     WantedLines,
     wanted_lines,
 )
-from sglang_coserve.core.latency_model import LatencyModel
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.learned_times import expected_tokens_per_s, lines_at_a_time
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats

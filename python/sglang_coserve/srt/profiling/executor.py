@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
-from sglang_coserve.core.latency_model import Sample
+from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.latency import quick_samples
 from sglang_coserve.profiler.profile_file import ProfiledMachine

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.latency_model import LatencyProfile
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
