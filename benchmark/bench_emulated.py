@@ -235,7 +235,7 @@ def _line(one: Row) -> str:
 
 def _claimed(options: argparse.Namespace) -> Row:
     """Return the settings that all files of a folder share."""
-    own = {"traffic", "load", "traces", "core", "plots", "chunks_of_ours"}
+    own = {"traffic", "load", "requests", "traces", "core", "plots", "chunks_of_ours"}
     return {key: value for key, value in settings_of(options).items() if key not in own}
 
 

@@ -120,7 +120,7 @@ def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
             return
 
 
-def main(base_url: str, api_key: str, without: str, directory: str) -> None:
+def main(_name: str, base_url: str, api_key: str, without: str, directory: str) -> None:
     """Run all of it; ``without`` is the address of a server that has no Batch API."""
     assert not asyncio.run(upstream_lacks_files_api(base_url, api_key))
     assert asyncio.run(upstream_lacks_files_api(without, api_key))

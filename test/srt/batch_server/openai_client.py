@@ -85,13 +85,12 @@ def answer_in_the_background(client: Any) -> None:
     client.responses.delete(response.id)
 
 
-def main(base_url: str, api_key: str) -> None:
-    """Run all of it and print the client's version."""
+def main(_name: str, base_url: str, api_key: str, *_: str) -> None:
+    """Run all of it."""
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
         ask(client)
         run_batch(client)
         answer_in_the_background(client)
-    print(openai.__version__)  # noqa: T201
 
 
 if __name__ == "__main__":
