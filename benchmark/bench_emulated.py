@@ -35,13 +35,13 @@ from interference_bench.systems import EngineSystem
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.bench_serving.stock import best_setting
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.emulation.model_directory import (
     make_emulated_model,
     set_environment_defaults,
 )
 from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.terminal import terminate_as_interrupt
 
 _RUN_TIMEOUT_S = 3600.0
 _AT_ONCE_S = 1e-3

@@ -24,8 +24,8 @@ from gpu.driver import Driver, StepStatus
 from gpu.llama_shape import write_llama_shape
 from gpu.steps import DRY_RUN_NOTE, STEPS, GpuSetting, Step, select
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.terminal import terminate_as_interrupt
 
 _DESCRIBE = "import json; from common.machine import *; print(json.dumps(describe_machine()))"
 

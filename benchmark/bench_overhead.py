@@ -37,8 +37,8 @@ from common.own_process import OwnProcess
 from common.results import write_results
 from overhead_bench.engine import SYSTEMS, Pass, TimedEngine
 from overhead_bench.report import print_table, summary
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.terminal import terminate_as_interrupt
 
 
 def main() -> None:

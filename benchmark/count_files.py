@@ -25,10 +25,9 @@ import httpx
 import psutil
 
 from common.results import write_results
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
 
 _TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
 _SETTLE_S: Final = 2.0

@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import httpx
 import pytest
 
-from sglang_coserve import __version__, extras
+from sglang_coserve import __version__, errors
 from sglang_coserve.errors import MissingExtraError
 from sglang_coserve.local_server import free_port
 
@@ -193,15 +193,15 @@ def test_what_needs_the_engine_says_how_to_install_it(base: Path, command: list[
 
 def test_every_extra_has_its_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert extras._PACKAGES.keys() == project["optional-dependencies"].keys() - {"dev"}
-    for extra in extras._PACKAGES:
-        extras.require(extra, "This environment")
+    assert errors._EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
+    for extra in errors._EXTRAS:
+        errors.require(extra, "This environment")
 
 
 def test_an_extra_that_is_missing_in_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras._PACKAGES, "plot", ("json", "no_such_package.part"))
+    monkeypatch.setitem(errors._EXTRAS, "plot", ("json", "no_such_package.part"))
     with pytest.raises(MissingExtraError, match=r"A plot needs no_such_.*coserve\[plot\]'"):
-        extras.require("plot", "A plot")
+        errors.require("plot", "A plot")
 
 
 def test_what_a_checkout_is_given_lacks_nothing_that_it_needs() -> None:

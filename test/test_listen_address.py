@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.local_server import free_port
+from sglang_coserve.network import check_listen_address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])

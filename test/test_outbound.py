@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.outbound import OutboundTransport, is_private_literal, is_public
+from sglang_coserve.network import OutboundTransport, is_private_literal, is_public
 
 PRIVATE_V4 = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"]
 PRIVATE = [

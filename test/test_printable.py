@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.printable import printable
+from sglang_coserve.terminal import printable
 
 
 @pytest.mark.parametrize(

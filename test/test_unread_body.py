@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sglang_coserve.asgi import send_error
+from sglang_coserve.asgi import UnreadBodyMiddleware, send_error
 from sglang_coserve.local_server import free_port
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 TIMEOUT_S = 30.0
 LONGEST_S = 0.5

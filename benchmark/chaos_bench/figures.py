@@ -14,8 +14,7 @@ from rich.markdown import Markdown
 
 from common.results import write_results
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.interrupts import terminate_as_interrupt
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
 
 __all__ = ["Figure", "all_met", "exit_status", "markdown", "report"]
 

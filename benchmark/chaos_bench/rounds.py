@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.interrupts import StopOnInterrupt
+from sglang_coserve.terminal import StoppableBar
 
 __all__ = ["chaos_parser", "hurt_in_rounds"]
 
@@ -67,7 +67,7 @@ def hurt_in_rounds(
     rng = random.Random(options.seed)
     end_s = time.monotonic() + options.minutes * 60
     rounds = chain.from_iterable(rng.sample(names, len(names)) for _ in count())
-    with StopOnInterrupt() as stop:
+    with StoppableBar(show=False) as stop:
         for number, name in enumerate(rounds):
             is_done = False
             while not is_done:

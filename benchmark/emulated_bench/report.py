@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from emulated_bench.contenders import PLAIN, STOCK
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table
 
 __all__ = ["plot", "table"]
 

@@ -20,7 +20,7 @@ import psutil
 
 from common.results import write_json
 from gpu.steps import DRY_RUN_NOTE, GpuSetting, Step
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table
 
 __all__ = ["AttemptRecord", "Driver", "StepStatus", "next_step"]
 

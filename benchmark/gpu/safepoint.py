@@ -30,7 +30,7 @@ from common.own_process import OwnProcess
 from common.results import measure_missing, write_json
 from gpu.measured_engine import MeasuredEngine, SystemSpec
 from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table
 
 TARGETS: Final = {"delay_p99_ms": 8.0}  # ConServe, section 6: 13.
 GRAPHS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -18,10 +18,10 @@ from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import TRAFFIC, Load, OnlineTraffic
 from interference_bench.report import figures, held_to_stock
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.terminal import terminate_as_interrupt
 
 __all__ = ["RATES", "measured"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table
 
 __all__ = ["Cell", "Claim", "Conditions", "Experiment", "Findings", "to_markdown"]
 

@@ -1,4 +1,4 @@
-"""The exceptions a user or the network can cause.
+"""The exceptions a user or the network can cause, and the check of what an extra brings.
 
 ::
 
@@ -21,6 +21,9 @@ invariants are ``assert`` statements and never part of this tree.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Final
+
 __all__ = [
     "ConfigError",
     "CoserveError",
@@ -34,6 +37,7 @@ __all__ = [
     "UnknownClassError",
     "UnsupportedError",
     "WorkloadError",
+    "require",
 ]
 
 
@@ -83,3 +87,40 @@ class ServerError(CoserveError):
 
 class ServerGoneError(ServerError):
     """The server did not answer, and every retry is used up."""
+
+
+_EXTRAS: Final = {
+    "engine": ("sglang", "torch", "transformers", "scipy", "zmq"),
+    "otel": (
+        "opentelemetry.sdk",
+        "opentelemetry.exporter.otlp.proto.grpc",
+        "opentelemetry.exporter.otlp.proto.http",
+    ),
+    "plot": ("matplotlib",),
+    "ray": ("ray", "pyarrow"),
+}
+
+
+def require(extra: str, user: str) -> None:
+    """Check that the packages of an extra are installed, without importing them.
+
+    Args:
+        extra: Its name.
+        user: What needs it, the start of the message.
+
+    Raises:
+        MissingExtraError: one is not; the message says what to install.
+    """
+    for package in _EXTRAS[extra]:
+        if not _is_installed(package):
+            raise MissingExtraError(
+                f"{user} needs {package}, which is not installed: "
+                f"pip install 'sglang-coserve[{extra}]'"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # A package above it is missing.
+        return False

@@ -19,8 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_coserve.errors import ConfigError
-from sglang_coserve.extras import require
+from sglang_coserve.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from batch.live_app import LiveApp
 from batch.scenarios import lines
 from batch.scripted_backend import ScriptedBackend
+from sglang_coserve import terminal
 from sglang_coserve.batch.routes import set_not_ready
 from sglang_coserve.cli.submit import SubmitFlags, _leave
-from sglang_coserve.client import BatchApi, BatchOptions, RetryPolicy, progress
+from sglang_coserve.client import BatchApi, BatchOptions, RetryPolicy
 from sglang_coserve.client.calls import Outage
 from sglang_coserve.errors import ServerError, ServerGoneError
 
@@ -288,7 +289,7 @@ def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body:
 async def test_what_is_waited_for_is_shown_without_an_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(terminal, "_LINE_INTERVAL_S", 0.0)
     source = tmp_path / "in.jsonl"
     source.write_bytes(lines(3))
     shown = ""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sglang_coserve import outbound
+from sglang_coserve import network
 from sglang_coserve.guard import media_sources
 from sglang_coserve.guard.media_sources import MediaSources
 
@@ -81,8 +81,8 @@ def web() -> Iterator[Web]:
 @pytest.fixture
 def as_if_public(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.1 counts as an address in the internet; what else is private stays so."""
-    is_public = outbound.is_public
-    monkeypatch.setattr(outbound, "is_public", lambda a: a == "127.0.0.1" or is_public(a))
+    is_public = network.is_public
+    monkeypatch.setattr(network, "is_public", lambda a: a == "127.0.0.1" or is_public(a))
 
 
 def brought(request: Any, *, allow_urls: bool = True) -> Any:

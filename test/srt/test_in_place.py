@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.bodies import RequestGateMiddleware
@@ -20,7 +21,6 @@ from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.replicas import replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_drain_routes
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 
 def answer() -> None:

@@ -27,7 +27,7 @@ from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import ConfigError, CoserveError
 from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.retry import backoff_s
-from sglang_coserve.outbound import OutboundTransport, is_private_literal
+from sglang_coserve.network import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
 

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from sglang_coserve.errors import CoserveError
-from sglang_coserve.extras import require
-from sglang_coserve.interrupts import terminate_as_interrupt
-from sglang_coserve.printable import printable
+from sglang_coserve.errors import CoserveError, require
+from sglang_coserve.terminal import printable, terminate_as_interrupt
 
 if TYPE_CHECKING:
     from sglang_coserve.bench_serving.compare import Comparison

@@ -14,7 +14,7 @@ from sglang_coserve.bench_serving.compare import Comparison, Run
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.systems import ALONE
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.tables import markdown_table, median_and_range
+from sglang_coserve.terminal import markdown_table, median_and_range
 
 __all__ = ["Comparisons", "table", "write"]
 

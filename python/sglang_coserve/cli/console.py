@@ -7,7 +7,7 @@ from enum import IntEnum
 import typer
 
 from sglang_coserve.errors import CoserveError, ServerError
-from sglang_coserve.printable import printable
+from sglang_coserve.terminal import printable
 
 __all__ = ["ExitCode", "code_of_error", "code_of_signal", "say"]
 

@@ -81,7 +81,7 @@ def _screen(client: ViewClient, view: dict[str, Any], interval_s: float) -> None
     from rich.live import Live
     from rich.text import Text
 
-    from sglang_coserve.printable import printable
+    from sglang_coserve.terminal import printable
     from sglang_coserve.view.terminal import as_screen
 
     live = Live(as_screen(view), screen=True, auto_refresh=False, vertical_overflow="crop")

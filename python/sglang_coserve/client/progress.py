@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-from sglang_coserve.printable import printable
+from sglang_coserve.terminal import ProgressBar, printable
 
 __all__ = ["JobState", "JobStatus", "showing"]
 
-_PLAIN_INTERVAL_S = 10.0
 _POLL_S = 0.2
 
 _T = TypeVar("_T")
@@ -99,69 +93,31 @@ class JobStatus:
         }
 
 
-class ProgressView:
-    """A context in which ``show`` keeps the user informed."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("starting", total=None)
-        self._shown_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
+class _JobBar(ProgressBar):
     def show(self, status: JobStatus | str) -> None:
-        """Show ``status`` now, or why there is none yet; on a plain stream, once in a while."""
+        """Show ``status``, or why there is none yet."""
         if isinstance(status, str):
-            text = _one_line(f"waiting for the server: {status}")
-            self._show(text, text, 0, None)
+            waiting = _one_line(f"waiting for the server: {status}")
+            self._show(0, lambda: waiting, text=waiting)
             return
+        text = _one_line(_description(status))
         percent = 100 * status.done_bytes // max(1, status.total_bytes)
-        description = _describe(status)
-        plain = f"{percent}% of the input: {description}"
-        self._show(description, plain, status.done_bytes, status.total_bytes)
-
-    def _show(self, text: str, plain: str, done: int, total: int | None) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=done, total=total, description=text)
-        elif time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
-            self._shown_s = time.monotonic()
-            sys.stderr.write(f"{plain}\n")
-            sys.stderr.flush()
+        line = f"{percent}% of the input: {text}"
+        self._show(status.done_bytes, lambda: line, text=text, total=status.total_bytes)
 
 
 async def showing(work: Awaitable[_T], status: Callable[[], JobStatus | str | None]) -> _T:
     """Await ``work``, and show meanwhile what ``status`` returns, unless that is None."""
     task = asyncio.ensure_future(work)
     try:
-        with ProgressView() as view:
+        with _JobBar("starting") as bar:
             while not task.done():
                 if (shown := status()) is not None:
-                    view.show(shown)
+                    bar.show(shown)
                 await asyncio.wait({task}, timeout=_POLL_S)
         return task.result()
     finally:
         task.cancel()
-
-
-def _describe(status: JobStatus) -> str:
-    return _one_line(_description(status))
 
 
 def _one_line(text: str) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.printable import printable
+from sglang_coserve.terminal import printable
 
 
 def demo(

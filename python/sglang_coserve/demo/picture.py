@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.demo.report import DemoResult, SystemResult, caption
-from sglang_coserve.extras import require
+from sglang_coserve.errors import require
 
 __all__ = ["draw"]
 

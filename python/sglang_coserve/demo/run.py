@@ -31,9 +31,7 @@ from sglang_coserve.demo.servers import (
     stock_chunk_tokens,
 )
 from sglang_coserve.errors import ConfigError, WorkloadError
-from sglang_coserve.interrupts import terminate_as_interrupt
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.printable import printable
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import (
     CONTEXT_TOKENS,
@@ -41,6 +39,7 @@ from sglang_coserve.srt.emulation.model_directory import (
     read_emulation,
 )
 from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.terminal import printable, terminate_as_interrupt
 from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, window
 from sglang_coserve.workload.trace import TraceRequest, read_trace

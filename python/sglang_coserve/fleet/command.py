@@ -18,8 +18,8 @@ from sglang_coserve.batch.settings import webhook_target_of
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
-from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.logs import log_settings
+from sglang_coserve.network import check_listen_address
 
 __all__ = ["main", "serve_gateway"]
 

@@ -15,7 +15,16 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, bearer_key, is_same_key, send_error
+from sglang_coserve.asgi import (
+    App,
+    Receive,
+    Scope,
+    Send,
+    UnreadBodyMiddleware,
+    bearer_key,
+    is_same_key,
+    send_error,
+)
 from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.routes import (
@@ -43,7 +52,6 @@ from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 from sglang_coserve.view import LEVELS, Page, fleet_standing
 
 __all__ = ["gateway_app"]

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.guard.bodies import (
     RequestGateMiddleware,
     body_limits,
@@ -14,7 +15,6 @@ from sglang_coserve.guard.bodies import (
     install_paced_protocol,
     set_body_limits,
 )
-from sglang_coserve.unread_body import UnreadBodyMiddleware
 
 __all__ = ["MIDDLEWARE", "install_in_scheduler", "install_in_server"]
 

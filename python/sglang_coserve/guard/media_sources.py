@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import httpx
 
-from sglang_coserve.outbound import OutboundTransport
+from sglang_coserve.network import OutboundTransport
 
 __all__ = ["MediaSources"]
 

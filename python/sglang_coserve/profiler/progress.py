@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from sglang_coserve.profiler.latency import ShapeTiming
-from sglang_coserve.progress_bar import StoppableBar
+from sglang_coserve.terminal import StoppableBar
 
 __all__ = ["ProfileProgress"]
 
@@ -23,7 +23,7 @@ class ProfileProgress(StoppableBar):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``show``: on standard error, a bar on a terminal and otherwise occasional lines."""
-        super().__init__("profiling", total=1.0, show=show, shows_percent=False, clock=clock)
+        super().__init__("profiling", total=1.0, show=show, clock=clock)
         self._num_shapes = num_shapes
         self._time_limit_s = time_limit_s
         self._start_s = clock()
@@ -41,5 +41,4 @@ class ProfileProgress(StoppableBar):
             f"{batch.prefill_requests}, decodes {batch.decode_requests}: "
             f"{measurement.seconds * 1e3:,.1f} ms"
         )
-        self._bar.update(self._task, completed=done, description=text)
-        self._line(lambda: f"profiling: {done:.0%}, {text}")
+        self._show(done, lambda: f"profiling: {done:.0%}, {text}", text=text)

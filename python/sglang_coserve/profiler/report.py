@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.extras import require
+from sglang_coserve.errors import require
 from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
 from sglang_coserve.profiler.latency import ShapeTiming, repeat_error

@@ -10,7 +10,7 @@ Each actor of the job is to the engines what a gateway is (``fleet``), without i
 keeps the lines, and which of them are done. Neither torch nor SGLang is needed.
 """
 
-from sglang_coserve.extras import require
+from sglang_coserve.errors import require
 
 require("ray", "sglang_coserve.ray")
 

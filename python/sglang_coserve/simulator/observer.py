@@ -8,8 +8,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from sglang_coserve.progress_bar import StoppableBar
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.terminal import StoppableBar
 
 __all__ = ["RequestEvent", "RunControl", "SimulationObserver", "StepRecord"]
 
@@ -95,7 +95,7 @@ class RunControl(StoppableBar):
                 lines.
             clock: Real time in seconds.
         """
-        super().__init__("", show=show, clock=clock)
+        super().__init__(show=show, clock=clock)
         self._end_s = clock() + time_limit_s
         self._name = ""
         self._interval_s = math.inf
@@ -113,8 +113,7 @@ class RunControl(StoppableBar):
 
     def tick(self, simulated_s: float) -> bool:
         """Show the progress of the run; return True if it should stop."""
-        self._bar.update(self._task, completed=simulated_s)
-        self._line(lambda: self._progress(simulated_s))
+        self._show(simulated_s, lambda: self._progress(simulated_s))
         return self.should_stop
 
     def _progress(self, simulated_s: float) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.errors import MissingExtraError
-from sglang_coserve.extras import require
+from sglang_coserve.errors import MissingExtraError, require
 from sglang_coserve.metrics import attainment, latency_report
 from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
-from sglang_coserve.tables import markdown_table
+from sglang_coserve.terminal import markdown_table
 
 __all__ = ["ms_text", "percent_text", "table_text", "text_table", "write_report"]
 

@@ -25,8 +25,8 @@ from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
 from sglang_coserve.http_lines import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
-from sglang_coserve.listen_address import check_listen_address
 from sglang_coserve.logs import RequestIdMiddleware
+from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.cpu import defaults as cpu

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from sglang_coserve.printable import printable
+from sglang_coserve.terminal import printable
 
 __all__ = ["as_line", "as_screen"]
 

@@ -9,8 +9,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.errors import ConfigError
-from sglang_coserve.extras import require
+from sglang_coserve.errors import ConfigError, require
 from sglang_coserve.small_model import tokens_without_text, train_tokenizer
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.emulation.settings import PLACES, Emulation

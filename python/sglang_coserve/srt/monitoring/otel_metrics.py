@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, Final
 
-from sglang_coserve.errors import ConfigError
-from sglang_coserve.extras import require
+from sglang_coserve.errors import ConfigError, require
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Calls to addresses that somebody else has named, none of them in a private network.
+"""Addresses: calls to those that somebody else has named, and whether one can be listened on.
 
-Whoever can have this server call an address could otherwise reach what only this server
-can: other services of the machine, the cloud's metadata, an internal network.
+Whoever can have this server call an address could otherwise reach what only this server can: other
+services of the machine, the cloud's metadata, an internal network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Final
 
 import httpx
 
-__all__ = ["OutboundTransport", "is_private_literal", "is_public"]
+from sglang_coserve.errors import StartupError
+
+__all__ = ["OutboundTransport", "check_listen_address", "is_private_literal", "is_public"]
 
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 """Leads to the IPv4 address in its last four bytes (RFC 6052)."""
@@ -122,3 +124,30 @@ def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
         stream=request.stream,
         extensions={**request.extensions, "sni_hostname": host},
     )
+
+
+def check_listen_address(host: str, port: int) -> None:
+    """Check that ``host:port`` can be listened on now.
+
+    SGLang notices only after the model is loaded, and does not exit then: its warm-up keeps
+    sending requests to whichever process has the port.
+
+    Raises:
+        StartupError: the port is taken, or the host is not an address of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as listener:
+                # As the server does: connections in TIME_WAIT do not count.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on {host}, port {port}: {error.strerror or error}: choose another "
+            "--host or --port, or end what listens there"
+        ) from error
