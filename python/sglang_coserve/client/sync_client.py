@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
 from sglang_coserve.client.local_batch import ClientOptions
@@ -20,42 +21,10 @@ __all__ = ["CoserveClient", "Job"]
 _T = TypeVar("_T")
 
 
-class _LoopThread:
-    """An event loop in a thread that does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="coserve-client", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run ``work`` on the loop and return what it returns."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def call(self, function: Callable[[], _T]) -> _T:
-        """Call ``function`` on the loop and return what it returns."""
-
-        async def work() -> _T:
-            return function()
-
-        return self.run(work())
-
-    def close(self) -> None:
-        """Stop the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 class Job:
     """A submitted file; see ``AsyncJob``."""
 
-    def __init__(self, job: AsyncJob, loop: _LoopThread) -> None:
+    def __init__(self, job: AsyncJob, client: CoserveClient) -> None:
         self.output = job.output
         """Where results go, in OpenAI's batch output format."""
 
@@ -63,20 +32,20 @@ class Job:
         """Where failed lines go; not there when no line failed."""
 
         self._job = job
-        self._loop = loop
+        self._client = client  # Whose loop must go on.
 
     @property
     def status(self) -> JobStatus:
         """The progress of the job."""
-        return self._loop.call(lambda: self._job.status)
+        return self._client._run(lambda: self._job.status)
 
     def wait(self, *, progress: bool = False) -> JobStatus:
         """Wait for the end and return the final status; see ``AsyncJob.wait``."""
-        return self._loop.run(self._job.wait(progress=progress))
+        return self._client._run(partial(self._job.wait, progress=progress))
 
     def cancel(self) -> None:
         """Stop the job; see ``AsyncJob.cancel``."""
-        self._loop.call(self._job.cancel)
+        self._client._run(self._job.cancel)
 
 
 class CoserveClient:
@@ -93,7 +62,10 @@ class CoserveClient:
         options: ClientOptions | None = None,
     ) -> None:
         self._client = AsyncCoserveClient(base_url, api_key=api_key, options=options)
-        self._loop = _LoopThread()
+        self._portal_ending = ExitStack()
+        self._portal = self._portal_ending.enter_context(
+            start_blocking_portal(name="coserve-client")
+        )
 
     def submit_jsonl(
         self,
@@ -105,14 +77,15 @@ class CoserveClient:
         use_batch: bool | None = None,
     ) -> Job:
         """Start, or continue, a batch; see ``AsyncCoserveClient.submit_jsonl``."""
-        submitting = self._client.submit_jsonl(
+        submit = partial(
+            self._client.submit_jsonl,
             source,
             output,
             retry_failed=retry_failed,
             batch_options=batch_options,
             use_batch=use_batch,
         )
-        return Job(self._loop.run(submitting), self._loop)
+        return Job(self._run(submit), self)
 
     def results(self, job: Job) -> Iterator[BatchResult]:
         """Yield every result of ``job``; see ``AsyncCoserveClient.results``."""
@@ -120,17 +93,26 @@ class CoserveClient:
         try:
             with suppress(StopAsyncIteration):
                 while True:
-                    yield self._loop.run(anext(results))
+                    yield self._run(results.__anext__)
         finally:
-            self._loop.run(results.aclose())
+            self._run(results.aclose)
 
     def close(self) -> None:
         """Cancel the jobs that still run and close every connection."""
-        self._loop.run(self._client.close())
-        self._loop.close()
+        self._run(self._client.close)
+        self._portal_ending.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _run(self, function: Callable[..., Awaitable[_T] | _T]) -> _T:
+        """Call a function on the event loop, and return what it or its coroutine returns."""
+        future = self._portal.start_task_soon(function)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
