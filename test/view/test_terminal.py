@@ -116,7 +116,6 @@ FLEET = BOTH | {
 def test_a_server_of_another_version_is_shown_as_far_as_it_is_understood(
     answer: dict[str, Any],
 ) -> None:
-    assert shown_view(answer)["missing"] == []
     for path in objects(answer):
         for name in (*at(answer, path), None):
             for instead in (None, "other", 1e300, [[]], {"of": "another"}):
@@ -128,10 +127,6 @@ def test_a_server_of_another_version_is_shown_as_far_as_it_is_understood(
                     at(other, path)[name] = instead
                 seen = shown_view(other)
                 assert as_line(seen) and shown(seen, 200)
-                if name is not None and instead is None and path[:1] != ("history",):
-                    expected = ".".join(str(part) for part in (*path, name) if part != 0)
-                    assert expected in seen["missing"] or name in ("subject", "engines")
-                    assert "of another version" in as_line(seen) or not seen["missing"]
 
 
 def at(of: Any, path: tuple[Any, ...]) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 __all__ = ["shown_view"]
 
@@ -86,7 +87,7 @@ class _Batch(Struct):
 class _Batches(Struct):
     path: str | None = None
     data: list[_Batch] = []
-    error: str | UnsetType = UNSET
+    error: str | None = None
 
 
 class _Decision(Struct):
@@ -123,36 +124,11 @@ class _OfFleet(_View):
 
 
 def shown_view(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is shown of ``answer``, with a default for what it does not have.
-
-    ``missing`` names the fields for which that was necessary.
-    """
+    """Return what is shown of ``answer``, with a default for what it does not have."""
     kind = _OfFleet if "engines" in answer else _OfServer
-    view, missing = kind(), []
+    view = kind()
     for field in msgspec.structs.fields(kind):
-        if field.name not in answer:
-            missing.append(field.name)
-            continue
-        try:
-            value = msgspec.convert(answer[field.name], field.type)
-        except (msgspec.ValidationError, OverflowError):
-            missing.append(field.name)
-            continue
-        setattr(view, field.name, value)
-        missing += _missing(value, answer[field.name], field.name)
+        with suppress(KeyError, msgspec.ValidationError, OverflowError):
+            setattr(view, field.name, msgspec.convert(answer[field.name], field.type))
     shown: dict[str, Any] = msgspec.to_builtins(view)
-    return shown | {"missing": missing}
-
-
-def _missing(value: Any, given: Any, name: str) -> Iterator[str]:
-    """Yield the fields that ``given`` has not, of which ``value`` was made; of a list, the first
-    item's."""
-    if isinstance(value, list) and value:
-        yield from _missing(value[0], given[0], name)
-    if isinstance(value, Struct):
-        for field in msgspec.structs.fields(value):
-            if field.name in given:
-                inner = getattr(value, field.name)
-                yield from _missing(inner, given[field.name], f"{name}.{field.name}")
-            elif field.default is not UNSET:
-                yield f"{name}.{field.name}"
+    return shown

@@ -37,8 +37,6 @@ def as_line(view: View) -> str:
         parts.append(f"headroom {_number(view['headroom']['headroom_tokens_per_s'])} tokens/s")
     if "engines" not in view and _is_stale(view):
         parts.append("the engine does not answer")
-    if view["missing"]:
-        parts.append(_missing(view["missing"]))
     return printable(", ".join(parts)).replace("\n", " ")
 
 
@@ -83,12 +81,7 @@ def as_screen(view: View) -> RenderableType:
         *([_decisions(view["decisions"])] if "decisions" in view else ()),
         Rule("what could be added", align="left", style="dim"),
         _headroom(view["headroom"]),
-        *_if(view["missing"], lambda missing: _text(_missing(missing), "dim")),
     )
-
-
-def _missing(names: Sequence[str]) -> str:
-    return f"this server, of another version, does not say {', '.join(names)}"
 
 
 def _head(view: View) -> Text:
@@ -164,7 +157,7 @@ def _engine_table(view: View) -> RenderableType:
 def _batches(batches: View | None) -> RenderableType:
     if batches is None:
         return Text("the Batch API is off: --coserve-data-dir", "dim")
-    if batches.get("error"):
+    if batches["error"]:
         return _text(batches["error"], "red")
     if batches["path"] is None:
         return Text("shown with the server's key: --api-key", "dim")
