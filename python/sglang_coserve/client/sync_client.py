@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
@@ -37,7 +38,7 @@ class Job:
     @property
     def status(self) -> JobStatus:
         """The progress of the job."""
-        return self._client._run(lambda: self._job.status)
+        return self._client._portal.call(lambda: self._job.status)
 
     def wait(self, *, progress: bool = False) -> JobStatus:
         """Wait for the end and return the final status; see ``AsyncJob.wait``."""
@@ -45,7 +46,7 @@ class Job:
 
     def cancel(self) -> None:
         """Stop the job; see ``AsyncJob.cancel``."""
-        self._client._run(self._job.cancel)
+        self._client._portal.call(self._job.cancel)
 
 
 class CoserveClient:
@@ -108,9 +109,9 @@ class CoserveClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, function: Callable[..., Awaitable[_T] | _T]) -> _T:
-        """Call a function on the event loop, and return what it or its coroutine returns."""
-        future = self._portal.start_task_soon(function)
+    def _run(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Run ``work`` on the event loop; what interrupts the wait for it cancels it."""
+        future: Future[_T] = self._portal.start_task_soon(work)
         try:
             return future.result()
         except BaseException:
