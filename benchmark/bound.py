@@ -38,7 +38,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload.shape import fit_to_context, scale_rate
-from sglang_coserve.workload.synthetic import poisson_arrivals, synthesize
+from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 SPREAD: Final = 0.6
@@ -172,7 +172,7 @@ def draw(lengths: str, count: int, rate_per_s: float, seed: int) -> Iterator[Tra
         tuple(max(1, int(rng.lognormvariate(math.log(median), SPREAD))) for median in medians)
         for _ in range(count)
     )
-    return synthesize(poisson_arrivals(rate_per_s, seed), pairs)  # type: ignore[arg-type]
+    return synthesize(gamma_arrivals(rate_per_s, 1.0, seed), pairs)  # type: ignore[arg-type]
 
 
 def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float, float]:

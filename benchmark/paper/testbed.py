@@ -25,10 +25,9 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
-from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.shape import fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
 from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
-from sglang_coserve.workload.trace import TraceRequest, read_trace
+from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 __all__ = [
     "Lengths",
@@ -137,7 +136,10 @@ def azure_online(path: Path | None, qps: float, seconds: float, seed: int = 1) -
         keep = qps * seconds / len(part)
         if keep <= 1:
             break
-    kept, _ = fit_to_context(thin(part, keep, seed), max_context_tokens=4096)
+    # Each request by itself (OOCO §5.1.3): a spike of five minutes stays one of five minutes.
+    rng = random.Random(seed)
+    thinned = (request for request in part if rng.random() < keep)
+    kept, _ = fit_to_context(thinned, max_context_tokens=4096)
     return partial(from_trace, kept, RequestClass.ONLINE)
 
 

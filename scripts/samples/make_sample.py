@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from sample_text import Incident, diary, draw_event, draw_events
-from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
-from sglang_coserve.workload.trace import TraceRequest
+from sglang_coserve.workload.trace import TraceRequest, sample_path
 
 _Message = dict[str, str]
 

@@ -27,8 +27,7 @@ from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS
 from sglang_coserve.srt.emulation.settings import Emulation
-from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.trace import TraceRequest, read_trace
+from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 
 def system(

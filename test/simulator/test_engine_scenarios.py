@@ -18,7 +18,7 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.workload.synthetic import poisson_arrivals, synthesize
+from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from simulator.engines import engine_of, offline, online, run_out
 
 
@@ -249,7 +249,7 @@ def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
 def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> None:
     # One slot, one token: an M/D/1 queue with D = 10 ms and 70 arrivals a second.
     model = LinearModel.of(CONSERVE, iteration_s=0.010)
-    arrivals = takewhile(lambda time_s: time_s < 120, poisson_arrivals(70.0, seed=5))
+    arrivals = takewhile(lambda time_s: time_s < 120, gamma_arrivals(70.0, 1.0, seed=5))
     requests = list(from_trace(synthesize(arrivals, repeat((1, 1))), RequestClass.ONLINE))
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, max_running_requests=1)
     engine, _ = engine_of(*requests, policy="online_only", config=config, model=model)

@@ -25,7 +25,7 @@ from sglang_coserve.profiler.profile_file import write_profile
 from sglang_coserve.simulator.find_budget import BudgetSearch, Trial
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.workload.synthetic import poisson_arrivals
+from sglang_coserve.workload.synthetic import gamma_arrivals
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
 """5 ms and a tenth of one for each token."""
@@ -43,7 +43,7 @@ def options(profile: Path, *slos: str, prompt_tokens: int = 200) -> SimulationOp
     trace = profile.with_name(f"{prompt_tokens}.csv")
     rows = [
         f"2023-11-16 18:15:{seconds:010.7f},{prompt_tokens},30"
-        for seconds in takewhile(lambda at_s: at_s < 6.0, poisson_arrivals(3.0, seed=1))
+        for seconds in takewhile(lambda at_s: at_s < 6.0, gamma_arrivals(3.0, 1.0, seed=1))
     ]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     return SimulationOptions(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.synthetic import gamma_arrivals, poisson_arrivals, synthesize
+from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from sglang_coserve.workload.trace import TraceRequest
 
 
@@ -24,7 +24,7 @@ def test_gamma_gaps_have_the_mean_and_the_variation_asked_for(cv):
 
 
 def test_poisson_counts_vary_as_much_as_their_mean():
-    arrivals = np.fromiter(islice(poisson_arrivals(5.0, seed=3), 20_000), dtype=np.float64)
+    arrivals = np.fromiter(islice(gamma_arrivals(5.0, 1.0, seed=3), 20_000), dtype=np.float64)
     counts = np.bincount(arrivals.astype(int))[:-1]
     assert counts.mean() == pytest.approx(5, rel=0.05)
     assert counts.var() == pytest.approx(5, rel=0.1)
@@ -49,7 +49,7 @@ def test_the_seed_decides():
 @pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
 def test_refuses_a_rate_that_is_none(rate):
     with pytest.raises(ConfigError, match="arrival rate"):
-        poisson_arrivals(rate, seed=0)
+        gamma_arrivals(rate, 1.0, seed=0)
 
 
 @pytest.mark.parametrize("cv", [-0.1, math.inf, math.nan])
@@ -63,4 +63,4 @@ def test_synthesize_pairs_times_and_lengths_until_one_ends():
         TraceRequest(0, 0.5, 4096, 256),
         TraceRequest(1, 1.5, 4096, 256),
     ]
-    assert len(list(synthesize(poisson_arrivals(1.0, 0), [(1, 1)] * 3))) == 3
+    assert len(list(synthesize(gamma_arrivals(1.0, 1.0, 0), [(1, 1)] * 3))) == 3

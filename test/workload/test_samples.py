@@ -11,8 +11,7 @@ from statistics import mean, median
 import numpy as np
 import pytest
 
-from sglang_coserve.workload.samples import sample_path
-from sglang_coserve.workload.trace import detect_format, read_trace
+from sglang_coserve.workload.trace import detect_format, read_trace, sample_path
 
 MAKE_SAMPLE = Path(__file__).parents[2] / "scripts" / "samples" / "make_sample.py"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, thin, window
+from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, window
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
@@ -46,26 +46,6 @@ class TestRate:
     def test_refuses_a_factor_that_is_no_rate(self, factor):
         with pytest.raises(ConfigError, match="rate factor"):
             scale_rate(every_second(), factor)
-
-    def test_thinning_keeps_times_and_about_the_fraction(self):
-        kept = list(thin(window(every_second(), 0, 10_000), 0.3, seed=5))
-        assert all(r.arrival_s == r.index for r in kept)
-        # Five standard deviations of a binomial.
-        assert abs(len(kept) - 3000) < 5 * math.sqrt(10_000 * 0.3 * 0.7)
-
-    def test_thinning_is_decided_by_the_seed(self):
-        def kept(seed: int) -> list[int]:
-            return [r.index for r in islice(thin(every_second(), 0.5, seed), 50)]
-
-        assert kept(1) == kept(1) != kept(2)
-
-    def test_thinning_by_one_keeps_all(self):
-        assert [r.index for r in islice(thin(every_second(), 1, seed=0), 5)] == [0, 1, 2, 3, 4]
-
-    @pytest.mark.parametrize("keep", [0, -0.1, 1.1, math.nan])
-    def test_thinning_refuses_what_is_no_fraction(self, keep):
-        with pytest.raises(ConfigError, match="fraction to keep"):
-            thin(every_second(), keep, seed=0)
 
 
 class TestFitToContext:

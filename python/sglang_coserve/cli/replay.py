@@ -26,9 +26,6 @@ def replay(
     recording: Annotated[
         Path, typer.Argument(metavar="PLANS.jsonl", help="What a server's --record-plans wrote.")
     ],
-    policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Decide by another policy than the server.")
-    ] = None,
     plans: Annotated[bool, typer.Option("--plans", help="Show every plan.")] = False,
     export: Annotated[
         Path | None,
@@ -40,37 +37,37 @@ def replay(
 ) -> None:
     """Make recorded scheduling decisions again and compare.
 
-    Every plan starts from the recorded state of the engine: with --policy this shows
-    what that policy would decide next, not where it would lead. For that, --export the
-    traffic, and run the command that it prints with other settings.
-    Exits with 0, with 1 when the same policy decides differently, with 2 when a file or
-    flag cannot be used.
+    Every plan starts from the recorded state of the engine. To see where other settings would
+    lead, --export the traffic, and run the command that it prints with them.
+    Exits with 0, with 1 when a plan differs, with 2 when a file or flag cannot be used.
     """
     from sglang_coserve.errors import InputFileError
+    from sglang_coserve.metrics import percentile
     from sglang_coserve.recording.file import read_recording
-    from sglang_coserve.recording.replay import ReplayReport, replay
+    from sglang_coserve.recording.replay import replay
 
     if export is not None:
         _export(recording, export)
         return
-    report = ReplayReport()
+    num_different, planning_us = 0, list[float]()
     clock = _Stopwatch()
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
             setup, events = read_recording(lines, str(recording))
-            is_same_policy = policy in (None, setup.policy)
             say(_setup_text(setup))
-            for plan in replay(clock.started_at_each(events), setup.make(policy)):
-                report.add(plan, clock.elapsed_s)
-                is_shown = is_same_policy and report.num_different <= _MAX_SHOWN
-                if plans or (is_shown and plan.differences):
+            for plan in replay(clock.started_at_each(events), setup.make()):
+                planning_us.append(clock.elapsed_s * 1e6)
+                num_different += bool(plan.differences)
+                if plans or (plan.differences and num_different <= _MAX_SHOWN):
                     say(_comparison(plan))
     except OSError as error:
         raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
-    say(report.summary())
-    if not is_same_policy:
-        say(report.table(setup.policy, policy or setup.policy))
-    elif report.num_different:
+    took = ""
+    if planning_us:
+        median_us, p99_us = (percentile(planning_us, q) for q in (50, 99))
+        took = f"; planning took {median_us:.0f} µs (median), {p99_us:.0f} µs (P99)"
+    say(f"{len(planning_us):,} plans, {num_different:,} differ{took}")
+    if num_different:
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 

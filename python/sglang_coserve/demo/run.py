@@ -40,9 +40,8 @@ from sglang_coserve.srt.emulation.model_directory import (
 )
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import printable, terminate_as_interrupt
-from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, window
-from sglang_coserve.workload.trace import TraceRequest, read_trace
+from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 __all__ = ["DemoOptions", "LoadScale", "run_demo"]
 

@@ -47,15 +47,15 @@ class SchedulerSetup:
     engine: EngineSize = field(default_factory=EngineSize)
     """Limits of the engine, for the no-interference baseline."""
 
-    def make(self, policy: str | None = None, advisory: Advisory | None = None) -> Scheduler:
-        """Return a new scheduler, with another policy if one is named.
+    def make(self, advisory: Advisory | None = None) -> Scheduler:
+        """Return a new scheduler.
 
         ``advisory`` calls what judges and learns; see ``Scheduler``.
 
         Raises:
             ConfigError: no policy has this name.
         """
-        made = make_policy(self.policy if policy is None else policy, self.config)
+        made = make_policy(self.policy, self.config)
         queue = OfflineQueue(made.queue_config(self.config.seed))
         report = self.profile.report
         return Scheduler(

@@ -21,9 +21,8 @@ from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
-from sglang_coserve.workload.samples import sample_path
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
-from sglang_coserve.workload.trace import TraceRequest, read_trace
+from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 __all__ = ["SimulationOptions"]
 

@@ -7,7 +7,6 @@ Every function takes requests in arrival order and keeps that order; all but
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
@@ -21,7 +20,6 @@ __all__ = [
     "ContextFit",
     "fit_to_context",
     "scale_rate",
-    "thin",
     "window",
 ]
 
@@ -54,8 +52,7 @@ def window(
 def scale_rate(requests: Iterable[TraceRequest], factor: float) -> Iterator[TraceRequest]:
     """Compress time: the same requests, ``factor`` times as many per second.
 
-    Bursts get shorter with everything else. To lower the rate and keep the
-    shape of the load over time, use ``thin``.
+    Bursts get shorter with everything else.
 
     Raises:
         ConfigError: The factor is not a positive number.
@@ -63,21 +60,6 @@ def scale_rate(requests: Iterable[TraceRequest], factor: float) -> Iterator[Trac
     if not 0 < factor < math.inf:
         raise ConfigError(f"rate factor {factor}: it must be a positive number")
     return (replace(request, arrival_s=request.arrival_s / factor) for request in requests)
-
-
-def thin(requests: Iterable[TraceRequest], keep: float, seed: int) -> Iterator[TraceRequest]:
-    """Keep each request with probability ``keep``, independently (OOCO §5.1.3).
-
-    A spike of five minutes stays one of five minutes. HyGen §5.1 draws T·Q of n
-    requests; ``keep = T·Q / n`` does so on average.
-
-    Raises:
-        ConfigError: The probability is not within (0, 1].
-    """
-    if not 0 < keep <= 1:
-        raise ConfigError(f"fraction to keep {keep}: it must be above 0 and at most 1")
-    rng = random.Random(seed)
-    return (request for request in requests if rng.random() < keep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, count
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +18,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 __all__ = [
-    "FIRST_TEXT_TOKEN_ID",
     "gamma_arrivals",
-    "poisson_arrivals",
     "prompt_token_ids",
     "synthesize",
 ]
@@ -48,15 +45,6 @@ def gamma_arrivals(rate_per_s: float, cv: float, seed: int) -> Iterator[float]:
     return accumulate(iter(lambda: rng.gammavariate(shape, scale_s), None))
 
 
-def poisson_arrivals(rate_per_s: float, seed: int) -> Iterator[float]:
-    """Return endless arrival times in seconds of a Poisson process.
-
-    Raises:
-        ConfigError: The rate is not positive.
-    """
-    return gamma_arrivals(rate_per_s, cv=1.0, seed=seed)
-
-
 def synthesize(
     arrivals_s: Iterable[float], lengths: Iterable[tuple[int, int]]
 ) -> Iterator[TraceRequest]:
@@ -70,10 +58,6 @@ def synthesize(
         TraceRequest(index, arrival_s, prompt_tokens, output_tokens)
         for index, (arrival_s, (prompt_tokens, output_tokens)) in enumerate(pairs)
     )
-
-
-FIRST_TEXT_TOKEN_ID: Final = 16
-"""For ``first_token_id``: lower ids are special tokens in many vocabularies."""
 
 
 def prompt_token_ids(

@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 from sglang_coserve.errors import InputFileError, WorkloadError
 
-__all__ = ["BLOCK_TOKENS", "TraceRequest", "detect_format", "read_trace"]
+__all__ = ["BLOCK_TOKENS", "TraceRequest", "detect_format", "read_trace", "sample_path"]
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
@@ -291,3 +292,16 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not isinstance(row, dict):
             raise _malformed(path, line, "not a JSON object")
         yield line, row
+
+
+_FILES: Final = {"online": "online_sample.csv", "offline": "offline_sample.jsonl"}
+
+
+def sample_path(name: Literal["online", "offline"]) -> Path:
+    """Return the path of a bundled sample.
+
+    ``online`` is a ten-minute trace in Azure's CSV format, ``offline`` a JSONL
+    file of 400 chat requests in the OpenAI batch format. Both are synthetic;
+    ``scripts/samples/make_sample.py`` writes them anew.
+    """
+    return Path(str(files("sglang_coserve") / "data" / _FILES[name]))

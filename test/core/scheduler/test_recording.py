@@ -281,9 +281,9 @@ def test_a_call_that_fails_is_not_recorded() -> None:
 # --- Replaying ----------------------------------------------------------------------------
 
 
-def recorded_evening(policy: str = "coserve") -> tuple[SchedulerSetup, list[Event]]:
+def recorded_evening() -> tuple[SchedulerSetup, list[Event]]:
     """Three offline prompts, of which the first is cached, beside an online decode."""
-    made_of = setup(policy)
+    made_of = setup()
     events: list[Event] = []
     recording = RecordingScheduler(made_of.make(), events.append)
     for number in range(3):
@@ -327,19 +327,6 @@ def test_rounding_is_no_difference_in_a_time_but_a_token_is_one() -> None:
             for e in events
         ]
         assert {r.differences for r in replay(rounded, made_of.make())} == {differences}
-
-
-def test_another_policy_starts_every_plan_from_the_recorded_state() -> None:
-    """Alone it would go on with what it admitted itself; here it sees what was recorded."""
-    made_of, events = recorded_evening("coserve")
-    replays = list(replay(events, made_of.make("online_only")))
-    assert [replayed.replayed.prefills for replayed in replays] == [(), ()]
-    assert [replayed.snapshot for replayed in replays] == [
-        event.snapshot for event in events if isinstance(event, Planned)
-    ]
-    made_of, events = recorded_evening("online_only")
-    first, second = replay(events, made_of.make("coserve"))
-    assert first.replayed.prefills == second.replayed.prefills
 
 
 # --- Lines that are not as they were written ----------------------------------------------
