@@ -26,6 +26,7 @@ NOT_OURS = {"DataContext.get_current", "RateLimitError"}
 
 METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
+
 METRICS_SCRIPT = """
 from prometheus_client import REGISTRY
 from sglang_coserve.srt.routes.batch_api import BatchExporter
@@ -133,3 +134,10 @@ def section_of(page: str, heading: str) -> str:
 def names_in_table(page: str, heading: str, column: int) -> set[str]:
     rows = [line.split("|") for line in section_of(page, heading).splitlines() if "|" in line]
     return {name for row in rows for name in CODE.findall(row[column])}
+
+
+def test_the_page_of_routes_is_current() -> None:
+    """Else: python scripts/reference/routes_page.py."""
+    import routes_page
+
+    assert routes_page.PAGE.read_text() == routes_page.page()

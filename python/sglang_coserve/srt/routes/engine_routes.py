@@ -42,7 +42,7 @@ def install_load_route(http_server: Any) -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load() -> EngineLoad:
-        """Load of all replicas, by class, and what it is that they serve."""
+        """Say how loaded all replicas are, by class, and what they serve."""
         manager = http_server._global_state.tokenizer_manager
         return await _engine_load(manager, is_draining=is_draining(app))
 

@@ -1,0 +1,73 @@
+"""Writes docs/routes.md, the page of all routes beside SGLang's, from the applications.
+
+python scripts/reference/routes_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute, Route
+
+from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.fleet.gateway import gateway_app
+from sglang_coserve.fleet.online_requests import ONLINE_PATHS
+from sglang_coserve.fleet.options import GatewayOptions
+from sglang_coserve.srt.routes.engine_routes import install_load_route, install_trace_route
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "routes.md"
+
+_TOP: Final = """\
+# All routes
+
+For those who write clients: what a server answers beside [SGLang's routes](marks.md), and a
+gateway. Bodies, records and errors of batches are described on [their page](batch_api.md).
+`/coserve` is [the page to watch](watch.md) of both; `/coserve/view` and `/coserve/status` are its
+data. [A script](../scripts/reference/routes_page.py) makes this page.
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    batches, server = FastAPI(openapi_url=None), FastAPI(openapi_url=None)
+    add_batch_routes(batches)
+    install_load_route(SimpleNamespace(app=server))
+    install_trace_route(SimpleNamespace(app=server))
+    known = {path for path, *_ in _rows(batches.routes)}
+    gateway = [row for row in _rows(_gateway().routes) if row[0] not in known]
+    sections = (
+        ("Batches, files and responses, of a server and a gateway", _rows(batches.routes)),
+        ("Of a server", _rows(server.routes)),
+        ("Of a gateway", gateway),
+    )
+    parts = [_TOP]
+    for title, rows in sections:
+        table = "".join(f"| `{methods} {path}` | {text} |\n" for path, methods, text in rows)
+        parts.append(f"## {title}\n\n| route | |\n|---|---|\n{table}")
+    online = ", ".join(f"`{path}`" for path in ONLINE_PATHS)
+    parts.append(f"Online requests go on to `--router`, or are told where to go: {online}.\n")
+    return "\n".join(parts)
+
+
+def _gateway() -> FastAPI:
+    options: dict[str, Any] = dict.fromkeys(GatewayOptions.__dataclass_fields__)
+    options |= {"batch_api": BatchApiConfig(), "sources": (), "data": Path()}
+    return gateway_app(GatewayOptions(**options), print)
+
+
+def _rows(routes: Sequence[BaseRoute]) -> Iterator[tuple[str, str, str]]:
+    """Yield path, methods and what it does, of routes that the schema has."""
+    for route in routes:
+        if isinstance(route, Route) and route.include_in_schema:
+            text = (route.endpoint.__doc__ or "").split("\n\n")[0]
+            methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
+            yield route.path, methods, " ".join(text.split()).replace("``", "`")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
