@@ -91,9 +91,13 @@ def test_openais_client_gets_every_line_once_from_all_engines(
     server: LocalServer, engines: list[EngineThread]
 ) -> None:
     client = client_of(server, API_KEY)
-    assert answers(client, created(client, lines(200))) == texts(200)
+    batch_id = created(client, lines(200))
+    assert answers(client, batch_id) == texts(200)
     eventually(lambda: all(e["lines_served"] for e in fleet_of(server, API_KEY)["engines"]))
-    assert sum(len(engine.backend.started) for engine in engines) == 200
+    # Engines and gateway are those of all tests here: only this batch's lines are counted.
+    started = [request for engine in engines for request in engine.backend.started]
+    numbers = [request.line for request in started if request.batch_id == batch_id]
+    assert sorted(numbers) == list(range(1, 201))
 
 
 def test_status_and_metrics_tell_of_engines_and_batches(
