@@ -6,6 +6,7 @@ still have to be written: a second sync succeeds and writes nothing. So
 - ``append`` adds all of its bytes, synced, or leaves the file as it was;
 - ``settle`` writes again what a crash may have left in memory, before anybody counts it;
 - ``replace`` syncs a new file before it gets its name, and the name after it;
+- ``lock_file`` locks a file for one process at a time;
 - ``sync_names`` makes the names in a directory last, ``make_directories`` those of directories.
 
 All of them block, and raise OSError. What can be made again without loss, such as reports, logs
@@ -15,6 +16,7 @@ and KV of unfinished lines, is written without them; what reads it must expect a
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,10 +28,12 @@ __all__ = [
     "MAX_UNSYNCED_BYTES",
     "append",
     "discard_unfinished",
+    "lock_file",
     "make_directories",
     "replace",
     "settle",
     "sync_names",
+    "unlock_file",
     "write_all",
 ]
 
@@ -149,3 +153,30 @@ def _read(fd: int, size_bytes: int, at: int) -> bytes:
         pieces.append(piece)
         size_bytes, at = size_bytes - len(piece), at + len(piece)
     return b"".join(pieces)
+
+
+def lock_file(path: Path, mode: int) -> int:
+    """Open and lock ``path``, and return the file descriptor.
+
+    The file is created with ``mode`` if necessary. The lock ends with the process, or with
+    ``unlock_file``.
+
+    Raises:
+        BlockingIOError: it is locked already.
+        OSError: it cannot be opened for writing.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unlock_file(fd: int) -> None:
+    """Unlock and close a file."""
+    # A process that is just being started has a copy of the descriptor until it runs its own
+    # program: closing ours alone would keep the file locked until then.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)

@@ -20,8 +20,13 @@ from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl import file_estimate
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.check_file import CheckLimits, FileReport, LineFault, check_file
-from sglang_coserve.jsonl.file_estimate import estimate_file
+from sglang_coserve.jsonl.check_file import (
+    CheckLimits,
+    FileReport,
+    LineFault,
+    check_file,
+    estimate_file,
+)
 from sglang_coserve.jsonl.request_line import estimate_tokens, parse_request_line
 from sglang_coserve.jsonl.surrogates import mended_json
 

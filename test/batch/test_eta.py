@@ -23,7 +23,7 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.render import batch_object
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_record import Progress, Usage
 
 EXACT = ForecastErrors([PastJob(1.0, 1.0)] * 20)
 """Nobody was ever wrong."""

@@ -23,7 +23,7 @@ from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.lines.fair_slots import JobShare, SlotShare
 from sglang_coserve.lines.line_run import OutputLengths
-from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_record import Progress, Usage
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine

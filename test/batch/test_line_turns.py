@@ -25,7 +25,7 @@ class Engine:
     async def serve(self, name: str, steps: int = 3) -> None:
         is_suspect = name.startswith("s")
         kind = self.alone if is_suspect else self.beside
-        async with self.turns.alone() if is_suspect else self.turns.beside():
+        async with self.turns.one(is_suspect=is_suspect):
             self.order.append(name)
             kind.add(name)
             try:

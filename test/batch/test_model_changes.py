@@ -14,11 +14,10 @@ from batch.scenarios import ENDPOINT, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.lines.backend import ChangeListeners, LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.clock import SystemClock
-from sglang_coserve.lines.context import AttemptContext
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
-from sglang_coserve.lines.serve_line import serve_line
+from sglang_coserve.lines.serve_line import AttemptContext, serve_line
 from sglang_coserve.srt.tokenizer.updating_manager import WeightUpdates
 from waiting import GIVE_UP_S, until
 

@@ -20,7 +20,7 @@ from sglang_coserve.batch import (
     job_supervisor,
 )
 from sglang_coserve.batch.file_store import Transfers
-from sglang_coserve.jsonl.file_estimate import estimate_file
+from sglang_coserve.jsonl.check_file import estimate_file
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -22,8 +22,8 @@ from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
-from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.result_log import ResultLog
+from sglang_coserve.lines.result_record import Progress
 
 STEPS = st.integers(0, 60)
 SYNCS = st.frozensets(st.integers(0, 12), max_size=3)

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 
 from sglang_coserve.batch import LineResult, StorageError
 from sglang_coserve.lines.line_source import LineBitmap
-from sglang_coserve.lines.progress import Progress, Usage
 from sglang_coserve.lines.result_log import ResultLog
-from sglang_coserve.lines.result_record import batch_tag, encode_record, record_identity, usage_of
+from sglang_coserve.lines.result_record import (
+    Progress,
+    Usage,
+    batch_tag,
+    encode_record,
+    record_identity,
+    usage_of,
+)
 
 BATCH = "batch_" + "ab" * 12
 TAG = batch_tag(BATCH)

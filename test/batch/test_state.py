@@ -26,7 +26,7 @@ from sglang_coserve.batch.state import (
     transition,
 )
 from sglang_coserve.jsonl.check_file import LineFault
-from sglang_coserve.lines.progress import Progress
+from sglang_coserve.lines.result_record import Progress
 
 USER_EVENTS = (CancelAsked(), PauseAsked(), ResumeAsked())
 LEGAL = {

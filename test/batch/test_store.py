@@ -32,7 +32,7 @@ from sglang_coserve.batch.state import (
 from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
 from sglang_coserve.batch.store.database import open_database
 from sglang_coserve.jsonl.check_file import LineFault
-from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_record import Progress, Usage
 
 
 @pytest.fixture

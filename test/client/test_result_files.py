@@ -16,12 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from client.batch_files import line, results_by_line, write_lines
 from sglang_coserve.client.output_files import FinishedLines, ResultFiles, errors_path
 from sglang_coserve.client.results import BatchResult, LineError, Response
+from sglang_coserve.durable_files import lock_file, unlock_file
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.file_lock import lock_file, unlock_file
-from sglang_coserve.lines.progress import Progress
-from sglang_coserve.lines.result_record import encode_record
+from sglang_coserve.lines.result_record import Progress, encode_record
 
 MAX_LINE_BYTES = 10_000
 

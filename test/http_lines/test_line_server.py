@@ -88,7 +88,7 @@ async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None
 
 
 async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_coserve.http_lines.engine_stream._SILENT_S", 0.2)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.2)
     async with connected() as (engine, connection):
         with pytest.raises(EngineLostError) as lost:
             await connection.run(request(), "scripted", ignore)

@@ -18,11 +18,10 @@ from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import Store, batch_rows, suspect_rows
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock, SystemClock
-from sglang_coserve.lines.context import LineContext
-from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.engine_lines import EngineLines, InFlightFile
 from sglang_coserve.lines.fair_slots import FairSlots
-from sglang_coserve.lines.in_flight_file import InFlightFile
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
+from sglang_coserve.lines.serve_line import LineContext
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.lines.worker_threads import WorkerThreads
 

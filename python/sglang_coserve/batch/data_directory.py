@@ -26,9 +26,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
-from sglang_coserve.durable_files import make_directories, sync_names
+from sglang_coserve.durable_files import lock_file, make_directories, sync_names, unlock_file
 from sglang_coserve.errors import StartupError
-from sglang_coserve.lines.file_lock import lock_file, unlock_file
 
 __all__ = ["DataDirectory", "InUseError"]
 

@@ -20,8 +20,8 @@ from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
-from sglang_coserve.lines.helper_process import run_module
 from sglang_coserve.lines.line_source import PrefixOrder
+from sglang_coserve.lines.worker_threads import run_module
 
 __all__ = ["FileProcesses"]
 

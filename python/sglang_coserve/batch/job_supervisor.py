@@ -17,7 +17,7 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.service_status import Headroom
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import Store, batch_rows
-from sglang_coserve.jsonl.file_estimate import estimate_file
+from sglang_coserve.jsonl.check_file import estimate_file
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.worker_threads import to_its_end
 

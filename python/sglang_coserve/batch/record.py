@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_coserve.jsonl.check_file import LineFault
-from sglang_coserve.lines.progress import Progress
+from sglang_coserve.lines.result_record import Progress
 
 __all__ = ["BatchEvent", "FileRecord", "JobRecord", "Status"]
 

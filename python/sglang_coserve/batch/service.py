@@ -361,7 +361,7 @@ class BatchService:
         return service_status(
             self._runner.unfinished(),
             self._context.slots,
-            self._context.engine_lines.suspects_in_flight,
+            self._context.engine_lines.turns.suspects_in_flight,
             self._context.backend.model,
             self._context.health.num_retries,
             webhooks_pending,

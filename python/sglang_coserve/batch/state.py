@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.jsonl.check_file import LineFault
-from sglang_coserve.lines.progress import Progress
+from sglang_coserve.lines.result_record import Progress
 
 __all__ = [
     "CancelAsked",

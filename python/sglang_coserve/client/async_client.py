@@ -18,10 +18,10 @@ from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
 from sglang_coserve.client.submission import SubmissionFile, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
 from sglang_coserve.lines.clock import SystemClock
-from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth
+from sglang_coserve.lines.serve_line import LineContext
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["DEFAULT_BASE_URL", "AsyncCoserveClient", "AsyncJob"]

@@ -13,7 +13,7 @@ from sglang_coserve.client.output_files import ResultFiles, file_errors
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.body_limits import COMMON_CONTEXT_TOKENS
-from sglang_coserve.jsonl.lines import is_blank, read_lines
+from sglang_coserve.jsonl.lines import SeenIds, is_blank, read_lines
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     RequestLine,
@@ -21,16 +21,15 @@ from sglang_coserve.jsonl.request_line import (
     parse_json,
     request_of,
 )
-from sglang_coserve.jsonl.seen_ids import SeenIds
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineSource, PrefixOrder
-from sglang_coserve.lines.progress import Progress
 from sglang_coserve.lines.result_log import ResultWriter
+from sglang_coserve.lines.result_record import Progress
 from sglang_coserve.lines.retry import RetryPolicy
+from sglang_coserve.lines.serve_line import LineContext
 
 if TYPE_CHECKING:
     from sglang_coserve.client.line_server import LineServer

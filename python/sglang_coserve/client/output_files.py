@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from sglang_coserve.durable_files import lock_file, unlock_file
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
-from sglang_coserve.lines.file_lock import lock_file, unlock_file
 from sglang_coserve.lines.result_log import ResultLog
 
 __all__ = [

@@ -19,9 +19,8 @@ from uuid import uuid4
 import msgspec
 
 from sglang_coserve.client.output_files import lock_output
-from sglang_coserve.durable_files import append, settle, sync_names
+from sglang_coserve.durable_files import append, settle, sync_names, unlock_file
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.lines.file_lock import unlock_file
 
 __all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
 

@@ -25,7 +25,7 @@ from sglang_coserve.http_lines import (
     LineMovedError,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.jsonl.request_line import prefix_key
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import count
 from typing import Final, Self, TypeVar
 
 import aiohttp
 import httpx
 import msgspec
 
-from sglang_coserve.errors import ConfigError, RequestError
-from sglang_coserve.http_lines.engine_stream import EngineStream
+from sglang_coserve.errors import ConfigError, RequestError, ServerError
+from sglang_coserve.http_lines.line_server import HEARTBEAT_S
 from sglang_coserve.http_lines.messages import (
     DELAYS_PATH,
+    GATHER_S,
     LINES_PATH,
     EngineDelays,
     EngineDescription,
     EngineLostError,
     EngineRefusesError,
+    LineAttempt,
+    LineCall,
+    LineEvent,
+    LineMovedError,
     attempt_of,
     decode_message,
+    encode_message,
     refusal_text,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
-__all__ = ["EngineConnection"]
+__all__ = ["EngineConnection", "EngineStream"]
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _ASK_TIMEOUT_S: Final = 10.0
@@ -152,3 +162,187 @@ def _checked(url: str) -> str:
     if address.scheme not in ("http", "https") or not address.host or address.path != "/":
         raise ConfigError(f"{url!r} is no address of an engine: use http://HOST:PORT")
     return url
+
+
+_SILENT_S: Final = 4 * HEARTBEAT_S
+"""An engine that has been silent for so long hangs."""
+
+_HEADERS: Final = {"content-type": "application/x-ndjson"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _SentAttempt:
+    request: LineRequest
+    on_tokens: Callable[[Sequence[int]], None]
+    on_prompt: Callable[[int], None]
+    result: asyncio.Future[LineResult]
+
+
+class EngineStream:
+    """One POST that lasts: calls go out in its body while events come in as its answer.
+
+    Calls that are made soon after each other go together.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Open it. ``session`` is of the engine at ``url``, and brings its admin key."""
+        self._session = session
+        self._url = url
+        self._ids = count(1)
+        self._attempts: dict[int, _SentAttempt] = {}
+        self._unsent: dict[int, bytes] = {}
+        """Calls, by the ids of their attempts."""
+
+        self._unsent_asks: list[bytes] = []
+        """Calls for lines back, of attempts whose first call was sent."""
+
+        self._has_unsent = asyncio.Event()
+        self.has_ended = False
+        """Whether another stream is needed."""
+
+        self._serving = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """Close the connection, which ends the attempts on it."""
+        self._serving.cancel()
+        await asyncio.wait({self._serving})
+
+    async def run(
+        self,
+        request: LineRequest,
+        attempt: LineAttempt,
+        on_tokens: Callable[[Sequence[int]], None],
+        on_prompt: Callable[[int], None],
+    ) -> LineResult:
+        """See ``EngineConnection.run``; ``attempt`` is ``request`` as it is sent."""
+        number, result = next(self._ids), asyncio.get_running_loop().create_future()
+        self._send(LineCall(number, attempt))
+        self._attempts[number] = _SentAttempt(request, on_tokens, on_prompt, result)
+        try:
+            found: LineResult = await result
+            return found
+        except asyncio.CancelledError:
+            self._abort(number)
+            raise
+        finally:
+            self._attempts.pop(number, None)
+
+    def ask_back(self, request: LineRequest) -> None:
+        """See ``EngineConnection.ask_back``. O(attempts)."""
+        for number, attempt in self._attempts.items():
+            if attempt.request is request and number not in self._unsent:
+                self._unsent_asks.append(encode_message(LineCall(number, None, is_wanted=True)))
+                self._has_unsent.set()
+                return
+
+    def _send(self, call: LineCall) -> None:
+        self._unsent[call.id] = encode_message(call)
+        self._has_unsent.set()
+
+    def _abort(self, number: int) -> None:
+        if self._unsent.pop(number, None) is None:
+            self._send(LineCall(number, None))
+
+    async def _serve(self) -> None:
+        address, silent_s = f"{self._url}{LINES_PATH}", _SILENT_S
+        try:
+            async with asyncio.timeout(silent_s) as silence:
+                await self._converse(silence, silent_s)
+        except LineMovedError as error:
+            message = str(error)
+            self._end(lambda _: LineMovedError(message))
+        except (EngineRefusesError, RequestError) as error:
+            message = str(error) if isinstance(error, ServerError) else f"{address}: {error}"
+            self._end(lambda _: EngineRefusesError(message))
+        except aiohttp.ClientError as error:  # One of them is a TimeoutError, too.
+            self._lose(str(error) or type(error).__name__)
+        except TimeoutError:
+            self._lose(f"it has said nothing for {silent_s:g} s")
+        except OSError as error:
+            self._lose(str(error))
+        except Exception as error:
+            _log.exception("the conversation with %s has failed", address)
+            self._lose(f"the conversation failed: {error!r}")
+        finally:
+            self._lose("the connection was closed here")
+
+    async def _converse(self, silence: asyncio.Timeout, silent_s: float) -> None:
+        """Raises what ends the stream."""
+        loop = asyncio.get_running_loop()
+        async with self._session.post(
+            LINES_PATH,
+            data=self._calls(),
+            headers=_HEADERS,
+            allow_redirects=False,
+            # So an engine that refuses need not read calls for as long as there are any.
+            expect100=True,
+        ) as answer:
+            if answer.status != HTTPStatus.OK:
+                text = refusal_text(answer.url.path, answer.status, await answer.read())
+                is_elsewhere = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                kind = LineMovedError if is_elsewhere else EngineRefusesError
+                raise kind(f"{self._url}{text}")
+            parts: list[bytes] = []
+            async for chunk in answer.content.iter_any():
+                silence.reschedule(loop.time() + silent_s)
+                for line in _lines(parts, chunk):
+                    self._handle(decode_message(line, LineEvent))
+        # It ends its answer when it has given back what it had: the rest it has never taken.
+        raise LineMovedError(f"{self._url} takes no more lines on this connection")
+
+    async def _calls(self) -> AsyncIterator[bytes]:
+        while True:
+            await self._has_unsent.wait()
+            self._has_unsent.clear()
+            calls = b"".join((*self._unsent.values(), *self._unsent_asks))
+            self._unsent.clear()
+            self._unsent_asks.clear()
+            if calls:
+                yield calls
+                await asyncio.sleep(GATHER_S)
+
+    def _handle(self, event: LineEvent) -> None:
+        if event.fault is not None:
+            raise EngineRefusesError(f"{self._url}{LINES_PATH}: {event.fault}")
+        attempt = self._attempts.get(event.id)
+        if attempt is None or attempt.result.done():
+            return  # Nobody wants it any more.
+        if event.tokens:
+            try:
+                if event.prompt_tokens:
+                    attempt.on_prompt(event.prompt_tokens)
+                attempt.on_tokens(event.tokens)
+            except Exception as error:  # It ends this attempt, not all others with it.
+                self._abort(event.id)
+                attempt.result.set_exception(error)
+        elif event.result is not None:
+            attempt.result.set_result(event.result)
+        else:
+            attempt.result.set_exception(LineMovedError(f"{self._url}: {event.moved}", event.kv))
+
+    def _lose(self, why: str) -> None:
+        """End every attempt as lost; what was never sent the engine never had."""
+        message = f"{self._url}: {why}"
+        unsent = set(self._unsent)
+        self._end(lambda number: EngineLostError(message, had_the_line=number not in unsent))
+
+    def _end(self, error_of: Callable[[int], ServerError]) -> None:
+        self.has_ended = True
+        attempts = self._attempts.copy()
+        self._attempts.clear()
+        for number, attempt in attempts.items():
+            if not attempt.result.done():
+                attempt.result.set_exception(error_of(number))
+
+
+def _lines(parts: list[bytes], chunk: bytes) -> Iterator[bytes]:
+    """Yield the lines that end in ``chunk`` and are not empty; ``parts`` keeps the beginning."""
+    *ends, rest = chunk.split(b"\n")
+    for end in ends:
+        line = b"".join((*parts, end))
+        parts.clear()
+        if line:
+            yield line
+    parts.append(rest)

@@ -24,10 +24,8 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from sglang_coserve.durable_files import replace
-from sglang_coserve.jsonl.lines import is_blank, read_lines
-from sglang_coserve.jsonl.prefix_key import prefix_key
-from sglang_coserve.jsonl.request_line import custom_id_of, parse_json
-from sglang_coserve.jsonl.seen_ids import SeenIds
+from sglang_coserve.jsonl.lines import SeenIds, is_blank, read_lines
+from sglang_coserve.jsonl.request_line import custom_id_of, parse_json, prefix_key
 
 __all__ = ["OrderedLine", "has_order", "main", "read_order", "write_order"]
 

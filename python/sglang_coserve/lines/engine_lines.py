@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import struct
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.lines.in_flight_file import InFlightFile
+from sglang_coserve.errors import StorageError
 
-__all__ = ["MAX_DEATHS", "EngineLines", "LineTurns"]
+__all__ = ["MAX_DEATHS", "EngineLines", "InFlightFile", "LastRun", "LineTurns"]
 
 _TURN_S: Final = 60.0
 """Duration of a turn while lines of the other kind wait. Short compared with completion windows of
@@ -32,16 +38,16 @@ class LineTurns:
         self._is_suspects_turn = True
         self._turn_ends_s = 0.0
         self._num_runs = 0
-        self._num_beside = 0
-        self._num_waiting_beside = 0
-        self._num_waiting_alone = 0
-        self._has_suspect = False
+        self._running: Counter[bool] = Counter()
+        self._waiting: Counter[bool] = Counter()
+        """Lines by whether they are suspects."""
+
         self._changed = asyncio.Event()
 
     @property
     def suspects_in_flight(self) -> int:
         """1 while a suspect is being served, else 0."""
-        return int(self._has_suspect)
+        return self._running[True]
 
     @contextmanager
     def suspects(self) -> Generator[None]:
@@ -56,65 +62,38 @@ class LineTurns:
             self._wake_all()
 
     @asynccontextmanager
-    async def beside(self) -> AsyncGenerator[None]:
-        """Wait until ordinary lines may run; an ordinary line is served in this context."""
-        self._num_waiting_beside += 1
+    async def one(self, *, is_suspect: bool) -> AsyncGenerator[None]:
+        """Wait until a line may run; it is served in this context."""
+        self._waiting[is_suspect] += 1
         try:
-            while not self._may_begin_mixed():
+            while not self._may_begin(is_suspect):
                 await self._changed.wait()
         finally:
-            self._num_waiting_beside -= 1
+            self._waiting[is_suspect] -= 1
             self._wake_all()
-        self._num_beside += 1
+        self._running[is_suspect] += 1
         try:
             yield
         finally:
-            self._num_beside -= 1
+            self._running[is_suspect] -= 1
             self._wake_all()
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncGenerator[None]:
-        """Wait until no other line is being served; a suspect is served in this context."""
-        self._num_waiting_alone += 1
-        try:
-            while not self._may_begin_offline():
-                await self._changed.wait()
-        finally:
-            self._num_waiting_alone -= 1
-            self._wake_all()
-        self._has_suspect = True
-        try:
-            yield
-        finally:
-            self._has_suspect = False
-            self._wake_all()
-
-    def _may_begin_mixed(self) -> bool:
-        if self._has_suspect:
+    def _may_begin(self, is_suspect: bool) -> bool:
+        if self._running[True] or (is_suspect and self._running[False]):
             return False
-        if not self._num_runs:
+        if not is_suspect and not self._num_runs:
             return True
-        if self._is_suspects_turn and self._is_turn_over:
+        is_over = self._monotonic_s() >= self._turn_ends_s
+        others_wait = self._waiting[not is_suspect] > 0
+        if is_suspect is not self._is_suspects_turn:
+            if is_over or (is_suspect and not others_wait):
+                self._begin_turn(is_suspects=is_suspect)
+            return is_suspect is self._is_suspects_turn
+        if not (is_over and others_wait):
+            return True
+        if is_suspect:  # The others' turn begins at once, that of suspects once they are alone.
             self._begin_turn(is_suspects=False)
-        if self._is_suspects_turn:
-            return False
-        return not (self._is_turn_over and self._num_waiting_alone)
-
-    def _may_begin_offline(self) -> bool:
-        if self._has_suspect or self._num_beside:
-            return False
-        is_over, others_wait = self._is_turn_over, self._num_waiting_beside > 0
-        if self._is_suspects_turn:
-            if is_over and others_wait:
-                self._begin_turn(is_suspects=False)
-                return False
-        elif is_over or not others_wait:
-            self._begin_turn(is_suspects=True)
-        return self._is_suspects_turn
-
-    @property
-    def _is_turn_over(self) -> bool:
-        return self._monotonic_s() >= self._turn_ends_s
+        return False
 
     def _begin_turn(self, *, is_suspects: bool) -> None:
         self._is_suspects_turn = is_suspects
@@ -123,7 +102,7 @@ class LineTurns:
 
     def _wake_all(self) -> None:
         """Make all waiters check their condition again."""
-        if self._num_waiting_beside or self._num_waiting_alone:
+        if self._waiting.total():
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -147,21 +126,14 @@ class EngineLines:
         """Without a ``file``, for a remote engine, nothing is recorded."""
         self._file = file
         self._suspects = suspects
-        self._turns = LineTurns(time.monotonic)
+        self.turns = LineTurns(time.monotonic)
+        """Of suspects, and of other lines."""
+
         self._limits: set[asyncio.Timeout] = set()
 
     def suspects_of(self, batch_id: str) -> Mapping[int, int]:
         """Return the suspects of a batch: the number of crashes by line number."""
         return self._suspects.get(batch_id, {})
-
-    @property
-    def suspects_in_flight(self) -> int:
-        """1 while a suspect is being served, else 0."""
-        return self._turns.suspects_in_flight
-
-    def serving_suspects(self) -> AbstractContextManager[None]:
-        """Return a context in which suspects are served one at a time, in turns with others."""
-        return self._turns.suspects()
 
     def take_out(self) -> None:
         """End the attempts at all lines in the engine now; see ``in_engine``."""
@@ -179,8 +151,7 @@ class EngineLines:
         Raises:
             StorageError: the line cannot be recorded, so it must not reach the engine.
         """
-        is_suspect = line in self.suspects_of(batch_id)
-        async with self._turns.alone() if is_suspect else self._turns.beside():
+        async with self.turns.one(is_suspect=line in self.suspects_of(batch_id)):
             entry = self._file.begin(batch_id, line) if self._file else 0
             limit = asyncio.timeout(None)
             try:
@@ -206,3 +177,130 @@ class EngineLines:
         """End the run."""
         if self._file:
             self._file.close()
+
+
+_MAGIC: Final = b"coserve flight 1"
+_HEAD: Final = struct.Struct("<16s12sI")
+"""Magic, id of the run, 1 once the engine has crashed."""
+
+_ENTRY: Final = struct.Struct("<12sI")
+"""Batch and line; line 0 marks an unused entry."""
+
+_PREFIX: Final = "batch_"
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """The state that the previous run of the server has left."""
+
+    id: str
+    """Unique for each run, so that a crash is counted only once."""
+
+    engine_died: bool
+    """The engine crashed; the server was not stopped or killed."""
+
+    lines: tuple[tuple[str, int], ...]
+    """(batch, line) of the lines that were in the engine."""
+
+    trace: str = ""
+    """Traceback of the process if it died of a signal such as SIGSEGV."""
+
+
+class InFlightFile:
+    """A table of the lines in the engine, with one small write when a line begins or ends.
+
+    The writes are not forced to disk: they survive a crash of the process but not of the
+    machine, for which no line is to blame. They go to the page cache, a few
+    microseconds each, so they are made on the event loop.
+    """
+
+    def __init__(self, path: Path, trace_path: Path) -> None:
+        self._path = path
+        self.trace_path = trace_path
+        """Written when the process dies of a signal such as SIGSEGV, by ``faulthandler``."""
+
+        self._fd: int | None = None
+        self._free: list[int] = []
+        self._num_entries = 0
+
+    def last_run(self) -> LastRun | None:
+        """Return the state of the last run; None if there was none. Blocks.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            content = self._path.read_bytes() if self._path.exists() else b""
+            is_there = self.trace_path.exists()
+            trace = self.trace_path.read_text(errors="replace") if is_there else ""
+        except OSError as error:
+            raise self._failed(error) from error
+        if len(content) < _HEAD.size or not content.startswith(_MAGIC):
+            return None
+        _, run_id, has_died = _HEAD.unpack_from(content)
+        # Ignore a last entry that was torn by a crash of the machine.
+        end = len(content) - (len(content) - _HEAD.size) % _ENTRY.size
+        entries = _ENTRY.iter_unpack(content[_HEAD.size : end])
+        lines = tuple((_PREFIX + batch.hex(), line) for batch, line in entries if line)
+        return LastRun(run_id.hex(), bool(has_died or trace), lines, trace)
+
+    def start(self) -> None:
+        """Begin a run with no line in the engine, and discard the state of the last one. Blocks.
+
+        Raises:
+            StorageError: the disk is full or failing.
+        """
+        try:
+            # The trace first: without it the old state is not counted as a crash.
+            self.trace_path.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o600)
+            os.pwrite(self._fd, _HEAD.pack(_MAGIC, secrets.token_bytes(12), 0), 0)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def begin(self, batch_id: str, line: int) -> int:
+        """Record that the engine is about to get a line; return the entry for ``end``.
+
+        Raises:
+            StorageError: the disk is full or failing; the line must not reach the engine.
+        """
+        assert self._fd is not None
+        entry = self._free.pop() if self._free else self._num_entries
+        batch = bytes.fromhex(batch_id.removeprefix(_PREFIX))
+        try:
+            os.pwrite(self._fd, _ENTRY.pack(batch, line), _offset(entry))
+        except OSError as error:
+            if entry < self._num_entries:
+                self._free.append(entry)
+            raise self._failed(error) from error
+        self._num_entries = max(self._num_entries, entry + 1)
+        return entry
+
+    def end(self, entry: int) -> None:
+        """Record that a line is no longer in the engine."""
+        if self._fd is None:
+            return
+        self._free.append(entry)
+        # If this fails, the line may wrongly become a suspect, and is then just served again.
+        with suppress(OSError):
+            os.pwrite(self._fd, bytes(_ENTRY.size), _offset(entry))
+
+    def note_death(self) -> None:
+        """Record that the engine has crashed. Fast, and never raises."""
+        if self._fd is not None:
+            with suppress(OSError):
+                os.pwrite(self._fd, (1).to_bytes(4, "little"), _HEAD.size - 4)
+
+    def close(self) -> None:
+        """Close the file at the end of the run."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._path} cannot be used: {error.strerror}")
+
+
+def _offset(entry: int) -> int:
+    return _HEAD.size + entry * _ENTRY.size

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens, output_limit, parse_json
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.context import LineContext
 from sglang_coserve.lines.engine_lines import MAX_DEATHS
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import encode_record, usage_of
-from sglang_coserve.lines.serve_line import serve_line
+from sglang_coserve.lines.serve_line import LineContext, serve_line
 
 __all__ = ["LineJob", "LineRun", "OutputLengths", "UnservedLine"]
 
@@ -183,7 +182,7 @@ class LineRun:
         """
         engine_lines = self._context.engine_lines
         deaths: Mapping[int, int] = engine_lines.suspects_of(self._job.id)
-        with engine_lines.serving_suspects():
+        with engine_lines.turns.suspects():
             async for line in lines:
                 request = await self._request(line)
                 if request is None:

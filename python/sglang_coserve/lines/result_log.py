@@ -15,8 +15,13 @@ from typing import Final
 from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.clock import Clock
-from sglang_coserve.lines.progress import Progress, Usage
-from sglang_coserve.lines.result_record import RECORD_START, record_identity, usage_in_record
+from sglang_coserve.lines.result_record import (
+    RECORD_START,
+    Progress,
+    Usage,
+    record_identity,
+    usage_in_record,
+)
 from sglang_coserve.lines.worker_threads import WorkerThreads, to_its_end
 
 __all__ = ["ResultLog", "ResultWriter"]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
 from sglang_coserve.errors import ServerError
-from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.context import AttemptContext
+from sglang_coserve.lines.backend import LineBackend, LineRequest, LineResult
+from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.journal import LineTokens
-from sglang_coserve.lines.retry import LineRetries
+from sglang_coserve.lines.retry import EngineHealth, LineRetries, RetryPolicy
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["serve_line"]
+__all__ = ["AttemptContext", "LineContext", "serve_line"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,3 +86,32 @@ def _engine_failed(error: Exception) -> LineResult:
     message = f"the engine failed: {error}"
     body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
     return LineResult(HTTPStatus.INTERNAL_SERVER_ERROR, "", body, is_retryable=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptContext:
+    """What is needed to serve one line, with retries."""
+
+    backend: LineBackend
+    engine_lines: EngineLines
+    clock: Clock
+
+    rng: random.Random
+    """Source of ids and of the jitter of retries."""
+
+    retry_policy: RetryPolicy
+    health: EngineHealth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineContext(AttemptContext):
+    """Everything that a job needs to serve its lines, shared by all jobs."""
+
+    slots: FairSlots
+    threads: WorkerThreads
+
+    flush_interval_s: float
+    """Longest time that a result waits to be written together with others."""
+
+    journal_interval_s: float
+    """Interval of journal writes, i.e. the most generation time that a crash can lose."""

@@ -25,11 +25,10 @@ from sglang_coserve.jsonl.request_line import (
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.clock import SystemClock
-from sglang_coserve.lines.context import AttemptContext
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
-from sglang_coserve.lines.serve_line import serve_line
+from sglang_coserve.lines.serve_line import AttemptContext, serve_line
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 __all__ = ["Answer", "FleetLines"]

@@ -18,7 +18,7 @@ from sglang_coserve.core.line_placement.engines import LINES_AHEAD, line_window
 from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
 from sglang_coserve.core.line_placement.pools import LinePools
 from sglang_coserve.core.offline_queue import unpack_tokens
-from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.jsonl.request_line import prefix_key
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor

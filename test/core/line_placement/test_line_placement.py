@@ -28,7 +28,7 @@ from sglang_coserve.core.line_placement.placement import (
     Placed,
     PrefixGroups,
 )
-from sglang_coserve.jsonl.prefix_key import prefix_key
+from sglang_coserve.jsonl.request_line import prefix_key
 
 ENGINES = ("a", "b", "c", "d")
 

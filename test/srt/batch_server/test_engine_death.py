@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.lines.in_flight_file import InFlightFile
+from sglang_coserve.lines.engine_lines import InFlightFile
 from srt.batch_server.deployment import Deployment, completed, create, line, lines, text_of, until
 from waiting import GIVE_UP_S, eventually
 

@@ -21,7 +21,7 @@ from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Statu
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import event_rows, file_rows
 from sglang_coserve.jsonl.check_file import LineFault
-from sglang_coserve.lines.progress import Progress, Usage
+from sglang_coserve.lines.result_record import Progress, Usage
 
 __all__ = [
     "add_online_delays",

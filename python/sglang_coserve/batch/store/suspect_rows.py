@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from sglang_coserve.lines.in_flight_file import LastRun
+from sglang_coserve.lines.engine_lines import LastRun
 
 __all__ = ["count_death", "known"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from sglang_coserve.core.line_placement.engines import Rendezvous
-from sglang_coserve.jsonl.prefix_key import KEY_BLOCK_BYTES
+from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES
 
 __all__ = ["DEATHS_BEFORE_ALONE", "LinePlacement", "Placed", "PrefixGroups"]
 

@@ -20,7 +20,7 @@ from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bodies import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.jsonl.model_names import not_served, served_name
+from sglang_coserve.jsonl.request_line import not_served, served_name
 from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,

@@ -16,7 +16,7 @@ import orjson
 from fastapi.responses import JSONResponse
 
 from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay
-from sglang_coserve.jsonl.model_names import not_served, served_name
+from sglang_coserve.jsonl.request_line import not_served, served_name
 
 __all__ = ["MODEL_PATHS", "WantedModelMiddleware", "check_models_of_forms", "set_model_names"]
 
