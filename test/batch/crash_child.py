@@ -15,9 +15,10 @@ from pathlib import Path
 
 from batch.scenarios import OWNER, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, answer, failure, name_of, tokens_of
-from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.service import BatchService
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
 
 NUM_BATCHES = 2
 NUM_TOKENS = 40

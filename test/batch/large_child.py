@@ -16,9 +16,10 @@ from pathlib import Path
 
 from batch.scenarios import OWNER, wanted
 from batch.scripted_backend import ENDPOINT, answer
-from sglang_coserve.batch import BackendLoad, BatchLimits, BatchService, LineRequest, LineResult
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.service import BatchService
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.backend import Backend, BackendLoad, LineRequest, LineResult
 
 TOKENS = list(range(500))
 LIMITS = BatchLimits(max_lines=10_000_000, max_upload_bytes=4 << 30)

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 from batch.manual_clock import ManualClock
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch import (
-    BatchLimits,
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.schemas import (
     BatchObject,
-    BatchService,
     CoserveOptions,
     CreateBatch,
     FileList,
     FileObject,
 )
+from sglang_coserve.batch.service import BatchService
 
 T = TypeVar("T")
 OWNER = "owner"

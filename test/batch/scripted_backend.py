@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from sglang_coserve.batch import BackendLoad, LineRequest, LineResult
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import ChangeListeners, LineHandedBackError, MovedKv
+from sglang_coserve.lines.backend import (
+    BackendLoad,
+    ChangeListeners,
+    LineHandedBackError,
+    LineRequest,
+    LineResult,
+    MovedKv,
+)
 
 ENDPOINT = "/v1/completions"
 RESPONSES = "/v1/responses"

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from batch.records import a_batch
 from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch import BatchLimits, StorageError
 from sglang_coserve.batch.file_processes import FileProcesses
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.state import Failed, Validated
-from sglang_coserve.jsonl import file_estimate
+from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl import check_file as check_file_module
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import (
     CheckLimits,
@@ -302,13 +303,13 @@ def test_the_estimate_of_a_file_parses_nothing_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     parsed: list[int] = []
-    parse = file_estimate.parse_request_line
+    parse = check_file_module.parse_request_line
 
     def noting(content: bytes, endpoint: str | None) -> object:
         parsed.append(len(content))
         return parse(content, endpoint)
 
-    monkeypatch.setattr(file_estimate, "parse_request_line", noting)
+    monkeypatch.setattr(check_file_module, "parse_request_line", noting)
     short = lines(before)
     path = tmp_path / "input.jsonl"
     path.write_bytes(short + b'{"body":[' + b"{}," * 1_000_000 + b"{}]}")

@@ -11,8 +11,8 @@ import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of, tokens_of
-from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.schemas import BatchObject
 
 
 def is_poison(custom_id: str) -> bool:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from batch.scenarios import OWNER, lines, list_files, opened, stream, wanted
-from sglang_coserve.batch import (
+from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
-    ExpiresAfter,
     NotFoundError,
-    StorageError,
     TooLargeError,
-    owner_of,
 )
-from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.owners import owner_of
+from sglang_coserve.batch.schemas import ExpiresAfter
+from sglang_coserve.errors import StorageError
 
 HOUR = ExpiresAfter(anchor="created_at", seconds=3600)
 

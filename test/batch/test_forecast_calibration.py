@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from batch.records import a_batch
-from sglang_coserve.batch.job_forecast import FinishEstimate, ForecastErrors, PastJob, job_forecasts
+from sglang_coserve.batch.forecast import FinishEstimate, ForecastErrors, job_forecasts
 from sglang_coserve.batch.record import JobRecord
-from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.lines.backend import TokenRate
 from sglang_coserve.lines.fair_slots import JobShare, SlotShare
 from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.result_record import Progress, Usage
@@ -197,7 +197,7 @@ class Feed(TrafficSource, SimulationObserver):
             self._work.close()
         forecast_s, finish = self._said.pop(batch.number)
         self.judged.append((now_s - batch.arrival_s, finish))
-        self._errors.add(PastJob(forecast_s, now_s - batch.arrival_s))
+        self._errors.add(forecast_s, now_s - batch.arrival_s)
         self._took += batch.took_tokens
         self._expected += batch.estimated_tokens
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch import BatchRequestError, owner_of
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.cli import app
 from sglang_coserve.errors import CoserveError, StartupError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.batch import StorageError
+from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.line_source import LineBitmap, LineSource
 from sglang_coserve.lines.worker_threads import WorkerThreads
 

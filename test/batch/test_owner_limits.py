@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from batch.scenarios import Scene, lines, list_files, opened, wanted
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch import (
-    ConflictError,
-    NotFoundError,
-    QuotaError,
-    TooManyError,
-    job_supervisor,
-)
+from sglang_coserve.batch import job_supervisor
+from sglang_coserve.batch.errors import ConflictError, NotFoundError, QuotaError, TooManyError
 from sglang_coserve.batch.file_store import Transfers
 from sglang_coserve.jsonl.check_file import estimate_file
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from batch.power_failure import PowerFailure
 from batch.test_result_log import TAG, record, unserved
 from sglang_coserve import durable_files
-from sglang_coserve.batch import BatchLimits
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.file_store import FileStore
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.batch import LineResult, StorageError
+from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_log import ResultLog
 from sglang_coserve.lines.result_record import (

@@ -19,8 +19,8 @@ from batch.live_app import LiveApp
 from batch.route_calls import create, until, upload
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch import BatchRequestError
-from sglang_coserve.batch.routes.upload_form import UploadForm
+from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.routes.transfers import UploadForm
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
 MAX_LINE_BYTES = 4_000_000

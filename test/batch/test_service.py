@@ -9,7 +9,8 @@ from typing import Any
 
 from batch.scenarios import OWNER, Scene, line, lines, opened, stream, wanted
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
-from sglang_coserve.batch import BatchObject, LineRequest, LineResult
+from sglang_coserve.batch.schemas import BatchObject
+from sglang_coserve.lines.backend import LineRequest, LineResult
 
 
 async def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:

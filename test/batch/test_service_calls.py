@@ -9,13 +9,13 @@ import pytest
 
 from batch.scenarios import OWNER, lines, list_files, opened, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch import (
-    BatchObject,
+from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
     TooManyError,
 )
+from sglang_coserve.batch.schemas import BatchObject
 
 
 async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch import ConflictError
+from sglang_coserve.batch.errors import ConflictError
 
 
 async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:

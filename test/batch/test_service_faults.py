@@ -8,7 +8,7 @@ import pytest
 
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
-from sglang_coserve.batch import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.result_record import batch_tag, encode_record
 
 

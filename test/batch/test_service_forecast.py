@@ -8,8 +8,8 @@ import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch import BatchObject
 from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from batch.manual_clock import ManualClock
 from batch.scenarios import FINAL, OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer, failure
-from sglang_coserve.batch import BatchObject, ConflictError
-from sglang_coserve.batch.schemas import RequestCounts
+from sglang_coserve.batch.errors import ConflictError
+from sglang_coserve.batch.schemas import BatchObject, RequestCounts
 
 T = TypeVar("T")
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch.records import a_batch, a_file
-from sglang_coserve.batch import (
+from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
-    StorageError,
     TooManyError,
 )
 from sglang_coserve.batch.record import Status
@@ -29,8 +28,9 @@ from sglang_coserve.batch.state import (
     Progressed,
     Validated,
 )
-from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.store import Store, batch_rows, file_rows
 from sglang_coserve.batch.store.database import open_database
+from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress, Usage
 
@@ -107,7 +107,7 @@ def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
     assert done.progress == whole
     assert file_rows.find(connection, "o", batch.output_file_id, 5.0).expires_at_s == 3605.0
     assert file_rows.find(connection, "o", batch.error_file_id, 5.0).size_bytes == 70
-    (event,) = event_rows.due(connection, 5.0, 10)
+    (event,) = batch_rows.due_events(connection, 5.0, 10)
     assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, "o")
 
 
@@ -240,10 +240,10 @@ def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> N
         batch_rows.create(connection, batch, 0.0, 10)
         failed = Failed((LineFault("x", "y"),))
         batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
-    first, second = event_rows.due(connection, 10.0, 10)
+    first, second = batch_rows.due_events(connection, 10.0, 10)
     assert [first.id, second.id] == ["evt_1", "evt_2"]
-    event_rows.postpone(connection, "evt_1", 30.0)
-    assert event_rows.due(connection, 29.0, 10) == [second]
-    assert event_rows.due(connection, 30.0, 10) == [replace(first, attempts=1), second]
-    event_rows.settle(connection, "evt_1")
-    assert event_rows.due(connection, 99.0, 10) == [second]
+    batch_rows.postpone_event(connection, "evt_1", 30.0)
+    assert batch_rows.due_events(connection, 29.0, 10) == [second]
+    assert batch_rows.due_events(connection, 30.0, 10) == [replace(first, attempts=1), second]
+    batch_rows.settle_event(connection, "evt_1")
+    assert batch_rows.due_events(connection, 99.0, 10) == [second]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_coserve.batch.service_status import TokenRate
+from sglang_coserve.lines.backend import TokenRate
 
 
 def test_the_rate_is_that_of_the_time_with_work() -> None:

@@ -13,7 +13,7 @@ from batch.live_app import LiveApp
 from batch.route_calls import refused
 from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch.routes import BATCH_PREFIXES, uploads
+from sglang_coserve.batch.routes import BATCH_PREFIXES, files
 from waiting import eventually
 
 CONTENT = lines(40)
@@ -34,7 +34,9 @@ def client(app: LiveApp) -> Iterator[openai.OpenAI]:
 
 def test_a_part_may_be_longer_than_a_request() -> None:
     """An engine bounds the bodies of all other routes."""
-    assert all(router.prefix in BATCH_PREFIXES for router in (uploads.router, uploads.part_router))
+    assert all(
+        router.prefix in BATCH_PREFIXES for router in (files.upload_router, files.part_router)
+    )
 
 
 def begin(client: openai.OpenAI, size_bytes: int = len(CONTENT)) -> str:

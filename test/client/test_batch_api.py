@@ -19,7 +19,6 @@ from batch.live_app import LiveApp
 from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
-from sglang_coserve.batch import LineRequest, LineResult
 from sglang_coserve.batch.routes import set_not_ready
 from sglang_coserve.client import (
     BatchApi,
@@ -30,6 +29,7 @@ from sglang_coserve.client import (
     read_results,
 )
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
+from sglang_coserve.lines.backend import LineRequest, LineResult
 from waiting import eventually
 
 GIVE_UP_S = 60

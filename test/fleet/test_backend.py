@@ -16,7 +16,7 @@ import pytest
 from batch.scenarios import OWNER, line, lines, stream, wanted
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
-from sglang_coserve.batch import BatchService
+from sglang_coserve.batch.service import BatchService
 from sglang_coserve.core.engine_load import WantedLines
 from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
 from sglang_coserve.core.line_placement.placement import DEATHS_BEFORE_ALONE

@@ -9,7 +9,7 @@ import pytest
 from fleet.test_backend import fleet_of, until
 from http_lines.live_engine import LiveEngine
 from sglang_coserve.fleet.engine import FleetDelays
-from sglang_coserve.http_lines import EngineDelays
+from sglang_coserve.http_lines.messages import EngineDelays
 
 
 def test_sums_of_engines_are_added_from_what_they_said_first() -> None:

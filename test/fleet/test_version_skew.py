@@ -28,8 +28,14 @@ from sglang_coserve.core.engine_load import LinesLoad, WantedLines
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
-from sglang_coserve.http_lines import EngineDelays, EngineDescription
-from sglang_coserve.http_lines.messages import LineAttempt, LineCall, LineEvent, decode_message
+from sglang_coserve.http_lines.messages import (
+    EngineDelays,
+    EngineDescription,
+    LineAttempt,
+    LineCall,
+    LineEvent,
+    decode_message,
+)
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import FailureKind, LineResult, MovedKv
 from sglang_coserve.lines.result_record import encode_record

@@ -19,7 +19,8 @@ from sglang_coserve.core.engine_load import (
     Versions,
     WantedLines,
 )
-from sglang_coserve.http_lines import LOAD_PATH, LineServer, add_line_routes, set_line_server
+from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
+from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.lines.backend import Backend
 
 ADMIN_KEY = "engine's admin"

@@ -14,16 +14,14 @@ from fastapi.responses import RedirectResponse
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, tokens_of
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
-from sglang_coserve.http_lines import (
-    EngineConnection,
-    EngineLostError,
-    EngineRefusesError,
-    LineMovedError,
-)
+from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
+    EngineLostError,
+    EngineRefusesError,
     LineCall,
     LineEvent,
+    LineMovedError,
     attempt_of,
     decode_message,
     encode_message,

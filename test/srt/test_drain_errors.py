@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
-from sglang_coserve.http_lines import LineServer
+from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.srt.routes.drain import Drain, HealthMiddleware, set_drain
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError
-from sglang_coserve.batch.job_forecast import JobForecast
+from sglang_coserve.batch.forecast import JobForecast
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.jsonl.request_line import endpoint_of

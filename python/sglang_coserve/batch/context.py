@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Self
 
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import Store, batch_rows, suspect_rows
+from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.engine_lines import EngineLines, InFlightFile
-from sglang_coserve.lines.fair_slots import FairSlots
-from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.serve_line import LineContext
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["JobContext", "new_id"]
-
-_FILE_THREADS: Final = 4
+__all__ = ["JobContext", "new_id", "open_engine_lines"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,71 +36,6 @@ class JobContext(LineContext):
 
     record_events: bool
     """Whether the ends of batches are put into the outbox."""
-
-    opened: AsyncExitStack
-    """What ``close`` closes."""
-
-    @classmethod
-    async def open(
-        cls,
-        directory: Path,
-        backend: Backend,
-        limits: BatchLimits,
-        *,
-        record_events: bool,
-        dies_with_engine: bool,
-        background: TaskSupervisor | None,
-        clock: Clock | None,
-        rng: random.Random | None,
-    ) -> Self:
-        """Open or create ``directory``; see ``BatchService.open``.
-
-        Raises:
-            StartupError: the directory cannot be used, or another server is using it.
-            StorageError: the disk failed.
-        """
-        clock = clock or SystemClock()
-        async with AsyncExitStack() as opened:
-            data = DataDirectory(directory)
-            data.open()
-            opened.callback(data.close)
-            store = await Store.open(data.database)
-            opened.push_async_callback(store.close)
-            threads = WorkerThreads("coserve-files", _FILE_THREADS)
-            opened.push_async_callback(threads.close)
-            engine_lines = EngineLines()
-            if dies_with_engine:
-                engine_lines = await _open_engine_lines(data, store, threads)
-            opened.callback(engine_lines.close)
-            opened.callback(backend.when_changing(engine_lines.take_out))
-            return cls(
-                directory=data,
-                store=store,
-                threads=threads,
-                slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
-                engine_lines=engine_lines,
-                backend=backend,
-                limits=limits,
-                file_processes=FileProcesses(),
-                background=background or TaskSupervisor(clock),
-                record_events=record_events,
-                clock=clock,
-                rng=rng or random.SystemRandom(),
-                retry_policy=RetryPolicy(
-                    math.inf,
-                    limits.max_attempts,
-                    limits.first_retry_delay_s,
-                    limits.max_retry_delay_s,
-                ),
-                health=EngineHealth(),
-                flush_interval_s=limits.flush_interval_s,
-                journal_interval_s=limits.journal_interval_s,
-                opened=opened.pop_all(),
-            )
-
-    async def close(self) -> None:
-        """Release the directory, and end the threads."""
-        await self.opened.aclose()
 
     async def apply(
         self,
@@ -136,7 +62,7 @@ def new_id(prefix: str, rng: random.Random) -> str:
     return f"{prefix}{rng.getrandbits(96):024x}"
 
 
-async def _open_engine_lines(
+async def open_engine_lines(
     directory: DataDirectory, store: Store, threads: WorkerThreads
 ) -> EngineLines:
     """Read how the last run of the server ended, and record the start of this one.
@@ -153,8 +79,8 @@ async def _open_engine_lines(
             "; each of them is served alone once" if last_run.lines else "",
             f"; the server's process ended with:\n{last_run.trace}" if last_run.trace else "",
         )
-        await store.run(suspect_rows.count_death, last_run)
-    suspects = await store.run(suspect_rows.known)
+        await store.run(batch_rows.count_death, last_run)
+    suspects = await store.run(batch_rows.suspects)
     # Only now: what is counted twice is counted once, what is lost is not.
     await threads.run(file.start)
     return EngineLines(file, suspects)

@@ -11,17 +11,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
-from sglang_coserve.batch.data_directory import DataDirectory
+from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError, TooManyError
-from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owners import Upload
 from sglang_coserve.batch.record import FileRecord
-from sglang_coserve.batch.store import Store, file_rows
+from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["FileStore", "Transfers", "UploadPace"]
 
@@ -89,19 +87,14 @@ _EXPIRED_AT_ONCE: Final = 100
 class FileStore:
     """Adds, reads and deletes files."""
 
-    def __init__(
-        self,
-        directory: DataDirectory,
-        store: Store,
-        threads: WorkerThreads,
-        limits: BatchLimits,
-        pace: UploadPace,
-    ) -> None:
-        self._directory = directory
-        self._store = store
-        self._threads = threads
-        self._limits = limits
-        self._pace = pace
+    def __init__(self, context: JobContext) -> None:
+        self._directory = context.directory
+        self._store = context.store
+        self._threads = context.threads
+        self._limits = context.limits
+        self._pace = UploadPace(
+            context.backend, context.clock, context.limits.busy_upload_bytes_per_s
+        )
 
     async def settle(self) -> None:
         """Clean up after a crash. Call it once, before anything else.

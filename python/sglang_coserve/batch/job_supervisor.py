@@ -9,12 +9,10 @@ from typing import Final
 
 from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext
-from sglang_coserve.batch.forecaster import Forecaster
+from sglang_coserve.batch.forecast import Forecaster, Headroom, JobForecast
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
-from sglang_coserve.batch.job_forecast import JobForecast
 from sglang_coserve.batch.owners import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord
-from sglang_coserve.batch.service_status import Headroom
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.jsonl.check_file import estimate_file

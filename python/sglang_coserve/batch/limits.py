@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Self
 
+from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["BatchLimits"]
@@ -95,6 +97,20 @@ class BatchLimits:
 
     min_free_bytes: int = 64 * _MIB
     """Uploads are refused when they would leave less of the disk free."""
+
+    @classmethod
+    def of(cls, config: BatchApiConfig) -> Self:
+        """Return the limits that ``config`` sets, and the defaults of the others."""
+        stored_gib = config.batch_max_stored_gib_per_key
+        return cls(
+            max_upload_bytes=config.batch_max_upload_mib << 20,
+            max_lines=config.batch_max_lines,
+            max_in_flight=config.batch_max_in_flight,
+            max_active_batches=config.batch_max_active,
+            max_active_batches_per_owner=config.batch_max_active_per_key,
+            max_stored_bytes_per_owner=None if stored_gib is None else int(stored_gib * (1 << 30)),
+            max_files_per_owner=config.batch_max_files_per_key,
+        )
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,16 +1,16 @@
-"""Files, batches and events as the store keeps them: immutable values."""
+"""Files, batches and events as the store keeps them, and what they sum up to: immutable values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress
 
-__all__ = ["BatchEvent", "FileRecord", "JobRecord", "Status"]
+__all__ = ["EXPORTED_STATES", "BatchEvent", "FileRecord", "JobRecord", "ServiceStatus", "Status"]
 
 
 class Status(StrEnum):
@@ -138,3 +138,37 @@ class BatchEvent:
     created_at_s: float
     attempts: int = 0
     """Deliveries that have failed."""
+
+
+EXPORTED_STATES: Final = ("validating", "in_progress", "finalizing", "cancelling")
+"""Of ``batches``, for Prometheus: there a state that no batch has is named, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """A moment in the life of the service."""
+
+    batches: Mapping[str, int]
+    """Unfinished batches by status; a status that none has is not named."""
+
+    paused_batches: int
+    """Of them, those that wait to be resumed."""
+
+    lines_in_flight: int
+    """Lines that the engine has."""
+
+    bytes_in_flight: int
+    """Of the input, for these lines."""
+
+    lines_waiting: int
+    """Lines of batches in progress that the engine has yet to get, paused ones too. One that
+    has just ended is among them until its record is on the disk."""
+
+    line_retries: int
+    """Since the start."""
+
+    webhooks_pending: int
+    """Ends of batches that no receiver has accepted yet."""
+
+    model: str
+    """The model that answers lines; unfinished ones continue after a restart if it is the same."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from datetime import UTC, datetime
 
-from sglang_coserve.batch.job_forecast import JobForecast
+from sglang_coserve.batch.forecast import JobForecast
 from sglang_coserve.batch.record import FileRecord, JobRecord
 from sglang_coserve.batch.schemas import (
-    BatchError,
     BatchErrors,
     BatchList,
     BatchObject,
@@ -56,13 +54,12 @@ def batch_object(
 ) -> BatchObject:
     """Return a batch as the API shows it; ``model`` is what is loaded now, None if unknown."""
     progress, usage = batch.progress, batch.progress.usage
-    faults = [BatchError(**asdict(fault)) for fault in batch.faults]
     warnings = (stalled_by or _lateness(batch, forecast), mixed_models(batch, model))
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
         model=batch.model_name,
-        errors=BatchErrors(data=faults) if faults else None,
+        errors=BatchErrors(data=list(batch.faults)) if batch.faults else None,
         input_file_id=batch.input_file_id,
         completion_window=batch.completion_window,
         status=batch.status.value,

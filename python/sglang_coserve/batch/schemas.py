@@ -6,17 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sglang_coserve.jsonl.check_file import LineFault
+
 __all__ = [
-    "BatchError",
     "BatchErrors",
     "BatchList",
     "BatchObject",
     "BatchStatus",
     "BatchUsage",
+    "CompleteUpload",
     "CoserveBatch",
     "CoserveOptions",
     "CreateBatch",
     "CreateResponse",
+    "CreateUpload",
     "ExpiresAfter",
     "FileDeleted",
     "FileList",
@@ -25,6 +28,8 @@ __all__ = [
     "OutputTokensDetails",
     "RequestCounts",
     "ResponseDeleted",
+    "UploadObject",
+    "UploadPart",
 ]
 
 BatchStatus = Literal[
@@ -77,6 +82,46 @@ class FileDeleted(BaseModel):
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True
+
+
+class CreateUpload(BaseModel):
+    """What a file is to become that comes in parts."""
+
+    filename: Annotated[str, Field(max_length=255)]
+    purpose: Literal["batch"]
+    bytes: Annotated[int, Field(ge=0)]
+    mime_type: Annotated[str, Field(max_length=255)]
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteUpload(BaseModel):
+    """The parts in their order, and a sum over all of them."""
+
+    part_ids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=10_000)]
+    md5: Annotated[str | None, Field(max_length=64)] = None
+
+
+class UploadObject(BaseModel):
+    """An upload, as it is after a call."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch"]
+    status: Literal["pending", "completed", "cancelled"]
+    file: FileObject | None = None
+
+
+class UploadPart(BaseModel):
+    """A part that is there."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
 
 
 class CoserveOptions(BaseModel):
@@ -140,20 +185,11 @@ class ResponseDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
-class BatchError(BaseModel):
-    """Why a batch failed: one line, or the file as a whole."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
 class BatchErrors(BaseModel):
     """All that validation found."""
 
     object: Literal["list"] = "list"
-    data: list[BatchError]
+    data: list[LineFault]
 
 
 class RequestCounts(BaseModel):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,14 +13,16 @@ from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
-from sglang_coserve.batch.context import JobContext, new_id
+from sglang_coserve.batch.context import JobContext, new_id, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import RangeError
-from sglang_coserve.batch.file_store import FileStore, Transfers, UploadPace
+from sglang_coserve.batch.file_processes import FileProcesses
+from sglang_coserve.batch.file_store import FileStore, Transfers
+from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.owners import OwnerStorage
-from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord
+from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, ServiceStatus, Status
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
@@ -29,18 +33,22 @@ from sglang_coserve.batch.schemas import (
     FileDeleted,
     FileObject,
 )
-from sglang_coserve.batch.service_status import Headroom, ServiceStatus, service_status
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
-from sglang_coserve.batch.store import Store, batch_rows, event_rows, file_rows
+from sglang_coserve.batch.store import Store, batch_rows, file_rows
 from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.engine_lines import EngineLines
+from sglang_coserve.lines.fair_slots import FairSlots
+from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.worker_threads import WorkerThreads
 
 __all__ = ["BatchService", "FileContent"]
 
+_FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
 _MAX_FILES: Final = 10_000
 _MAX_BATCHES: Final = 100
@@ -70,10 +78,12 @@ class BatchService:
     fails. Whatever they have returned survives a crash.
     """
 
-    def __init__(self, context: JobContext, files: FileStore, runner: JobSupervisor) -> None:
+    def __init__(self, context: JobContext) -> None:
+        """Made by ``open``."""
         self._context = context
-        self._files = files
-        self._runner = runner
+        self._opened = AsyncExitStack()
+        self._files = files = FileStore(context)
+        self._runner = runner = JobSupervisor(context)
         self._expiring: asyncio.Task[None] | None = None
         self.limits = limits = context.limits
         self._storage = OwnerStorage(
@@ -124,42 +134,63 @@ class BatchService:
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
         """
-        limits = limits or BatchLimits()
+        limits, clock = limits or BatchLimits(), clock or SystemClock()
         async with AsyncExitStack() as opened:
             try:
-                context = await JobContext.open(
-                    directory,
-                    backend,
-                    limits,
+                data = DataDirectory(directory)
+                data.open()
+                opened.callback(data.close)
+                store = await Store.open(data.database)
+                opened.push_async_callback(store.close)
+                threads = WorkerThreads("coserve-files", _FILE_THREADS)
+                opened.push_async_callback(threads.close)
+                engine_lines = EngineLines()
+                if dies_with_engine:
+                    engine_lines = await open_engine_lines(data, store, threads)
+                opened.callback(engine_lines.close)
+                opened.callback(backend.when_changing(engine_lines.take_out))
+                context = JobContext(
+                    directory=data,
+                    store=store,
+                    threads=threads,
+                    slots=FairSlots(limits.max_in_flight, limits.max_in_flight_bytes),
+                    engine_lines=engine_lines,
+                    backend=backend,
+                    limits=limits,
+                    file_processes=FileProcesses(),
+                    background=background or TaskSupervisor(clock),
                     record_events=record_events,
-                    dies_with_engine=dies_with_engine,
-                    background=background,
                     clock=clock,
-                    rng=rng,
+                    rng=rng or random.SystemRandom(),
+                    retry_policy=RetryPolicy(
+                        math.inf,
+                        limits.max_attempts,
+                        limits.first_retry_delay_s,
+                        limits.max_retry_delay_s,
+                    ),
+                    health=EngineHealth(),
+                    flush_interval_s=limits.flush_interval_s,
+                    journal_interval_s=limits.journal_interval_s,
                 )
-                opened.push_async_callback(context.close)
-                pace = UploadPace(backend, context.clock, limits.busy_upload_bytes_per_s)
-                files = FileStore(context.directory, context.store, context.threads, limits, pace)
-                service = cls(context, files, JobSupervisor(context))
-                opened.push_async_exit(service)
-                await service._start()
+                service = cls(context)
+                opened.push_async_callback(service._stop)
+                await service._files.settle()
+                await service._runner.start()
             except StorageError as error:
                 raise StartupError(str(error)) from error
-            opened.pop_all()
+            service._opened = opened.pop_all()
+        service._expiring = context.background.start("file_expiry", service._expire_regularly)
         return service
 
-    async def _start(self) -> None:
-        await self._files.settle()
-        await self._runner.start()
-        self._expiring = self.background.start("file_expiry", self._expire_regularly)
-
-    async def close(self) -> None:
-        """Stop every batch where it is, and release the directory."""
+    async def _stop(self) -> None:
         if self._expiring is not None:
             self._expiring.cancel()
             await asyncio.wait({self._expiring})
         await self._runner.close()
-        await self._context.close()
+
+    async def close(self) -> None:
+        """Stop every batch where it is, and release the directory."""
+        await self._opened.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -340,15 +371,15 @@ class BatchService:
     async def pending_events(self, limit: int = 100) -> list[BatchEvent]:
         """Return events that are to be delivered now, the oldest first."""
         now_s = self._context.clock.now_s()
-        return await self._context.store.run(event_rows.due, now_s, limit)
+        return await self._context.store.run(batch_rows.due_events, now_s, limit)
 
     async def settle_event(self, event_id: str) -> None:
         """Forget an event: it has been delivered, or given up."""
-        await self._context.store.run(event_rows.settle, event_id)
+        await self._context.store.run(batch_rows.settle_event, event_id)
 
     async def retry_event(self, event_id: str, at_s: float) -> None:
         """Count a failed delivery; the event is pending again at ``at_s``."""
-        await self._context.store.run(event_rows.postpone, event_id, at_s)
+        await self._context.store.run(batch_rows.postpone_event, event_id, at_s)
 
     async def event_added(self) -> None:
         """Wait for an event that is new since the last call. For one caller."""
@@ -357,14 +388,23 @@ class BatchService:
 
     async def status(self) -> ServiceStatus:
         """Return how busy the service is."""
-        webhooks_pending = await self._context.store.run(event_rows.count)
-        return service_status(
-            self._runner.unfinished(),
-            self._context.slots,
-            self._context.engine_lines.turns.suspects_in_flight,
-            self._context.backend.model,
-            self._context.health.num_retries,
-            webhooks_pending,
+        webhooks_pending = await self._context.store.run(batch_rows.count_events)
+        context, slots, records = self._context, self._context.slots, self._runner.unfinished()
+        lines_left = sum(
+            record.total_lines - record.progress.lines
+            for record in records
+            if record.status is Status.IN_PROGRESS
+        )
+        suspects = context.engine_lines.turns.suspects_in_flight
+        return ServiceStatus(
+            batches=dict(Counter(record.status.value for record in records)),
+            paused_batches=sum(record.is_paused for record in records),
+            lines_in_flight=slots.lines_in_flight + suspects,
+            bytes_in_flight=slots.bytes_in_flight,
+            lines_waiting=max(0, lines_left - slots.lines_in_flight),
+            line_retries=context.health.num_retries,
+            webhooks_pending=webhooks_pending,
+            model=context.backend.model,
         )
 
     def headroom(self) -> Headroom:

@@ -6,12 +6,10 @@ and crashes are those of files. They are deleted once the upload is complete or 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import md5
-from typing import Annotated, Any, Final, Literal, Protocol
-
-from pydantic import BaseModel, Field
+from typing import Any, Final
 
 from sglang_coserve.batch.admission import check_upload
 from sglang_coserve.batch.context import JobContext, new_id
@@ -19,69 +17,19 @@ from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLar
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.owners import OwnerStorage
 from sglang_coserve.batch.record import FileRecord
-from sglang_coserve.batch.schemas import ExpiresAfter, FileObject
+from sglang_coserve.batch.schemas import (
+    CompleteUpload,
+    CreateUpload,
+    FileObject,
+    UploadObject,
+    UploadPart,
+)
 from sglang_coserve.batch.store import file_rows
 
-__all__ = ["CompleteUpload", "CreateUpload", "UploadObject", "UploadPart", "Uploads"]
+__all__ = ["Uploads"]
 
 _LIFETIME_S: Final = 3600.0
 """As OpenAI's: what is not complete by then is deleted."""
-
-_MOST_PARTS: Final = 10_000
-
-
-class CreateUpload(BaseModel):
-    """What a file is to become that comes in parts."""
-
-    filename: Annotated[str, Field(max_length=255)]
-    purpose: Literal["batch"]
-    bytes: Annotated[int, Field(ge=0)]
-    mime_type: Annotated[str, Field(max_length=255)]
-    expires_after: ExpiresAfter | None = None
-
-
-class CompleteUpload(BaseModel):
-    """The parts in their order, and a sum over all of them."""
-
-    part_ids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=_MOST_PARTS)]
-    md5: Annotated[str | None, Field(max_length=64)] = None
-
-
-class UploadObject(BaseModel):
-    """An upload, as it is after a call."""
-
-    id: str
-    object: Literal["upload"] = "upload"
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: Literal["batch"]
-    status: Literal["pending", "completed", "cancelled"]
-    file: FileObject | None = None
-
-
-class UploadPart(BaseModel):
-    """A part that is there."""
-
-    id: str
-    object: Literal["upload.part"] = "upload.part"
-    created_at: int
-    upload_id: str
-
-
-class CreateFile(Protocol):
-    """``BatchService.create_file``."""
-
-    async def __call__(
-        self,
-        owner: str,
-        filename: str,
-        purpose: str,
-        chunks: AsyncIterable[bytes],
-        expires_after: ExpiresAfter | None,
-    ) -> FileObject:
-        """Store a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +39,8 @@ class Uploads:
     context: JobContext
     files: FileStore
     storage: OwnerStorage
-    create_file: CreateFile
+    create_file: Callable[..., Awaitable[FileObject]]
+    """``BatchService.create_file``."""
 
     async def create(self, owner: str, request: CreateUpload) -> UploadObject:
         """Begin an upload.

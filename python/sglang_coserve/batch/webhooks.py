@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import random
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -24,6 +25,7 @@ import httpx
 
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
+from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError, CoserveError
 from sglang_coserve.lines.clock import Clock, SystemClock
 from sglang_coserve.lines.retry import backoff_s
@@ -31,6 +33,7 @@ from sglang_coserve.network import OutboundTransport, is_private_literal
 
 __all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
 
+_SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _SECRET_PREFIX: Final = "whsec_"
 _MIN_SECRET_BYTES: Final = 16
 _TIMEOUT_S: Final = 15.0
@@ -62,6 +65,18 @@ class WebhookTarget:
     allow_private: bool = False
     """Whether it may be in a private network; by default the server makes no calls there."""
 
+    @classmethod
+    def of(cls, config: BatchApiConfig) -> Self | None:
+        """Return where the ends of batches are delivered; None if nowhere.
+
+        Raises:
+            ConfigError: the address, or the secret in the environment, cannot be used.
+        """
+        if config.batch_webhook_url is None:
+            return None
+        secret = os.environ.get(_SECRET_VARIABLE, "")
+        return cls(config.batch_webhook_url, secret, config.batch_webhook_allow_private)
+
     def __post_init__(self) -> None:
         try:
             url = httpx.URL(self.url)
@@ -78,7 +93,7 @@ class WebhookTarget:
         if len(self.key) < _MIN_SECRET_BYTES:
             raise ConfigError(
                 f"the webhook secret must have at least {_MIN_SECRET_BYTES} bytes: set "
-                "COSERVE_WEBHOOK_SECRET to whsec_ and what `openssl rand -base64 32` prints"
+                f"{_SECRET_VARIABLE} to whsec_ and what `openssl rand -base64 32` prints"
             )
 
     @property

@@ -10,15 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
-from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD, model_of_most
 from sglang_coserve.core.line_placement.placement import LinePlacement, Placed
 from sglang_coserve.core.line_placement.pools import LinePools, Move
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import EngineState, FleetDelays, RemoteEngine
 from sglang_coserve.fleet.served_model import ServedModel
-from sglang_coserve.http_lines import (
-    EngineConnection,
+from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineLostError,
     EngineRefusesError,
@@ -33,6 +32,7 @@ from sglang_coserve.lines.backend import (
     LineRequest,
     LineResult,
     MovedKv,
+    TokenRate,
 )
 from sglang_coserve.lines.result_record import error_message
 from sglang_coserve.lines.task_supervisor import TaskSupervisor

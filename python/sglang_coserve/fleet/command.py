@@ -12,9 +12,9 @@ from typing import Final
 
 import uvicorn
 
-from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.data_directory import InUseError
-from sglang_coserve.batch.settings import webhook_target_of
+from sglang_coserve.batch.service import BatchService
+from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
@@ -53,7 +53,7 @@ def serve_gateway(options: GatewayOptions) -> None:
     """
     logging.config.dictConfig(log_settings(options.log_format, options.log_level))
     check_listen_address(options.host, options.port)
-    webhook_target_of(options.batch_api)
+    WebhookTarget.of(options.batch_api)
     # One that is in use becomes free, perhaps: this is a standby then.
     with suppress(InUseError):
         asyncio.run(BatchService.check(options.data))

@@ -9,18 +9,18 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.core.engine_load import LinesLoad, Pool
 from sglang_coserve.core.line_placement.engines import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
-from sglang_coserve.http_lines import (
+from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.messages import (
     LOAD_PATH,
-    EngineConnection,
     EngineDelays,
     EngineDescription,
     EngineLostError,
     EngineRefusesError,
 )
+from sglang_coserve.lines.backend import TokenRate
 
 __all__ = ["EngineState", "FleetDelays", "RemoteEngine"]
 

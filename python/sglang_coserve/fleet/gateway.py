@@ -25,8 +25,8 @@ from sglang_coserve.asgi import (
     is_same_key,
     send_error,
 )
-from sglang_coserve.batch import BatchService
 from sglang_coserve.batch.data_directory import InUseError
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import (
     PAGE_PATH,
     VIEW_PATH,
@@ -41,8 +41,8 @@ from sglang_coserve.batch.routes import (
     shown_batches,
     view_answer,
 )
-from sglang_coserve.batch.settings import limits_of, webhook_target_of
-from sglang_coserve.batch.webhooks import Webhooks
+from sglang_coserve.batch.service import BatchService
+from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.discovery import follow
@@ -191,7 +191,7 @@ async def _open(
 ) -> None:
     """Open the Batch API as soon as that is possible, for as long as ``opened``."""
     try:
-        target = webhook_target_of(options.batch_api)
+        target = WebhookTarget.of(options.batch_api)
         async with AsyncExitStack() as stack:
             service = await _open_when_free(app, options, fleet, records_events=target is not None)
             stack.push_async_callback(_close, app, service)
@@ -211,7 +211,7 @@ async def _open(
 async def _open_when_free(
     app: FastAPI, options: GatewayOptions, fleet: FleetBackend, *, records_events: bool
 ) -> BatchService:
-    limits, is_standby = limits_of(options.batch_api), False
+    limits, is_standby = BatchLimits.of(options.batch_api), False
     while True:
         try:
             return await BatchService.open(

@@ -5,35 +5,3 @@ what becomes of them comes out, each message with the attempt's id. ``GET /coser
 describes the backend. Both need the server's admin key: who has it says what goes on after which
 tokens. A connection that closes aborts its attempts.
 """
-
-from sglang_coserve.http_lines.engine_connection import EngineConnection
-from sglang_coserve.http_lines.line_server import (
-    LineServer,
-    add_line_routes,
-    line_endpoints,
-    set_line_server,
-)
-from sglang_coserve.http_lines.messages import (
-    LINES_PATH,
-    LOAD_PATH,
-    EngineDelays,
-    EngineDescription,
-    EngineLostError,
-    EngineRefusesError,
-    LineMovedError,
-)
-
-__all__ = [
-    "LINES_PATH",
-    "LOAD_PATH",
-    "EngineConnection",
-    "EngineDelays",
-    "EngineDescription",
-    "EngineLostError",
-    "EngineRefusesError",
-    "LineMovedError",
-    "LineServer",
-    "add_line_routes",
-    "line_endpoints",
-    "set_line_server",
-]

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import missing_routes
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import MIDDLEWARE
-from sglang_coserve.http_lines import LINES_PATH
+from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info

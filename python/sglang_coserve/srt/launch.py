@@ -23,7 +23,7 @@ from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
-from sglang_coserve.http_lines import LINES_PATH
+from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address

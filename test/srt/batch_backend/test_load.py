@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.batch import BackendLoad
+from sglang_coserve.lines.backend import BackendLoad
 from srt.batch_backend.served import COMPLETION, COMPLETIONS, PROMPT, Served
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_coserve.http_lines import EngineConnection, LineMovedError
+from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.messages import LineMovedError
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S

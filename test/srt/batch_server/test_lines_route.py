@@ -12,7 +12,8 @@ import httpx
 import openai
 import pytest
 
-from sglang_coserve.http_lines import EngineConnection, LineMovedError
+from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.messages import LineMovedError
 from sglang_coserve.lines.backend import LineRequest
 from srt.batch_server.deployment import (
     ADMIN_KEY,

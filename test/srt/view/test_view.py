@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from sglang_coserve.batch import owner_of
+from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes import Caller, Keys
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 from waiting import eventually

@@ -24,7 +24,7 @@ from sglang_coserve.batch.errors import (
     TooLargeError,
     TooManyError,
 )
-from sglang_coserve.batch.routes.patience import SlowClientError
+from sglang_coserve.batch.routes.transfers import SlowClientError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 from sglang_coserve.jsonl.surrogates import mended_json
@@ -42,17 +42,6 @@ __all__ = [
 
 _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less."""
-
-_STATUS: Final = (
-    (NotFoundError, HTTPStatus.NOT_FOUND),
-    (RangeError, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE),
-    (ConflictError, HTTPStatus.CONFLICT),
-    (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
-    (TooManyError, HTTPStatus.TOO_MANY_REQUESTS),
-    (QuotaError, HTTPStatus.TOO_MANY_REQUESTS),
-    (RequestError, HTTPStatus.BAD_REQUEST),
-    (StorageError, HTTPStatus.INSUFFICIENT_STORAGE),
-)
 
 
 class BatchApiOffError(CoserveError):
@@ -88,6 +77,35 @@ class ErrorResponse(BaseModel):
 
     error: ErrorObject
 
+
+_ANSWERS: Final[tuple[tuple[type[CoserveError], HTTPStatus, str, dict[str, str]], ...]] = (
+    (
+        BatchApiNotReadyError,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "not_ready",
+        {"retry-after": "1", "x-should-retry": "true"},
+    ),
+    (BatchApiOffError, HTTPStatus.NOT_FOUND, "batch_api_off", {}),
+    (NoAdminKeyError, HTTPStatus.FORBIDDEN, "no_admin_key", {}),
+    (
+        AdminKeyError,
+        HTTPStatus.UNAUTHORIZED,
+        "invalid_api_key",
+        {"www-authenticate": "Bearer"},
+    ),
+    # What is still to come of the body would be waited for.
+    (SlowClientError, HTTPStatus.REQUEST_TIMEOUT, "upload_too_slow", {"connection": "close"}),
+    (NotFoundError, HTTPStatus.NOT_FOUND, "", {}),
+    (RangeError, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", {}),
+    (ConflictError, HTTPStatus.CONFLICT, "", {}),
+    (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "", {}),
+    (TooManyError, HTTPStatus.TOO_MANY_REQUESTS, "", {}),
+    (QuotaError, HTTPStatus.TOO_MANY_REQUESTS, "", {}),
+    (RequestError, HTTPStatus.BAD_REQUEST, "invalid_request", {}),
+    (StorageError, HTTPStatus.INSUFFICIENT_STORAGE, "storage_failed", {}),
+    (CoserveError, HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", {}),
+)
+"""The first that an error is says how it is answered; one of a call has a code of its own."""
 
 ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status.value: {"model": ErrorResponse}
@@ -186,36 +204,19 @@ def _invalid(error: RequestValidationError) -> Response:
 
 
 def _failed(error: CoserveError) -> Response:
-    if isinstance(error, BatchApiNotReadyError):
-        answer = _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready")
-        answer.headers.update({"retry-after": "1", "x-should-retry": "true"})
-        return answer
-    if isinstance(error, BatchApiOffError):
-        return _error(HTTPStatus.NOT_FOUND, str(error), code="batch_api_off")
-    if isinstance(error, NoAdminKeyError):
-        return _error(HTTPStatus.FORBIDDEN, str(error), code="no_admin_key")
-    if isinstance(error, AdminKeyError):
-        answer = _error(HTTPStatus.UNAUTHORIZED, str(error), code="invalid_api_key")
-        answer.headers["www-authenticate"] = "Bearer"
-        return answer
-    if isinstance(error, SlowClientError):
-        answer = _error(HTTPStatus.REQUEST_TIMEOUT, str(error), code="upload_too_slow")
-        # What is still to come of the body would be waited for.
-        answer.headers["connection"] = "close"
-        return answer
-    status = next(
-        (status for kind, status in _STATUS if isinstance(error, kind)),
-        HTTPStatus.INTERNAL_SERVER_ERROR,
+    status, code, headers = next(
+        (status, code, headers)
+        for kind, status, code, headers in _ANSWERS
+        if isinstance(error, kind)
     )
+    param = None
     if isinstance(error, BatchRequestError):
-        answer = _error(status, str(error), code=error.code, param=error.param)
-        if isinstance(error, RangeError):
-            answer.headers["content-range"] = f"bytes */{error.size_bytes}"
-        return answer
-    if isinstance(error, RequestError):
-        return _error(status, str(error), code="invalid_request")
-    code = "storage_failed" if isinstance(error, StorageError) else "internal_error"
-    return _error(status, str(error), code=code)
+        code, param = error.code, error.param
+    answer = _error(status, str(error), code, param)
+    answer.headers.update(headers)
+    if isinstance(error, RangeError):
+        answer.headers["content-range"] = f"bytes */{error.size_bytes}"
+    return answer
 
 
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:

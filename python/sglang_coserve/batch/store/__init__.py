@@ -2,7 +2,7 @@
 
 - ``database`` opens the file, checks it and brings its schema up to date.
 - ``store`` runs transactions in the one thread that owns the connection.
-- ``file_rows``, ``batch_rows`` and ``event_rows`` are the transactions' parts.
+- ``file_rows`` and ``batch_rows`` are the transactions' parts.
 
 There is no row per line: which lines are finished is in the result files themselves.
 """

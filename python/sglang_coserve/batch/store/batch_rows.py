@@ -1,4 +1,8 @@
-"""The rows of batches."""
+"""The rows of batches, of their events, and of lines that the engine has died of.
+
+An event says that a batch has ended, and stays until it is delivered. A line is suspected that the
+engine had when it died, until its batch ends.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,30 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
-from sglang_coserve.batch.job_forecast import REMEMBERED, PastJob
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
-from sglang_coserve.batch.store import event_rows, file_rows
+from sglang_coserve.batch.store import file_rows
 from sglang_coserve.jsonl.check_file import LineFault
+from sglang_coserve.lines.engine_lines import LastRun
 from sglang_coserve.lines.result_record import Progress, Usage
 
 __all__ = [
     "add_online_delays",
     "apply",
+    "count_death",
+    "count_events",
     "create",
     "delete_expired_responses",
     "delete_response",
+    "due_events",
     "find",
     "find_earlier",
     "find_response",
     "page",
     "past_forecasts",
+    "postpone_event",
+    "settle_event",
+    "suspects",
     "unfinished",
     "void_forecasts",
 ]
@@ -50,6 +60,7 @@ _PROGRESS: Final = (
 _USAGE: Final = tuple(field.name for field in fields(Usage))
 _COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata", "response")
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
+_EVENT: Final = "id, type, batch_id, owner, created_at_s, attempts"
 _UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
@@ -263,15 +274,9 @@ def apply(
     if after.status.is_final and after.response is not None:
         file_rows.expire(connection, (after.input_file_id,), now_s)
     elif after.status.is_final and outbox_id is not None:
-        event_rows.insert(
-            connection,
-            BatchEvent(
-                id=outbox_id,
-                type=f"batch.{after.status}",
-                batch_id=batch_id,
-                owner=after.owner,
-                created_at_s=now_s,
-            ),
+        connection.execute(
+            f"INSERT INTO events ({_EVENT}, due_at_s) VALUES (?, ?, ?, ?, ?, 0, ?)",
+            (outbox_id, f"batch.{after.status}", batch_id, after.owner, now_s, now_s),
         )
     return after
 
@@ -318,21 +323,21 @@ def _same_request(earlier: JobRecord, record: JobRecord) -> JobRecord:
     return earlier
 
 
-def past_forecasts(connection: sqlite3.Connection) -> list[tuple[PastJob, float, float]]:
+def past_forecasts(
+    connection: sqlite3.Connection, most: int
+) -> list[tuple[float, float, int, int]]:
     """Return the newest complete batches that had a forecast, the oldest first.
 
-    With each the tokens that its lines took, and those that they were expected to take.
+    Of each how long it was to take, in seconds, and took, the tokens that its lines took, and
+    those that they were expected to take.
     """
     rows = connection.execute(
         "SELECT forecast_s, completed_at_s - created_at_s, input_tokens + output_tokens,"
         " finished_estimated_tokens FROM batches"
         " WHERE status = 'completed' AND forecast_s IS NOT NULL ORDER BY seq DESC LIMIT ?",
-        (REMEMBERED,),
-    ).fetchall()
-    return [
-        (PastJob(forecast_s, actual_s), tokens, expected)
-        for forecast_s, actual_s, tokens, expected in reversed(rows)
-    ]
+        (most,),
+    )
+    return rows.fetchall()[::-1]
 
 
 def void_forecasts(connection: sqlite3.Connection) -> None:
@@ -340,6 +345,63 @@ def void_forecasts(connection: sqlite3.Connection) -> None:
     connection.execute(
         f"UPDATE batches SET forecast_s = NULL WHERE forecast_s IS NOT NULL AND {_UNFINISHED}"
     )
+
+
+def due_events(connection: sqlite3.Connection, now_s: float, limit: int) -> list[BatchEvent]:
+    """Return events that are to be delivered now, the oldest first."""
+    query = f"SELECT {_EVENT} FROM events WHERE due_at_s <= ? ORDER BY seq LIMIT ?"
+    names = _EVENT.split(", ")
+    rows = connection.execute(query, (now_s, limit))
+    return [BatchEvent(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def count_events(connection: sqlite3.Connection) -> int:
+    """Return the number of undelivered events, due or not."""
+    number: int = connection.execute("SELECT count(*) FROM events").fetchone()[0]
+    return number
+
+
+def postpone_event(connection: sqlite3.Connection, event_id: str, due_at_s: float) -> None:
+    """Count a failed delivery; the event is due again at ``due_at_s``."""
+    query = "UPDATE events SET attempts = attempts + 1, due_at_s = ? WHERE id = ?"
+    connection.execute(query, (due_at_s, event_id))
+
+
+def settle_event(connection: sqlite3.Connection, event_id: str) -> None:
+    """Forget an event."""
+    connection.execute("DELETE FROM events WHERE id = ?", (event_id,))
+
+
+def count_death(connection: sqlite3.Connection, last_run: LastRun) -> None:
+    """Count the death of the engine against the lines that it had. Once: again changes nothing.
+
+    When one of them was suspected before, it was being served without the others' company,
+    and the death is put down to it alone.
+    """
+    query = "SELECT 1 FROM suspects WHERE last_run = ?"
+    if connection.execute(query, (last_run.id,)).fetchone() is not None:
+        return
+    before = suspects(connection)
+    again = [
+        (batch_id, line) for batch_id, line in last_run.lines if line in before.get(batch_id, {})
+    ]
+    connection.executemany(
+        "INSERT INTO suspects (batch_id, line, deaths, last_run) VALUES (?, ?, 1, ?)"
+        " ON CONFLICT DO UPDATE SET deaths = deaths + 1, last_run = excluded.last_run",
+        [(batch_id, line, last_run.id) for batch_id, line in again or last_run.lines],
+    )
+
+
+def suspects(connection: sqlite3.Connection) -> dict[str, dict[int, int]]:
+    """Return by batch how often the engine has died of each line; of unfinished batches only."""
+    connection.execute(
+        f"DELETE FROM suspects WHERE batch_id NOT IN (SELECT id FROM batches WHERE {_UNFINISHED})"
+    )
+    found: dict[str, dict[int, int]] = {}
+    rows = connection.execute("SELECT batch_id, line, deaths FROM suspects ORDER BY line")
+    for batch_id, line, deaths in rows:
+        found.setdefault(batch_id, {})[line] = deaths
+    return found
 
 
 def _row(record: JobRecord) -> dict[str, Any]:

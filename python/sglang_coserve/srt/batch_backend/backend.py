@@ -16,7 +16,6 @@ from asgi_correlation_id import correlation_id
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from sglang_coserve.batch.service_status import TokenRate
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bodies import body_limits
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -29,6 +28,7 @@ from sglang_coserve.lines.backend import (
     LineRequest,
     LineResult,
     MovedKv,
+    TokenRate,
 )
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, HandlerThread, model_endpoints

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch import BatchService
+from sglang_coserve.batch.forecast import Headroom
+from sglang_coserve.batch.limits import BatchLimits
+from sglang_coserve.batch.record import EXPORTED_STATES, ServiceStatus
 from sglang_coserve.batch.routes import (
     add_batch_routes,
     operator_endpoints,
@@ -23,11 +25,15 @@ from sglang_coserve.batch.routes import (
     set_not_ready,
     set_service,
 )
-from sglang_coserve.batch.service_status import EXPORTED_STATES, Headroom, ServiceStatus
-from sglang_coserve.batch.settings import limits_of, webhook_target_of
-from sglang_coserve.batch.webhooks import Webhooks
+from sglang_coserve.batch.service import BatchService
+from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.http_lines import LineServer, add_line_routes, line_endpoints, set_line_server
+from sglang_coserve.http_lines.line_server import (
+    LineServer,
+    add_line_routes,
+    line_endpoints,
+    set_line_server,
+)
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
@@ -56,7 +62,7 @@ def check_batch_settings(config: CoserveConfig) -> None:
         StartupError: the data directory cannot be used.
         ConfigError: the webhook's address or secret cannot be used.
     """
-    webhook_target_of(config)
+    WebhookTarget.of(config)
     if config.coserve_data_dir is not None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
@@ -160,11 +166,11 @@ async def _open_service(
 
     if config.coserve_data_dir is None:
         return
-    target = webhook_target_of(config)
+    target = WebhookTarget.of(config)
     service = await BatchService.open(
         Path(config.coserve_data_dir),
         backend,
-        limits_of(config),
+        BatchLimits.of(config),
         record_events=target is not None,
         background=background,
     )

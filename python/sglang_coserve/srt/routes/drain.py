@@ -25,7 +25,7 @@ from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
-from sglang_coserve.http_lines import LineServer
+from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException, Query, Response
 from sglang_coserve import __version__
 from sglang_coserve.batch.routes import operator_router
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
-from sglang_coserve.http_lines import LOAD_PATH
+from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_fingerprint,
