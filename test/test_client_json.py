@@ -77,7 +77,7 @@ PLACES: Final[dict[str, str]] = {
     "jsonl/request_line.py::_set_fields": "a few fields of a line, in line_head",
     "batch/responses.py::_line": "a body that create_response has measured",
     "batch/job_lines.py::_parse": "check_body with the backend's limits",
-    "lines/line_run.py::fresh_body": "the same line again, which LineParser has measured",
+    "lines/line_run.py::fresh_body": "the same line again, which JobLines has measured",
     "jsonl/check_file.py::_tokens": "64 KiB of a file, when its batch is permitted",
     "jsonl/check_file.py::_request": OWN_PROCESS,
     "jsonl/check_file.py::_large_request": OWN_PROCESS,

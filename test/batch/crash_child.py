@@ -66,7 +66,7 @@ async def main(directory: Path, num_lines: int, log_path: Path) -> None:
         known = (await service.list_batches(OWNER)).data
         for number in range(len(known), NUM_BATCHES):
             content = lines(num_lines, f"b{number}", max_tokens=NUM_TOKENS)
-            file = await service.create_file(OWNER, "in.jsonl", "batch", stream(content, 100))
+            file = await service.create_file(OWNER, "in.jsonl", stream(content, 100))
             await service.create_batch(OWNER, wanted(file), f"key-{number}")
         say("ready")
         while (await service.status()).batches:

@@ -66,7 +66,7 @@ async def main(directory: Path, count: int) -> None:
     found: dict[str, float] = {"start_mib": own_peak_mib()}
     async with await BatchService.open(directory, InstantEngine(), LIMITS) as service:
         began_s = time.perf_counter()
-        file = await service.create_file(OWNER, "in", "batch", many_lines(count))
+        file = await service.create_file(OWNER, "in", many_lines(count))
         found |= {"input_mb": file.bytes // 1_000_000, "upload_s": time.perf_counter() - began_s}
         began_s = time.perf_counter()
         batch = await service.create_batch(OWNER, wanted(file))

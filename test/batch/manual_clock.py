@@ -7,11 +7,13 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
+from sglang_coserve.lines.clock import Clock
+
 REAL_LIMIT_S = 60.0
 STEP_S = 0.05
 
 
-class ManualClock:
+class ManualClock(Clock):
     """A clock of the Batch API. Threads and processes take real time, so waits poll."""
 
     def __init__(self, now_s: float = 1_000_000.0) -> None:

@@ -68,7 +68,7 @@ class Scene:
     directory: Path
 
     async def upload(self, content: bytes, owner: str = OWNER) -> FileObject:
-        return await self.service.create_file(owner, "in.jsonl", "batch", stream(content))
+        return await self.service.create_file(owner, "in.jsonl", stream(content))
 
     async def create(
         self, content: bytes, window: str = "24h", owner: str = OWNER, **options: Any

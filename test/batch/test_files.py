@@ -38,7 +38,7 @@ def in_doubt(directory: Path) -> list[str]:
 async def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
         content = os.urandom(3_000_000)
-        file = await service.create_file(OWNER, "a b.jsonl", "batch", stream(content, 70_000))
+        file = await service.create_file(OWNER, "a b.jsonl", stream(content, 70_000))
         assert (file.bytes, file.filename, file.purpose) == (3_000_000, "a b.jsonl", "batch")
         assert await service.retrieve_file(OWNER, file.id) == file
         assert await scene.content(file.id) == content
@@ -67,20 +67,6 @@ def test_owners() -> None:
     assert "secret" not in owner_of("secret")
 
 
-@pytest.mark.parametrize(
-    ("filename", "purpose", "param"),
-    [("", "batch", "file"), ("x" * 256, "batch", "file"), ("a", "fine-tune", "purpose")],
-)
-async def test_uploads_that_are_refused(
-    tmp_path: Path, filename: str, purpose: str, param: str
-) -> None:
-    async with (await opened(tmp_path)).service as service:
-        with pytest.raises(BatchRequestError) as caught:
-            await service.create_file(OWNER, filename, purpose, stream(b"x"))
-        assert caught.value.param == param
-    assert stored(tmp_path) == []
-
-
 async def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: Path) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -88,7 +74,7 @@ async def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: 
 
     async with (await opened(tmp_path, max_upload_bytes=5_000_000)).service as service:
         with pytest.raises(TooLargeError, match="5,000,000"):
-            await service.create_file(OWNER, "a", "batch", endless())
+            await service.create_file(OWNER, "a", endless())
         assert (await list_files(service, OWNER)).data == []
     assert stored(tmp_path) == in_doubt(tmp_path) == []
 
@@ -105,9 +91,9 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
     async with (await opened(tmp_path)).service as service:
         with pytest.raises(ConnectionError):
-            await service.create_file(OWNER, "a", "batch", broken())
+            await service.create_file(OWNER, "a", broken())
         arrived = asyncio.Event()
-        upload = asyncio.create_task(service.create_file(OWNER, "a", "batch", stuck(arrived)))
+        upload = asyncio.create_task(service.create_file(OWNER, "a", stuck(arrived)))
         await arrived.wait()
         assert len(stored(tmp_path)) == 1
         upload.cancel()
@@ -118,7 +104,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 async def test_an_upload_never_fills_the_disk(tmp_path: Path) -> None:
     async with (await opened(tmp_path, min_free_bytes=1 << 60)).service as service:
         with pytest.raises(StorageError, match="disk is full"):
-            await service.create_file(OWNER, "a", "batch", stream(b"x"))
+            await service.create_file(OWNER, "a", stream(b"x"))
     assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
@@ -126,8 +112,8 @@ async def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
     scene = await opened(tmp_path, input_retention_s=7200)
     scene.backend.holds = True
     async with scene.service as service:
-        short = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
-        used = await service.create_file(OWNER, "a", "batch", stream(lines(1)), HOUR)
+        short = await service.create_file(OWNER, "a", stream(lines(1)), HOUR)
+        used = await service.create_file(OWNER, "a", stream(lines(1)), HOUR)
         long = await scene.upload(lines(1))
         assert short.expires_at is not None
         assert short.expires_at - short.created_at == 3600

@@ -13,7 +13,7 @@ import pytest
 from batch.scenarios import ENDPOINT, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.lines.backend import ChangeListeners, LineBackend, LineRequest, LineResult
-from sglang_coserve.lines.clock import SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
@@ -63,7 +63,7 @@ class Lines:
         context = AttemptContext(
             backend=engine,
             engine_lines=engine_lines,
-            clock=SystemClock(),
+            clock=Clock(),
             rng=random.Random(0),
             retry_policy=RetryPolicy(),
             health=EngineHealth(),

@@ -104,7 +104,7 @@ class TestQuota:
             await scene.upload(bytes(MIB))
             queues: list[asyncio.Queue[bytes]] = [asyncio.Queue() for _ in range(8)]
             uploads = [
-                asyncio.create_task(service.create_file("owner", "in.jsonl", "batch", fed(queue)))
+                asyncio.create_task(service.create_file("owner", "in.jsonl", fed(queue)))
                 for queue in queues
             ]
             for _ in range(4):

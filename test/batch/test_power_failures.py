@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -176,7 +177,13 @@ def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
     with power_failure(step, failing_syncs) as (disk, left):
         directory = DataDirectory(disk.folder / "data")
         directory.open()
-        files = FileStore(directory, None, None, BatchLimits(), None)  # type: ignore[arg-type]
+        files = FileStore(
+            SimpleNamespace(  # type: ignore[arg-type]
+                directory=directory,
+                limits=BatchLimits(),
+                **dict.fromkeys(("store", "threads", "backend", "clock")),
+            )
+        )
         rows: dict[str, bytes] = {}
         at_failure: dict[str, bytes] = {}
         for number in range(4):

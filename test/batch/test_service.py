@@ -146,7 +146,7 @@ async def test_partial_output_is_readable_while_the_batch_runs(tmp_path: Path) -
 
 async def test_the_input_may_be_used_again(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
-        file = await service.create_file(OWNER, "a", "batch", stream(lines(2)))
+        file = await service.create_file(OWNER, "a", stream(lines(2)))
         batches = [await service.create_batch(OWNER, wanted(file)) for _ in range(3)]
         for batch in batches:
             assert len(await scene.records(await scene.ends(batch.id))) == 2

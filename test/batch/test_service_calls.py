@@ -46,9 +46,6 @@ async def test_a_repeated_request_with_its_key_is_the_same_batch(tmp_path: Path)
         await scene.ends(first.id)
         after = await service.create_batch(OWNER, wanted(file), "key")
         assert (after.id, after.status) == (first.id, "completed")
-        for key in ("", "x" * 256):
-            with pytest.raises(BatchRequestError):
-                await service.create_batch(OWNER, wanted(file), key)
 
 
 async def test_batches_that_cannot_be_created(tmp_path: Path) -> None:
@@ -81,11 +78,6 @@ async def test_pages(tmp_path: Path) -> None:
         files = await list_files(service, OWNER, limit=1, order="asc", purpose="batch")
         assert (len(files.data), files.has_more) == (1, True)
         assert (await list_files(service, OWNER, purpose="vision")).data == []
-        for limit in (-1, 0, 101):
-            with pytest.raises(BatchRequestError, match="limit must be from 1 to 100"):
-                await service.list_batches(OWNER, limit=limit)
-        with pytest.raises(BatchRequestError, match="order"):
-            await list_files(service, OWNER, order="sideways")
         with pytest.raises(NotFoundError):
             await service.list_batches("somebody else", after=ids[0])
         for batch_id in ids:

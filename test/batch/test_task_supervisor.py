@@ -118,8 +118,7 @@ async def test_expired_files_go_also_when_a_batch_has_just_begun_with_one(
     async with scene.service as service:
         in_an_hour = ExpiresAfter(anchor="created_at", seconds=3600)
         used, unused = [
-            await service.create_file(OWNER, "f", "batch", stream(lines(1)), in_an_hour)
-            for _ in range(2)
+            await service.create_file(OWNER, "f", stream(lines(1)), in_an_hour) for _ in range(2)
         ]
         await service.create_batch(OWNER, wanted(used))
         # As if it had begun after they were listed.

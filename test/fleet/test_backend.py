@@ -320,7 +320,7 @@ async def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(
     async with fleet_of(*engines) as fleet:
         async with await BatchService.open(tmp_path / "data", fleet) as service:
             content = lines(150, max_tokens=8) + line("last", max_tokens=8).encode() + b"\n"
-            file = await service.create_file(OWNER, "in.jsonl", "batch", stream(content))
+            file = await service.create_file(OWNER, "in.jsonl", stream(content))
             batch = await service.create_batch(OWNER, wanted(file))
             for step in range(100_000):
                 for engine in engines:

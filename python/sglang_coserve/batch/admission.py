@@ -1,4 +1,4 @@
-"""Checks requests to create files and batches, and whether a batch can meet its window."""
+"""Checks requests to create batches, and whether a batch can meet its window."""
 
 from __future__ import annotations
 
@@ -15,18 +15,11 @@ from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.jsonl.request_line import endpoint_of
 
 __all__ = [
-    "check_limit",
-    "check_order",
-    "check_upload",
     "new_batch",
     "raise_if_window_too_short",
     "window_s",
     "window_text",
 ]
-
-_MAX_FILENAME_CHARS: Final = 255
-_MAX_KEY_CHARS: Final = 255
-
 
 _UNITS_S: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]{1,9})([dhms])")
@@ -67,58 +60,19 @@ def _error(message: str) -> BatchRequestError:
     return BatchRequestError(message, code="invalid_completion_window", param="completion_window")
 
 
-def check_upload(filename: str, purpose: str) -> None:
-    """Check what comes with the bytes of an upload.
-
-    Raises:
-        BatchRequestError: the purpose or the name cannot be used.
-    """
-    if purpose != "batch":
-        message = f"purpose must be 'batch', not {purpose[:64]!r}"
-        raise BatchRequestError(message, code="invalid_purpose", param="purpose")
-    if not 0 < len(filename) <= _MAX_FILENAME_CHARS:
-        message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
-        raise BatchRequestError(message, code="invalid_filename", param="file")
-
-
-def check_limit(limit: int, most: int) -> None:
-    """Check the size of a page.
-
-    Raises:
-        BatchRequestError: it is not from 1 to ``most``.
-    """
-    if not 1 <= limit <= most:
-        message = f"limit must be from 1 to {most}, not {limit}"
-        raise BatchRequestError(message, code="invalid_limit", param="limit")
-
-
-def check_order(order: str) -> None:
-    """Check the order of a page.
-
-    Raises:
-        BatchRequestError: it is neither ``asc`` nor ``desc``.
-    """
-    if order not in ("asc", "desc"):
-        message = f"order must be 'asc' or 'desc', not {order[:64]!r}"
-        raise BatchRequestError(message, code="invalid_order", param="order")
-
-
 def new_batch(
     owner: str, request: CreateBatch, idempotency_key: str | None, context: JobContext
 ) -> JobRecord:
     """Return the batch that ``request`` asks for, whose input is still to be looked up.
 
     Raises:
-        BatchRequestError: the endpoint, the window or the key cannot be used.
+        BatchRequestError: the endpoint or the window cannot be used.
     """
     endpoints = context.backend.endpoints
     endpoint = endpoint_of(request.endpoint)
     if endpoint not in endpoints:
         message = f"endpoint must be one of {', '.join(sorted(endpoints))}"
         raise BatchRequestError(message, code="invalid_endpoint", param="endpoint")
-    if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_CHARS:
-        message = f"an idempotency key must have 1 to {_MAX_KEY_CHARS} characters"
-        raise BatchRequestError(message, code="invalid_idempotency_key")
     now_s, rng = context.clock.now_s(), context.rng
     expiry = request.output_expires_after
     return JobRecord(

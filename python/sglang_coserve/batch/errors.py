@@ -1,18 +1,4 @@
-"""Errors of the Batch API: of its callers and of the disk.
-
-::
-
-    CoserveError
-    ├── RequestError
-    │   └── BatchRequestError    one call cannot be served as asked (HTTP 400)
-    │       ├── NotFoundError      no such object, or another owner's (404)
-    │       ├── RangeError         a part begins behind the end of its file (416)
-    │       ├── ConflictError      the object's state forbids it (409)
-    │       ├── TooLargeError      an upload is over the limit (413)
-    │       ├── TooManyError       too many unfinished batches, or transfers (429)
-    │       └── QuotaError         its owner has too much on the disk (429)
-    └── StorageError             the disk is full or failing (507)
-"""
+"""What callers of the Batch API cannot have. ``routes.errors`` says how each is answered."""
 
 from __future__ import annotations
 

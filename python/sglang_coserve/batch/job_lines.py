@@ -38,51 +38,6 @@ _SMALL_BYTES: Final = 1 << 16
 """Takes less than half a millisecond to parse."""
 
 
-class LineParser:
-    """Parses the lines of a batch's input, which has been checked.
-
-    Every method raises ``StorageError`` when a line is not what it was then.
-    """
-
-    def __init__(self, batch: JobRecord, path: Path, context: JobContext) -> None:
-        self._batch = batch
-        self._path = path
-        self._context = context
-
-    async def parse(self, line: InputLine) -> RequestLine:
-        """Return what a line asks for.
-
-        Raises:
-            BodyTooLargeError: it is more than the limits allow.
-        """
-        if line.size_bytes <= _SMALL_BYTES:
-            return self._parse(line)
-        return await self._context.threads.run(self._parse, line)
-
-    async def custom_id(self, line: InputLine) -> str:
-        """Return the id of a line, whatever its size."""
-        try:
-            return (await self.parse(line)).custom_id
-        except BodyTooLargeError:
-            return await self._context.file_processes.custom_id(
-                self._batch, self._path, line.offset, line.size_bytes
-            )
-
-    def _parse(self, line: InputLine) -> RequestLine:
-        limits = self._context.backend.limits
-        if line.content is None:
-            raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
-        check_body(line.content, limits)
-        try:
-            return parse_request_line(line.content, self._batch.endpoint)
-        except LineTooLargeError as error:
-            raise BodyTooLargeError(str(error)) from None
-        except BadLineError as error:
-            raise StorageError(
-                f"line {line.number} of {self._path} has changed: {error}"
-            ) from error
-
-
 class JobLines:
     """A batch as a job of the line engine (``LineJob``).
 
@@ -107,7 +62,6 @@ class JobLines:
         self._tag = batch_tag(batch.id)
         directory = context.directory
         self._input = directory.file(batch.input_file_id)
-        self._parser = LineParser(batch, self._input, context)
         self._log = ResultLog(
             directory.file(batch.output_file_id),
             directory.file(batch.error_file_id),
@@ -153,7 +107,7 @@ class JobLines:
         async with self._open() as (finished, writer):
             async for line in LineSource(*self._source(lambda line: line not in finished)):
                 await writer.room()
-                custom_id = await self._parser.custom_id(line)
+                custom_id = await self._custom_id(line)
                 record = encode_record(self._tag, line.number, custom_id, result)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
@@ -175,9 +129,9 @@ class JobLines:
     async def parse(self, line: InputLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
         try:
-            request = await self._parser.parse(line)
+            request = await self._parsed(line)
         except BodyTooLargeError as error:
-            custom_id = await self._parser.custom_id(line)
+            custom_id = await self._custom_id(line)
             return UnservedLine(
                 custom_id, _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
             )
@@ -185,6 +139,39 @@ class JobLines:
             message = "a batch line cannot stream: remove stream from its body"
             return UnservedLine(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
         return request
+
+    async def _parsed(self, line: InputLine) -> RequestLine:
+        """Return what a line asks for.
+
+        Raises:
+            BodyTooLargeError: it is more than the limits allow.
+            StorageError: it is not what it was when it was checked.
+        """
+        if line.size_bytes <= _SMALL_BYTES:
+            return self._parse(line)
+        return await self._context.threads.run(self._parse, line)
+
+    def _parse(self, line: InputLine) -> RequestLine:
+        limits = self._context.backend.limits
+        if line.content is None:
+            raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
+        check_body(line.content, limits)
+        try:
+            return parse_request_line(line.content, self._batch.endpoint)
+        except LineTooLargeError as error:
+            raise BodyTooLargeError(str(error)) from None
+        except BadLineError as error:
+            message = f"line {line.number} of {self._input} has changed: {error}"
+            raise StorageError(message) from error
+
+    async def _custom_id(self, line: InputLine) -> str:
+        """Return the id of a line, whatever its size; raises StorageError as ``_parsed``."""
+        try:
+            return (await self._parsed(line)).custom_id
+        except BodyTooLargeError:
+            return await self._context.file_processes.custom_id(
+                self._batch, self._input, line.offset, line.size_bytes
+            )
 
     async def model_changed(self, model: str, completed: int) -> None:
         """See ``LineJob``."""

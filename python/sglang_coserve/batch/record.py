@@ -65,11 +65,11 @@ class JobRecord:
     """Reserved at creation; the file is there once a line has failed."""
 
     completion_window: str
-    metadata: Mapping[str, str] | None
-    output_expires_after_s: float | None
-    priority: int
-    weight: float
-    idempotency_key: str | None
+    metadata: Mapping[str, str] | None = None
+    output_expires_after_s: float | None = None
+    priority: int = 0
+    weight: float = 1.0
+    idempotency_key: str | None = None
     fingerprint: str
     """Of the request, to tell a repeated one from another with the same key."""
 

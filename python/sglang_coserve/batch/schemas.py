@@ -87,7 +87,7 @@ class FileDeleted(BaseModel):
 class CreateUpload(BaseModel):
     """What a file is to become that comes in parts."""
 
-    filename: Annotated[str, Field(max_length=255)]
+    filename: Annotated[str, Field(min_length=1, max_length=255)]
     purpose: Literal["batch"]
     bytes: Annotated[int, Field(ge=0)]
     mime_type: Annotated[str, Field(max_length=255)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from sglang_coserve.batch.admission import check_limit, check_order, check_upload, new_batch
+from sglang_coserve.batch.admission import new_batch
 from sglang_coserve.batch.context import JobContext, new_id, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import RangeError
@@ -39,7 +39,7 @@ from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
@@ -50,9 +50,6 @@ __all__ = ["BatchService", "FileContent"]
 
 _FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
-_MAX_FILES: Final = 10_000
-_MAX_BATCHES: Final = 100
-"""Objects on one page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class BatchService:
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
         """
-        limits, clock = limits or BatchLimits(), clock or SystemClock()
+        limits, clock = limits or BatchLimits(), clock or Clock()
         async with AsyncExitStack() as opened:
             try:
                 data = DataDirectory(directory)
@@ -202,7 +199,6 @@ class BatchService:
         self,
         owner: str,
         filename: str,
-        purpose: str,
         chunks: AsyncIterable[bytes],
         expires_after: ExpiresAfter | Callable[[], ExpiresAfter | None] | None = None,
     ) -> FileObject:
@@ -211,11 +207,9 @@ class BatchService:
         A function for ``expires_after`` is asked after the last chunk: a form may say it there.
 
         Raises:
-            BatchRequestError: the purpose or the name cannot be used.
             TooLargeError: it is longer than ``max_upload_bytes``.
             QuotaError: the owner has too much on the disk.
         """
-        check_upload(filename, purpose)
         file_id = new_id("file-", self._context.rng)
         async with self._storage.upload(owner) as upload:
             await self._files.receive(file_id, chunks, upload)
@@ -227,7 +221,7 @@ class BatchService:
                 id=file_id,
                 owner=owner,
                 filename=filename,
-                purpose=purpose,
+                purpose="batch",
                 size_bytes=upload.size_bytes,
                 created_at_s=now_s,
                 expires_at_s=now_s + (expires_after.seconds if expires_after else retention_s),
@@ -240,13 +234,11 @@ class BatchService:
         owner: str,
         *,
         after: str | None = None,
-        limit: int = _MAX_FILES,
+        limit: int = 10_000,
         order: str = "desc",
         purpose: str | None = None,
     ) -> str:
         """Return a page of files by their creation: a ``FileList`` as JSON, which SQLite makes."""
-        check_limit(limit, _MAX_FILES)
-        check_order(order)
         return await self._context.store.run(
             file_rows.page,
             owner,
@@ -314,7 +306,6 @@ class BatchService:
         status: str | None = None,
     ) -> BatchList:
         """Return a page of batches, the newest first."""
-        check_limit(limit, _MAX_BATCHES)
         found = await self._context.store.run(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hashlib import md5
 from typing import Any, Final
 
-from sglang_coserve.batch.admission import check_upload
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLargeError
 from sglang_coserve.batch.file_store import FileStore
@@ -48,7 +47,6 @@ class Uploads:
         Raises:
             TooLargeError: it is to be larger than a file may be.
         """
-        check_upload(request.filename, request.purpose)
         limit_bytes = self.context.limits.max_upload_bytes
         if request.bytes > limit_bytes:
             message = f"the file is larger than {limit_bytes:,} bytes: split it"
@@ -97,7 +95,6 @@ class Uploads:
         file = await self.create_file(
             owner,
             wanted.filename,
-            wanted.purpose,
             self._joined(parts, request.md5),
             wanted.expires_after,
         )

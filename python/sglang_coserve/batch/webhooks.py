@@ -27,7 +27,7 @@ from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError, CoserveError
-from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.retry import backoff_s
 from sglang_coserve.network import OutboundTransport, is_private_literal
 
@@ -131,7 +131,7 @@ class Webhooks:
         self._service = service
         self._target = target
         self._url = httpx.URL(target.url)
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._rng = rng or random.Random()
         self._client = httpx.AsyncClient(
             transport=OutboundTransport(allow_private=target.allow_private),

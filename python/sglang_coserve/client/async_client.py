@@ -17,7 +17,7 @@ from sglang_coserve.client.results import BatchResult, ResultStream
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
 from sglang_coserve.client.submission import SubmissionFile, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
-from sglang_coserve.lines.clock import SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.retry import EngineHealth
@@ -132,7 +132,7 @@ class AsyncCoserveClient:
             engine_lines=EngineLines(),
             slots=FairSlots(self._options.concurrency, self._options.max_inflight_bytes),
             threads=self._threads,
-            clock=SystemClock(),
+            clock=Clock(),
             rng=random.Random(self._options.seed),
             retry_policy=self._options.retry_policy,
             health=EngineHealth(),

@@ -14,7 +14,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from itertools import starmap
@@ -129,9 +129,8 @@ def _keyed(source: BinaryIO, unique_ids: bool) -> Iterator[tuple[bytes, bytes, i
             yield key[:4], key, begins_at, line.number
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(parent: str, name: str, *unique_ids: str) -> None:
     """Order standard input, as the command line says."""
-    parent, name, *unique_ids = arguments or sys.argv[1:]
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     os.nice(10)  # Whatever serves requests is more urgent; with 19 a busy host never gets here.
     with open(0, "rb", buffering=_READ_BYTES) as source:
@@ -147,4 +146,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,25 +1,14 @@
-"""The clock, passed in so that tests can control time."""
+"""The clock of the line engine: tests give it another one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
-
-
-class Clock(Protocol):
-    """The time functions that the line engine uses."""
-
-    def now_s(self) -> float:
-        """Return seconds since the epoch."""
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds``; not at all when negative."""
+__all__ = ["Clock"]
 
 
-class SystemClock:
+class Clock:
     """The system clock."""
 
     def now_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +26,6 @@ __all__ = ["LineJob", "LineRun", "OutputLengths", "UnservedLine"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Sum:
-    lines: int = 0
-    tokens: int = 0
-
-    def add(self, tokens: int) -> None:
-        self.lines += 1
-        self.tokens += tokens
-
-
 class OutputLengths:
     """Mean output lengths of finished lines, preferably of those with a similar limit.
 
@@ -44,14 +35,14 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._all = _Sum()
-        self._by_limit: dict[int, _Sum] = {}
-        """Sums by the number of bits in the limit; 0 without a limit."""
+        self._lines: Counter[int] = Counter()
+        self._tokens: Counter[int] = Counter()
+        """Answered lines and their output, by the number of bits in the limit; 0 without one."""
 
     def add(self, limit: int | None, output_tokens: int) -> None:
         """Record an answered line with this limit, or without one. O(1)."""
-        self._all.add(output_tokens)
-        self._by_limit.setdefault(_size(limit), _Sum()).add(output_tokens)
+        self._lines[_size(limit)] += 1
+        self._tokens[_size(limit)] += output_tokens
 
     def expected(self, limit: int | None) -> int | None:
         """Return the expected output tokens of a line; None before one was answered. O(1).
@@ -59,11 +50,10 @@ class OutputLengths:
         ``limit`` is the line's own limit of output tokens; None without one. The mean of
         all lines weighs as much as one line with a similar limit.
         """
-        if not self._all.lines:
+        if not self._lines:
             return None
-        mean = self._all.tokens / self._all.lines
-        alike = self._by_limit.get(_size(limit), _Sum())
-        tokens = round((alike.tokens + mean) / (alike.lines + 1))
+        mean, size = self._tokens.total() / self._lines.total(), _size(limit)
+        tokens = round((self._tokens[size] + mean) / (self._lines[size] + 1))
         return tokens if limit is None else min(tokens, max(0, limit))
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.lines.clock import Clock, SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.retry import backoff_s
 
 __all__ = ["TaskSupervisor"]
@@ -65,7 +65,7 @@ class TaskSupervisor:
         count: Callable[[str, int], None] | None = None,
     ) -> None:
         """``count`` adds failures to a counter of each name: 0 when the first task is started."""
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._rng = rng or random.Random()
         self._count = count or (lambda _name, _failures: None)
         self._lock = threading.Lock()

@@ -24,7 +24,7 @@ from sglang_coserve.jsonl.request_line import (
     request_of,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.clock import SystemClock
+from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
@@ -65,7 +65,7 @@ class FleetLines:
         self._context = AttemptContext(
             backend=fleet,
             engine_lines=engine_lines,
-            clock=SystemClock(),
+            clock=Clock(),
             rng=random.Random(),
             retry_policy=RetryPolicy(retry_for_s=no_engine_timeout_s),
             health=EngineHealth(),

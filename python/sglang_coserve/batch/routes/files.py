@@ -66,10 +66,8 @@ async def create_file(service: Service, owner: Owner, request: Request) -> FileO
         body = received(request.stream(), service.limits)
         form = UploadForm(request.headers.get("content-type", ""), body)
         await form.read_to_file()
-        purpose = form.purpose or "batch"  # Named after the file, it is checked there.
-        return await service.create_file(
-            owner, form.filename, purpose, form.file_chunks(), form.expires_after
-        )
+        chunks = form.file_chunks()
+        return await service.create_file(owner, form.filename, chunks, form.expires_after)
 
 
 @router.get("", response_model=FileList)

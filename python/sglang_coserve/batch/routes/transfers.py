@@ -82,6 +82,7 @@ class DownloadResponse(StreamingResponse):
             return
 
 
+_MAX_FILENAME_CHARS: Final = 255
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 4096
 _MAX_HEADERS: Final = 8
@@ -148,11 +149,6 @@ class UploadForm:
         except FormParserError as error:
             raise _malformed(str(error)) from error
 
-    @property
-    def purpose(self) -> str | None:
-        """The field of that name; None while it has not come."""
-        return self._fields.get("purpose")
-
     def expires_after(self) -> ExpiresAfter | None:
         """Return what the fields read so far say of the file's expiry."""
         if _ANCHOR not in self._fields and _SECONDS not in self._fields:
@@ -174,6 +170,8 @@ class UploadForm:
                 message = f"the form has no file: send one in the field {self._file_field!r}"
                 raise BatchRequestError(message, code="missing_file", param=self._file_field)
             await self._read_on()
+        if "purpose" in self._fields:  # It may come after the file as well.
+            self._check_purpose()
 
     async def file_chunks(self) -> AsyncGenerator[bytes]:
         """Yield the file, then read the fields behind it."""
@@ -183,10 +181,14 @@ class UploadForm:
             if self._is_complete:
                 break
             await self._read_on()
-        if self.purpose != "batch" and self._file_field == "file":
-            message = f"purpose must be 'batch', not {(self.purpose or '')[:64]!r}"
-            raise BatchRequestError(message, code="invalid_purpose", param="purpose")
+        self._check_purpose()
         self.expires_after()
+
+    def _check_purpose(self) -> None:
+        purpose = self._fields.get("purpose", "")
+        if purpose != "batch" and self._file_field == "file":
+            message = f"purpose must be 'batch', not {purpose[:64]!r}"
+            raise BatchRequestError(message, code="invalid_purpose", param="purpose")
 
     async def _read_on(self) -> None:
         async for chunk in self._body:
@@ -235,6 +237,9 @@ class UploadForm:
         else:
             self._has_file = True
             self.filename = filename.decode(errors="replace")
+            if not 0 < len(self.filename) <= _MAX_FILENAME_CHARS:
+                message = f"filename must have 1 to {_MAX_FILENAME_CHARS} characters"
+                raise BatchRequestError(message, code="invalid_filename", param=name)
 
     def _data_comes(self, data: bytes, start: int, end: int) -> None:
         if self._field_name is None:
