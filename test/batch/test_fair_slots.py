@@ -131,27 +131,6 @@ async def keep_taking(
             group.create_task(one_line()).add_done_callback(ended)
 
 
-@settings(deadline=None)
-@given(others=st.integers(1, 30), tokens=st.integers(1, 50))
-async def test_many_batches_earn_an_owner_no_more_than_one(others: int, tokens: int) -> None:
-    slots = FairSlots(2, 1000)
-    taken: Counter[str] = Counter()
-    greedy = [JobShare("greedy", 100, 100.0, 0.0) for _ in range(others)]
-    for job in greedy:
-        job.is_urgent = True
-    modest = JobShare("modest", -100, 0.01, 9.0)
-    senders = [
-        asyncio.create_task(keep_taking(slots, job, tokens, tokens, taken))
-        for job in (*greedy, modest)
-    ]
-    while taken["modest"] < 40 * tokens:
-        await asyncio.sleep(0)
-    assert abs(taken["greedy"] - taken["modest"]) <= tokens
-    for sender in senders:
-        sender.cancel()
-    await asyncio.gather(*senders, return_exceptions=True)
-
-
 async def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
     slots = FairSlots(1, 1000)
     taken: Counter[str] = Counter()

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, lines, list_files, opened, stream, wanted
+from batch.scenarios import OWNER, Scene, lines, list_files, opened, stream, wanted
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
     NotFoundError,
-    TooLargeError,
 )
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.schemas import ExpiresAfter
@@ -54,29 +53,10 @@ async def test_what_goes_in_comes_out(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service:
-        file = await scene.upload(b"")
-        assert file.bytes == 0
-        assert await scene.content(file.id) == b""
-
-
 def test_owners() -> None:
     assert owner_of(None) == owner_of("")
     assert len({owner_of(None), owner_of("a"), owner_of("b")}) == 3
     assert "secret" not in owner_of("secret")
-
-
-async def test_an_upload_over_the_limit_ends_early_and_leaves_nothing(tmp_path: Path) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        while True:
-            yield b"x" * 1_000_000
-
-    async with (await opened(tmp_path, max_upload_bytes=5_000_000)).service as service:
-        with pytest.raises(TooLargeError, match="5,000,000"):
-            await service.create_file(OWNER, "a", endless())
-        assert (await list_files(service, OWNER)).data == []
-    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
 async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
@@ -208,3 +188,42 @@ async def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:
     before = stored(tmp_path)
     async with (await opened(tmp_path)).service:
         assert stored(tmp_path) == before
+
+
+KIB = 1 << 10
+SIZE_BYTES = 2048 * KIB
+
+
+async def held_s(scene: Scene, *contents: bytes) -> float:
+    """How long it takes to upload ``contents`` at the same time."""
+    began_s = scene.clock.now_s()
+    uploads = [asyncio.create_task(scene.upload(content)) for content in contents]
+    if scene.backend.is_online_busy:
+        await scene.clock.until(lambda: all(upload.done() for upload in uploads))
+    for upload, content in zip(uploads, contents, strict=True):
+        assert (await upload).bytes == len(content)
+    return scene.clock.now_s() - began_s
+
+
+async def test_uploads_share_a_rate_beside_online_requests(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, busy_upload_bytes_per_s=512 * KIB)
+    content = bytes(SIZE_BYTES)
+    async with scene.service:
+        assert await held_s(scene, content) == 0  # No online requests: no time needs to pass.
+        scene.backend.is_online_busy = True
+        alone_s = await held_s(scene, content)
+        assert alone_s >= SIZE_BYTES / (512 * KIB)
+        assert await held_s(scene, content, content) >= 2 * SIZE_BYTES / (512 * KIB)
+
+
+async def test_an_upload_goes_on_at_once_when_the_online_requests_are_done(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, busy_upload_bytes_per_s=1)
+    scene.backend.is_online_busy = True
+    async with scene.service:
+        upload = asyncio.create_task(scene.upload(bytes(SIZE_BYTES)))
+        path = tmp_path / "files"
+        while not any(file.stat().st_size for file in path.iterdir()):
+            await asyncio.sleep(0.001)
+        scene.backend.is_online_busy = False
+        scene.clock.advance(SIZE_BYTES)  # What is held is held; the rest is not.
+        assert (await upload).bytes == SIZE_BYTES

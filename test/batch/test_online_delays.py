@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from pathlib import Path
-
-import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
-from sglang_coserve.batch.store.database import MIGRATIONS, open_database
 
 
 async def delay_s(scene: Scene, batch_id: str, expected: float | None) -> float | None:
@@ -72,12 +68,3 @@ async def test_what_the_baseline_errs_by_is_shown_as_no_delay(tmp_path: Path) ->
         batch = await scene.create(lines(1))
         backend.delays_s = {batch.id: -0.01}
         assert await delay_s(scene, batch.id, 0.0) == 0.0
-
-
-@pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
-def test_databases_of_earlier_versions_get_the_column(tmp_path: Path, version: int) -> None:
-    open_database(tmp_path / "db", MIGRATIONS[:version]).close()
-    open_database(tmp_path / "db").close()
-    connection = sqlite3.connect(tmp_path / "db")
-    assert "online_delay_s" in [row[1] for row in connection.execute("PRAGMA table_info(batches)")]
-    connection.close()

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +140,33 @@ def test_only_the_first_line_of_an_id_has_a_place_where_ids_are_unique() -> None
     assert len(order_of(content)) == 64
 
 
+async def numbers_of(
+    directory: Path,
+    lines: list[bytes],
+    finished: Collection[int] = (),
+    on_line: Callable[[], None] = lambda: None,
+    *,
+    unique_ids: bool = False,
+) -> list[int]:
+    """Sorted numbers of the lines of ``in`` that a source yields beside ``order``."""
+    threads, numbers = WorkerThreads("test", 1), []
+    source = LineSource(
+        directory / "in",
+        1 << 20,
+        lambda number: number not in finished,
+        threads,
+        directory / "order",
+        unique_ids=unique_ids,
+    )
+    async for line in source:
+        assert line.content == lines[line.number - 1]
+        assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
+        numbers.append(line.number)
+        on_line()
+    await threads.close()
+    return sorted(numbers)
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     before=st.integers(0, 700),
@@ -151,25 +179,18 @@ async def test_a_source_yields_each_line_once_whenever_the_order_comes(
     directory = tmp_path_factory.mktemp("source")
     lines = shuffled(groups=60, size=10, seed=seed)
     (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
-    threads = WorkerThreads("test", 1)
-    source = LineSource(
-        directory / "in",
-        1 << 20,
-        lambda number: number not in finished,
-        threads,
-        directory / "order",
-    )
-    found = []
-    async for line in source:
-        assert line.content == lines[line.number - 1]
-        assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
-        found.append(line.number)
-        if len(found) == before:
+    found = 0
+
+    def order_comes() -> None:
+        nonlocal found
+        found += 1
+        if found == before:
             with (directory / "in").open("rb") as file, (directory / "part").open("wb") as part:
                 write_order(file, part)
             (directory / "part").replace(directory / "order")
-    await threads.close()
-    assert sorted(found) == [number for number in range(1, 601) if number not in finished]
+
+    numbers = await numbers_of(directory, lines, finished, order_comes)
+    assert numbers == [number for number in range(1, 601) if number not in finished]
 
 
 async def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
@@ -306,21 +327,7 @@ async def test_a_damaged_order_is_no_order(
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
     content[start:end] = data.draw(st.sampled_from([b"\0", b"\1", b"\xff"])) * (end - start)
     (directory / "order").write_bytes(content[:size_bytes])
-    threads = WorkerThreads("test", 1)
-    source = LineSource(
-        directory / "in",
-        1 << 20,
-        lambda _: True,
-        threads,
-        directory / "order",
-        unique_ids=unique_ids,
-    )
-    found = []
-    async for line in source:
-        assert line.content == lines[line.number - 1]
-        found.append(line.number)
-    await threads.close()
-    assert sorted(found) == list(range(1, 401))
+    assert await numbers_of(directory, lines, unique_ids=unique_ids) == list(range(1, 401))
 
 
 async def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:

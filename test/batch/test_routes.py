@@ -162,14 +162,6 @@ def test_a_malformed_file_fails_its_batch_with_the_lines(
     assert app.backend.started == []
 
 
-def test_a_mark_and_other_line_endings_are_no_matter(app: LiveApp, client: openai.OpenAI) -> None:
-    content = b"\xef\xbb\xbf" + lines(2).replace(b"\n", b"\r\n")
-    batch = create(client, content)
-    engine_has(app, 2)
-    finish(app, "id-1", "id-2")
-    assert until(client, batch.id, "completed").request_counts
-
-
 def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Client) -> None:
     batch = create(client, lines(2))
     engine_has(app, 2)
@@ -214,18 +206,9 @@ def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
 def test_pages_of_batches(client: openai.OpenAI) -> None:
     ids = [create(client, lines(1)).id for _ in range(5)]
     assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
-
-
-def test_too_many_unfinished_batches(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True)
-    with (
-        LiveApp(tmp_path / "data", backend, max_active_batches=1) as app,
-        app.client() as client,
-    ):
-        create(client, lines(1))
-        with pytest.raises(openai.RateLimitError) as caught:
-            create(client, lines(1))
-        assert caught.value.status_code == 429
+    page = client.batches.list(after=ids[3], limit=2)
+    assert ([batch.id for batch in page.data], page.has_more) == (ids[2:0:-1], True)
+    assert (page.first_id, page.last_id) == (ids[2], ids[1])  # type: ignore[attr-defined]
 
 
 def test_another_key_sees_and_changes_nothing(app: LiveApp, client: openai.OpenAI) -> None:

@@ -1,14 +1,20 @@
-"""Batches that are cancelled or paused, or whose window closes."""
+"""Batches that are refused, cancelled, paused or expire, and what an operator is told of all."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, lines, opened
-from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.errors import ConflictError
+from batch.scenarios import OWNER, lines, opened, wanted
+from batch.scripted_backend import ENDPOINT, ScriptedBackend, failure
+from sglang_coserve.batch.errors import (
+    BatchRequestError,
+    ConflictError,
+    NotFoundError,
+)
+from sglang_coserve.batch.schemas import BatchObject
 
 
 async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
@@ -103,3 +109,72 @@ async def test_an_expired_batch_keeps_what_is_finished_and_names_the_rest(
             assert records[custom_id]["response"] is None
             assert records[custom_id]["error"]["code"] == "batch_expired"
         assert scene.backend.in_flight == []
+
+
+async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await scene.upload(lines(1))
+        calling = asyncio.create_task(service.create_batch(OWNER, wanted(file)))
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait({calling})
+        assert calling.cancelled()
+
+        async def known() -> BatchObject | None:
+            return next(iter((await service.list_batches(OWNER)).data), None)
+
+        assert (await scene.ends((await scene.eventually(known)).id)).status == "completed"
+
+
+async def test_batches_that_cannot_be_created(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await scene.upload(lines(1))
+        request = wanted(file)
+        request.endpoint = "/v1/embeddings"
+        with pytest.raises(BatchRequestError, match=f"/v1/chat/completions, {ENDPOINT}"):
+            await service.create_batch(OWNER, request)
+        with pytest.raises(BatchRequestError, match="completion_window"):
+            await service.create_batch(OWNER, wanted(file, "forever"))
+        with pytest.raises(NotFoundError):
+            await service.create_batch(OWNER, wanted("file-unknown"))
+
+
+async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    scene = await opened(tmp_path, backend, record_events=True, max_in_flight=3)
+    async with scene.service as service:
+        idle = await service.status()
+        assert (idle.batches, idle.lines_waiting, idle.webhooks_pending) == ({}, 0, 0)
+        running = await scene.create(lines(10))
+        await scene.in_flight(3)
+        paused = await scene.create(lines(4, "other"))
+        await service.pause_batch(OWNER, paused.id)
+        await scene.reaches(paused.id, "in_progress")
+        status = await service.status()
+        assert status.batches == {"in_progress": 2}
+        assert status.paused_batches == 1
+        assert (status.lines_in_flight, status.lines_waiting) == (3, 7 + 4)
+        assert 0 < status.bytes_in_flight < 3 * 1000
+        await service.cancel_batch(OWNER, running.id)
+        await scene.ends(running.id)
+        status = await service.status()
+        assert status.batches == {"in_progress": 1}
+        assert (status.lines_in_flight, status.lines_waiting) == (0, 4)
+        assert status.webhooks_pending == 1
+        (event,) = await service.pending_events()
+        await service.settle_event(event.id)
+        assert (await service.status()).webhooks_pending == 0
+
+
+async def test_the_status_counts_attempts_after_the_first(tmp_path: Path) -> None:
+    backend = ScriptedBackend(holds=True)
+    async with (scene := await opened(tmp_path, backend, max_attempts=3)).service as service:
+        batch = await scene.create(lines(2))
+        for attempt in range(3):
+            await scene.in_flight(2 if attempt == 0 else 1)
+            scene.backend.held("id-1").finish(failure(503, is_retryable=True))
+            if attempt == 0:
+                scene.backend.held("id-2").finish()
+            await scene.in_flight(0)
+        assert (await scene.ends(batch.id)).request_counts.failed == 1
+        assert (await service.status()).line_retries == 2

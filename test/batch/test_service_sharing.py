@@ -10,29 +10,9 @@ from typing import Any
 import pytest
 
 from batch.manual_clock import STEP_S
-from batch.scenarios import OWNER, lines, opened
+from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.batch import file_processes
-
-
-async def test_the_engine_never_has_more_than_it_may(tmp_path: Path) -> None:
-    scene = await opened(
-        tmp_path, ScriptedBackend(holds=True), max_in_flight=8, max_in_flight_bytes=2000
-    )
-    async with scene.service:
-        small = await scene.create(lines(40))
-        await scene.in_flight(8)
-        large = await scene.create(lines(5, "x" * 900))
-        while len(scene.backend.started) < 45 or scene.backend.in_flight:
-            await scene.clock.until(lambda: bool(scene.backend.in_flight))
-            status = await scene.service.status()
-            assert status.lines_in_flight <= 8
-            assert status.bytes_in_flight <= 2000 or status.lines_in_flight == 1
-            scene.backend.in_flight[0].finish()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        for batch in (small, large):
-            assert (await scene.ends(batch.id)).status == "completed"
 
 
 async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
@@ -46,30 +26,6 @@ async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path
         backend.holds = False
         backend.finish_all()
         assert (await scene.ends(batch.id)).status == "completed"
-
-
-async def test_batches_share_by_weight_and_priority(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=1)
-    async with scene.service:
-        await scene.create(lines(30, "first"))
-        await scene.in_flight(1)
-        for prefix, options in (
-            ("heavy", {"weight": 3.0}),
-            ("light", {"weight": 1.0}),
-            ("high", {"priority": 1}),
-        ):
-            batch = await scene.create(lines(30, prefix), **options)
-            await scene.reaches(batch.id, "in_progress")
-        slots = scene.service._context.slots
-        await scene.clock.until(lambda: len(slots._waiting) == 4, "every batch waits")
-        for count in range(2, 82):
-            scene.backend.in_flight[0].finish()
-            await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-        order = [name_of(request).split("-")[0] for request in scene.backend.started]
-        assert order[1:31] == ["high"] * 30
-        shares = Counter(order[31:71])
-        assert shares["heavy"] == pytest.approx(3 * shares["light"], abs=3)
-        assert shares["first"] == pytest.approx(shares["light"], abs=2)
 
 
 async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> None:
@@ -126,27 +82,6 @@ async def test_owners_take_turns_at_validation(
         is_open.set()
         await scene.reaches(small.id, "in_progress", owner="modest")
         assert begun.index(small.input_file_id) == 2
-
-
-async def test_the_object_says_when_it_will_be_complete(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
-    async with (scene := await opened(tmp_path, backend)).service as service:
-        batch = await scene.create(lines(10, max_tokens=100), "60s")
-        assert batch.status == "validating"
-        assert batch.coserve.eta is not None and batch.coserve.eta_p95 is not None
-        assert batch.created_at <= batch.coserve.eta <= batch.coserve.eta_p95
-        await scene.in_flight(10)
-        scene.backend.tokens_per_s = 10.0
-        now = await service.retrieve_batch(OWNER, batch.id)
-        assert now.coserve.eta is not None
-        assert now.coserve.eta > now.expires_at
-        assert now.coserve.rate_tokens_per_s == 10.0
-        assert "after the window of 60s closes" in (now.coserve.warning or "")
-        scene.backend.tokens_per_s = 1000.0
-        now = await service.retrieve_batch(OWNER, batch.id)
-        assert now.coserve.warning is None
-        await service.cancel_batch(OWNER, batch.id)
-        assert (await scene.ends(batch.id)).coserve.eta is None
 
 
 async def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:

@@ -237,13 +237,7 @@ async def test_a_name_that_leads_to_a_private_address_is_not_followed(tmp_path: 
         url = receiver.url.replace("127.0.0.1", "localhost")
         async with webhooks(scene, url, allow_private=False):
             await scene.ends((await scene.create(lines(1))).id)
-            while not (events := await scene.service.pending_events()):
-                scene.clock.advance(1)
-                await asyncio.sleep(0.001)
-            while not events or not events[0].attempts:
-                scene.clock.advance(1)
-                events = await scene.service.pending_events()
-                await asyncio.sleep(0.001)
+            await tried(scene)
         assert receiver.got == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,6 +51,26 @@ async def connected(
         yield engine, connection
 
 
+async def held(engine: LiveEngine, connection: EngineConnection) -> asyncio.Future[LineResult]:
+    """An attempt at a line, which the engine has."""
+    attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
+    await engine.holds(1)
+    return attempt
+
+
+@asynccontextmanager
+async def posting(
+    engine: LiveEngine,
+) -> AsyncGenerator[Callable[[bytes], Awaitable[httpx.Response]]]:
+    """Send content to an engine's route."""
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with (
+        engine,
+        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
+    ):
+        yield lambda content: client.post("/coserve/lines", content=content)
+
+
 async def test_tokens_come_before_the_answer_and_continue_what_there_is() -> None:
     async with connected() as (engine, connection):
         heard: list[int] = []
@@ -78,8 +98,7 @@ async def test_an_answer_of_any_length_comes_over() -> None:
 
 async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
     async with connected(heartbeat_s=0.01) as (engine, connection):
-        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        attempt = await held(engine, connection)
         await asyncio.sleep(0.2)  # Some heartbeats.
         engine.backend.held("a").finish()
         assert (await attempt).is_ok
@@ -96,8 +115,7 @@ async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_closed_connection_aborts_the_line() -> None:
     async with connected() as (engine, connection):
-        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        attempt = await held(engine, connection)
         attempt.cancel()
         await engine.holds(0)
         assert len(engine.backend.aborted) == 1
@@ -157,8 +175,7 @@ async def test_what_json_cannot_say_fails_its_line_alone() -> None:
 async def test_a_line_that_is_too_large_ends_no_other() -> None:
     backend = ScriptedBackend(holds=True, limits=BodyLimits(max_bytes=1 << 10))
     async with connected(backend) as (engine, connection):
-        small = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        small = await held(engine, connection)
         large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
         assert (large.status_code, large.is_retryable) == (413, False)
         engine.backend.held("a").finish()
@@ -167,26 +184,17 @@ async def test_a_line_that_is_too_large_ends_no_other() -> None:
 
 async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
     attempt = attempt_of(request(), "scripted", 0.0)
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    async with (
-        LiveEngine() as engine,
-        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-    ):
-        content = 2 * encode_message(LineCall(3, attempt))
-        answered = await client.post("/coserve/lines", content=content)
+    async with posting(engine := LiveEngine()) as post:
+        answered = await post(2 * encode_message(LineCall(3, attempt)))
         assert "3 is in use" in answered.json()["fault"]
         await engine.holds(0)
 
 
 async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
     attempt = attempt_of(request(), "scripted", 0.0)
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    async with (
-        LiveEngine(ScriptedBackend()) as engine,
-        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-    ):
+    async with posting(LiveEngine(ScriptedBackend())) as post:
         content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
-        answered = await client.post("/coserve/lines", content=content)
+        answered = await post(content)
         events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
         assert {event.id: event.result for event in events} == {
             1: answer(request()),
@@ -196,8 +204,7 @@ async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
 
 async def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not() -> None:
     async with connected() as (engine, connection):
-        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        attempt = await held(engine, connection)
         await engine.kill()
         with pytest.raises(EngineLostError) as lost:
             await attempt
@@ -209,8 +216,7 @@ async def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not
 
 async def test_an_engine_that_drains_gives_its_lines_back_and_takes_none() -> None:
     async with connected() as (engine, connection):
-        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        attempt = await held(engine, connection)
         assert (await connection.describe()).refuses is None
         engine.lines.close("it drains")
         with pytest.raises(LineMovedError, match="it drains"):
@@ -224,8 +230,7 @@ async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_mo
     None
 ):
     async with connected() as (engine, connection):
-        attempt = asyncio.ensure_future(connection.run(request(), "scripted", ignore))
-        await engine.holds(1)
+        attempt = await held(engine, connection)
         engine.backend.is_changing = True
         engine.backend.take_out()
         with pytest.raises(LineMovedError, match="exchanged"):
@@ -257,24 +262,15 @@ async def test_only_the_admin_key_opens_the_routes() -> None:
         assert engine.backend.started == []
 
 
-async def test_what_is_no_attempt_or_too_large_is_refused_with_what_is_wrong() -> None:
+async def test_what_is_no_attempt_is_refused_with_what_is_wrong() -> None:
     limits = BodyLimits(max_bytes=1 << 10)
-    backend = ScriptedBackend(limits=limits)
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    async with (
-        LiveEngine(backend) as engine,
-        EngineConnection(engine.url, ADMIN_KEY) as connection,
-        httpx.AsyncClient(base_url=engine.url, headers=headers, trust_env=False) as client,
-    ):
-        bad = await client.post("/coserve/lines", content=b'{"line": "one"}')
+    engine = LiveEngine(ScriptedBackend(limits=limits))
+    async with posting(engine) as post, EngineConnection(engine.url, ADMIN_KEY) as connection:
+        bad = await post(b'{"line": "one"}')
         assert "LineCall" in bad.json()["fault"]
-        content = b'{"id":7,"attempt":{"line": "one"}}'
-        bad = await client.post("/coserve/lines", content=content)
-        event = bad.json()
+        event = (await post(b'{"id":7,"attempt":{"line": "one"}}')).json()
         assert (event["id"], event["result"]["status_code"]) == (7, 400)
         assert "attempt" in event["result"]["body"]["error"]["message"]
-        large = await connection.run(request(text="x" * 3_000_000), "scripted", ignore)
-        assert (large.status_code, large.is_retryable) == (413, False)
         described = await connection.describe()
         assert described.limits == limits
         assert (described.model, described.endpoints) == (
@@ -367,8 +363,7 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
         raise ArithmeticError("out of luck")
 
     async with connected(heartbeat_s=0.05) as (engine, connection):
-        first = asyncio.ensure_future(connection.run(request("a"), "scripted", ignore))
-        await engine.holds(1)
+        first = await held(engine, connection)
         monkeypatch.setattr(LineStream, "_begin", fail)
         second = asyncio.ensure_future(connection.run(request("b"), "scripted", ignore))
         for attempt in (first, second):
