@@ -134,25 +134,6 @@ def test_a_damaged_byte_costs_tokens_but_makes_none(
     assert list(again.tokens(1)) == [*tokens, 7]
 
 
-def test_finished_lines_are_not_loaded(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path / "j")
-    for line in (1, 2):
-        journal.add(line, [line])
-    write(journal)
-    again = a_journal(tmp_path / "j")
-    again.load(bitmap(1))
-    assert (again.tokens(1), again.tokens(2)) == ((), (2,))
-
-
-def test_the_tokens_of_another_model_mean_nothing(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path / "j", model="one")
-    journal.add(1, [1, 2])
-    write(journal)
-    other = a_journal(tmp_path / "j", model="two")
-    other.load(bitmap())
-    assert other.tokens(1) == ()
-
-
 def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
     journal = a_journal(tmp_path / "j")
     journal.add(1, [1])

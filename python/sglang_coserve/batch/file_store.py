@@ -6,14 +6,14 @@ import asyncio
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError, TooManyError
-from sglang_coserve.batch.owners import Upload
+from sglang_coserve.batch.owners import OwnerStorage, Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
@@ -21,7 +21,7 @@ from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
 
-__all__ = ["FileStore", "Transfers", "UploadPace"]
+__all__ = ["FileStore", "Transfers", "UploadPace", "once"]
 
 
 class Transfers:
@@ -85,40 +85,69 @@ _EXPIRED_AT_ONCE: Final = 100
 
 
 class FileStore:
-    """Adds, reads and deletes files."""
+    """Adds, reads and deletes files. Raises ``StorageError`` when the disk is full or failing."""
 
     def __init__(self, context: JobContext) -> None:
         self._directory = context.directory
         self._store = context.store
         self._threads = context.threads
-        self._limits = context.limits
-        self._pace = UploadPace(
-            context.backend, context.clock, context.limits.busy_upload_bytes_per_s
+        self._clock = context.clock
+        self._limits = limits = context.limits
+        self._pace = UploadPace(context.backend, context.clock, limits.busy_upload_bytes_per_s)
+        self._storage = OwnerStorage(
+            context.store, limits.max_stored_bytes_per_owner, limits.max_files_per_owner
         )
 
     async def settle(self) -> None:
-        """Clean up after a crash. Call it once, before anything else.
-
-        Raises:
-            StorageError: the disk is failing.
-        """
+        """Clean up after a crash. Call it once, before anything else."""
         await self._store.run(self._settle)
 
-    async def receive(self, file_id: str, chunks: AsyncIterable[bytes], upload: Upload) -> None:
-        """Write an upload and force it to the disk.
+    async def add(
+        self,
+        owner: str,
+        file_id: str,
+        purpose: str,
+        filename: str,
+        chunks: AsyncIterable[bytes],
+        expires_at_s: Callable[[float], float | None],
+    ) -> FileRecord:
+        """Store what comes, and force it to the disk. On failure nothing of it stays.
 
-        The file exists once ``add`` has been called. On failure its bytes are removed.
+        ``expires_at_s`` is asked after the last chunk, with the time of creation.
 
         Raises:
             TooLargeError: it is longer than ``max_upload_bytes``.
             QuotaError: its owner has too much on the disk.
-            StorageError: the disk is full or failing.
         """
+        async with self._storage.upload(owner) as upload:
+            try:
+                await self._receive(file_id, chunks, upload)
+                now_s = self._clock.now_s()
+                file = FileRecord(
+                    id=file_id,
+                    owner=owner,
+                    filename=filename,
+                    purpose=purpose,
+                    size_bytes=upload.size_bytes,
+                    created_at_s=now_s,
+                    expires_at_s=expires_at_s(now_s),
+                )
+            except BaseException:
+                await self._threads.run(self._discard, file_id)
+                raise
+            try:
+                await self._store.run(file_rows.insert, file)
+            except StorageError:  # Not if the caller was cancelled: the row is there then.
+                await self._threads.run(self._discard, file_id)
+                raise
+            await self._threads.run(self._keep, file_id)
+        return file
+
+    async def _receive(self, file_id: str, chunks: AsyncIterable[bytes], upload: Upload) -> None:
         limit_bytes = self._limits.max_upload_bytes
-        fd: int | None = None
+        # Open until it is synced: an error of writing may be told only to who had it open.
+        fd = await self._threads.run(self._begin, file_id)
         try:
-            # Open until it is synced: an error of writing may be told only to who had it open.
-            fd = await self._threads.run(self._begin, file_id)
             async for piece in _in_pieces(chunks):
                 if upload.size_bytes + len(piece) > limit_bytes:
                     raise TooLargeError(
@@ -129,25 +158,8 @@ class FileStore:
                 upload.count(len(piece), await self._threads.run(self._append, fd, piece))
                 await self._pace.taken(len(piece))
             await self._threads.run(self._force, fd)
-        except BaseException:
-            await self._threads.run(self._discard, file_id)
-            raise
         finally:
-            if fd is not None:
-                os.close(fd)
-
-    async def add(self, file: FileRecord) -> None:
-        """Add a received file to the store.
-
-        Raises:
-            StorageError: the disk is full or failing; nothing of the file stays.
-        """
-        try:
-            await self._store.run(file_rows.insert, file)
-        except StorageError:
-            await self._threads.run(self._discard, file.id)
-            raise
-        await self._threads.run(self._keep, file.id)
+            os.close(fd)
 
     async def read(self, file: FileRecord, start: int, end: int) -> AsyncGenerator[bytes]:
         """Yield the bytes [``start``, ``end``) of ``file``.
@@ -232,6 +244,11 @@ class FileStore:
         with _disk_errors("the upload cannot be written"):
             os.fdatasync(fd)
             self._directory.sync_files()
+
+
+async def once(content: bytes) -> AsyncGenerator[bytes]:
+    """Yield ``content``: a file of which all is there."""
+    yield content
 
 
 async def _in_pieces(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:

@@ -41,6 +41,8 @@ _SMALL_BYTES: Final = 1 << 16
 class JobLines:
     """A batch as a job of the line engine (``LineJob``).
 
+    Methods raise ``StorageError`` when the disk is full or failing, or a file has changed.
+
     ``note`` is called with what is on the disk, and with the model of the results.
     """
 
@@ -75,11 +77,7 @@ class JobLines:
         self._order = PrefixOrder(self._input, directory.order(batch.id))
 
     async def serve(self) -> None:
-        """Have the engine serve every unfinished line.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """Have the engine serve every unfinished line."""
         suspects = self._context.engine_lines.suspects_of(self.id)
         async with self._open() as (finished, writer):
             num_foreign = await self._context.threads.run(self._journal.load, finished)
@@ -98,11 +96,7 @@ class JobLines:
             await run.serve(lines, self._find_order(), alone)
 
     async def give_up(self, code: str, message: str) -> None:
-        """Write an error record for every unfinished line.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """Write an error record for every unfinished line."""
         result = LineResult.unserved(code, message)
         async with self._open() as (finished, writer):
             async for line in LineSource(*self._source(lambda line: line not in finished)):
@@ -112,11 +106,7 @@ class JobLines:
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
     async def settle(self) -> None:
-        """Count what the files hold, and forget the tokens of unfinished lines.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """Count what the files hold, and forget the tokens of unfinished lines."""
         async with self._open():
             pass
         await self._context.threads.run(self._journal.delete)

@@ -14,12 +14,11 @@ from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
 from sglang_coserve.batch.owners import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
-from sglang_coserve.batch.store import Store, batch_rows
+from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.jsonl.check_file import estimate_file
-from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = ["COUNT_INTERVAL_S", "JobSupervisor", "OnlineDelays"]
+__all__ = ["COUNT_INTERVAL_S", "JobSupervisor"]
 
 _LOOK_INTERVAL_S: Final = 1.0
 
@@ -28,43 +27,15 @@ COUNT_INTERVAL_S: Final = 5.0
 """What a crash costs of the sums. Each time is a message to every scheduler and back."""
 
 
-class OnlineDelays:
-    """Adds what the engine bills to the rows of batches, also of those that have ended: an online
-    request is billed when it has ended itself."""
-
-    def __init__(self, backend: Backend, store: Store) -> None:
-        self._backend = backend
-        self._store = store
-        self._counted_s: dict[str, float] = {}
-
-    async def count(self, unfinished: Collection[str]) -> None:
-        """Add what was billed since the last time. ``unfinished`` batches that were not are known
-        to have delayed nobody.
-
-        Raises:
-            StorageError: the database cannot be written; what was billed is added next time.
-        """
-        billed_s = await self._backend.online_delays_s()
-        if billed_s is None:
-            return
-        counted_s = self._counted_s
-        added_s = {batch_id: 0.0 for batch_id in unfinished if batch_id not in counted_s}
-        for batch_id, seconds in billed_s.items():
-            if seconds != counted_s.get(batch_id):
-                added_s[batch_id] = seconds - counted_s.get(batch_id, 0.0)
-        if added_s:
-            await self._store.run(batch_rows.add_online_delays, added_s)
-        # The engine forgets what was billed long ago, and would begin again at 0.
-        self._counted_s = dict.fromkeys(unfinished, 0.0) | dict(billed_s)
-
-
 class JobSupervisor:
     """Starts the drivers, notifies them of changes, and compares their prospects."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
         self._forecaster = Forecaster(context.backend, context.store, context.clock)
-        self._delays = OnlineDelays(context.backend, context.store)
+        self._billed_s: dict[str, float] = {}
+        """What was counted of each batch's delays of online requests."""
+
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -232,4 +203,24 @@ class JobSupervisor:
     async def _count_delays(self) -> None:
         while True:
             await self._context.clock.sleep(COUNT_INTERVAL_S)
-            await self._delays.count(self._drivers.keys())
+            await self._add_delays(self._drivers.keys())
+
+    async def _add_delays(self, unfinished: Collection[str]) -> None:
+        """Add what was billed since the last time to the rows of batches, also of those that have
+        ended: an online request is billed when it has ended itself.
+
+        ``unfinished`` batches that were not billed are known to have delayed nobody. If the
+        database cannot be written, what was billed is added next time.
+        """
+        billed_s = await self._context.backend.online_delays_s()
+        if billed_s is None:
+            return
+        before_s = self._billed_s
+        added_s = {batch_id: 0.0 for batch_id in unfinished if batch_id not in before_s}
+        for batch_id, seconds in billed_s.items():
+            if seconds != before_s.get(batch_id):
+                added_s[batch_id] = seconds - before_s.get(batch_id, 0.0)
+        if added_s:
+            await self._context.store.run(batch_rows.add_online_delays, added_s)
+        # The engine forgets what was billed long ago, and would begin again at 0.
+        self._billed_s = dict.fromkeys(unfinished, 0.0) | dict(billed_s)

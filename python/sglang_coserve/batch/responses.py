@@ -17,10 +17,9 @@ import orjson
 from sglang_coserve.batch.admission import window_text
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError, ConflictError
-from sglang_coserve.batch.file_store import FileStore
+from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.job_supervisor import JobSupervisor
-from sglang_coserve.batch.owners import OwnerStorage
-from sglang_coserve.batch.record import FileRecord, JobRecord, Status
+from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.response_object import (
     answer_events,
     batch_id_of,
@@ -56,12 +55,9 @@ class BackgroundResponses:
     for what cannot be asked, and ``StorageError`` when the disk fails.
     """
 
-    def __init__(
-        self, context: JobContext, files: FileStore, storage: OwnerStorage, runner: JobSupervisor
-    ) -> None:
+    def __init__(self, context: JobContext, files: FileStore, runner: JobSupervisor) -> None:
         self._context = context
         self._files = files
-        self._storage = storage
         self._runner = runner
 
     async def create(
@@ -185,7 +181,14 @@ class BackgroundResponses:
         )
 
     async def _create(self, wanted: JobRecord, line: bytes) -> dict[str, Any]:
-        await self._add_input(wanted, line)
+        await self._files.add(
+            wanted.owner,
+            wanted.input_file_id,
+            "response",
+            f"{wanted.id}.jsonl",
+            once(line),
+            lambda _: wanted.expires_at_s,  # Should a crash come before the batch that uses it.
+        )
         found = None
         try:
             found = await self._runner.create(wanted)
@@ -193,24 +196,6 @@ class BackgroundResponses:
             if found is None or found.id != wanted.id:
                 await self._files.remove(wanted.owner, wanted.input_file_id)
         return await self._shown(found)
-
-    async def _add_input(self, wanted: JobRecord, line: bytes) -> None:
-        async def chunks() -> AsyncGenerator[bytes]:
-            yield line
-
-        async with self._storage.upload(wanted.owner) as upload:
-            await self._files.receive(wanted.input_file_id, chunks(), upload)
-            file = FileRecord(
-                id=wanted.input_file_id,
-                owner=wanted.owner,
-                filename=f"{wanted.id}.jsonl",
-                purpose="response",
-                size_bytes=len(line),
-                created_at_s=wanted.created_at_s,
-                # Should a crash come before the batch that uses it.
-                expires_at_s=wanted.expires_at_s,
-            )
-            await self._files.add(file)
 
     async def _shown(self, batch: JobRecord) -> dict[str, Any]:
         record = None

@@ -21,7 +21,6 @@ from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.owners import OwnerStorage
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, ServiceStatus, Status
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.responses import BackgroundResponses
@@ -83,13 +82,10 @@ class BatchService:
         self._runner = runner = JobSupervisor(context)
         self._expiring: asyncio.Task[None] | None = None
         self.limits = limits = context.limits
-        self._storage = OwnerStorage(
-            context.store, limits.max_stored_bytes_per_owner, limits.max_files_per_owner
-        )
-        self.parts = Uploads(context, files, self._storage, self.create_file)
+        self.parts = Uploads(context, files, self.create_file)
         """Files that come in parts."""
 
-        self.responses = BackgroundResponses(context, files, self._storage, runner)
+        self.responses = BackgroundResponses(context, files, runner)
         self.uploads = Transfers("uploads", limits.max_transfers)
         self.downloads = Transfers("downloads", limits.max_transfers)
 
@@ -210,23 +206,13 @@ class BatchService:
             TooLargeError: it is longer than ``max_upload_bytes``.
             QuotaError: the owner has too much on the disk.
         """
+
+        def expires_at_s(now_s: float) -> float:
+            after = expires_after() if callable(expires_after) else expires_after
+            return now_s + (after.seconds if after else self.limits.input_retention_s)
+
         file_id = new_id("file-", self._context.rng)
-        async with self._storage.upload(owner) as upload:
-            await self._files.receive(file_id, chunks, upload)
-            if callable(expires_after):
-                expires_after = expires_after()
-            now_s = self._context.clock.now_s()
-            retention_s = self._context.limits.input_retention_s
-            file = FileRecord(
-                id=file_id,
-                owner=owner,
-                filename=filename,
-                purpose="batch",
-                size_bytes=upload.size_bytes,
-                created_at_s=now_s,
-                expires_at_s=now_s + (expires_after.seconds if expires_after else retention_s),
-            )
-            await self._files.add(file)
+        file = await self._files.add(owner, file_id, "batch", filename, chunks, expires_at_s)
         return file_object(file)
 
     async def list_files(

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLargeError
-from sglang_coserve.batch.file_store import FileStore
-from sglang_coserve.batch.owners import OwnerStorage
+from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.schemas import (
     CompleteUpload,
@@ -37,7 +36,6 @@ class Uploads:
 
     context: JobContext
     files: FileStore
-    storage: OwnerStorage
     create_file: Callable[..., Awaitable[FileObject]]
     """``BatchService.create_file``."""
 
@@ -51,12 +49,13 @@ class Uploads:
         if request.bytes > limit_bytes:
             message = f"the file is larger than {limit_bytes:,} bytes: split it"
             raise TooLargeError(message, code="file_too_large", param="bytes")
-        upload = await self._keep(
+        upload = await self.files.add(
             owner,
             new_id("upload_", self.context.rng),
             file_rows.UPLOAD,
-            _once(request.model_dump_json().encode()),
-            self.context.clock.now_s() + _LIFETIME_S,
+            "",
+            once(request.model_dump_json().encode()),
+            lambda now_s: now_s + _LIFETIME_S,
         )
         return _object(upload, request, "pending")
 
@@ -70,9 +69,13 @@ class Uploads:
             TooLargeError: the part is larger than a file may be.
         """
         upload, _ = await self._find(owner, upload_id)
-        part_id = new_id("part_", self.context.rng)
-        part = await self._keep(
-            owner, part_id, file_rows.part_of(upload_id), chunks, upload.expires_at_s
+        part = await self.files.add(
+            owner,
+            new_id("part_", self.context.rng),
+            file_rows.part_of(upload_id),
+            "",
+            chunks,
+            lambda _: upload.expires_at_s,
         )
         return UploadPart(id=part.id, created_at=int(part.created_at_s), upload_id=upload_id)
 
@@ -140,36 +143,10 @@ class Uploads:
             raise NotFoundError(message, code=f"{what}_not_found", param=f"{what}_id")
         return found
 
-    async def _keep(
-        self,
-        owner: str,
-        row_id: str,
-        purpose: str,
-        chunks: AsyncIterable[bytes],
-        expires_at_s: float | None,
-    ) -> FileRecord:
-        async with self.storage.upload(owner) as upload:
-            await self.files.receive(row_id, chunks, upload)
-            row = FileRecord(
-                id=row_id,
-                owner=owner,
-                filename="",
-                purpose=purpose,
-                size_bytes=upload.size_bytes,
-                created_at_s=self.context.clock.now_s(),
-                expires_at_s=expires_at_s,
-            )
-            await self.files.add(row)
-        return row
-
     async def _forget(self, owner: str, upload_id: str) -> None:
         for part_id in await self.context.store.run(file_rows.parts, owner, upload_id):
             await self.files.remove(owner, part_id)
         await self.files.remove(owner, upload_id)
-
-
-async def _once(content: bytes) -> AsyncGenerator[bytes]:
-    yield content
 
 
 def _object(

@@ -211,7 +211,8 @@ class InFlightFile:
 
     The writes are not forced to disk: they survive a crash of the process but not of the
     machine, for which no line is to blame. They go to the page cache, a few
-    microseconds each, so they are made on the event loop.
+    microseconds each, so they are made on the event loop. Methods raise ``StorageError`` when the
+    disk is full or failing.
     """
 
     def __init__(self, path: Path, trace_path: Path) -> None:
@@ -224,11 +225,7 @@ class InFlightFile:
         self._num_entries = 0
 
     def last_run(self) -> LastRun | None:
-        """Return the state of the last run; None if there was none. Blocks.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Return the state of the last run; None if there was none. Blocks."""
         try:
             content = self._path.read_bytes() if self._path.exists() else b""
             is_there = self.trace_path.exists()
@@ -245,11 +242,7 @@ class InFlightFile:
         return LastRun(run_id.hex(), bool(has_died or trace), lines, trace)
 
     def start(self) -> None:
-        """Begin a run with no line in the engine, and discard the state of the last one. Blocks.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """Begin a run with no line in the engine, and discard the state of the last one. Blocks."""
         try:
             # The trace first: without it the old state is not counted as a crash.
             self.trace_path.unlink(missing_ok=True)

@@ -61,7 +61,8 @@ class TokenJournal(LineTokens):
     An entry holds the tokens that follow those of the line's earlier entries. The file
     is synced only when it is rewritten: entries survive a crash of the process at once and of the
     machine after some seconds; lost tokens are only computed again. Tokens can be continued only by
-    the model that generated them, which the file identifies.
+    the model that generated them, which the file identifies. Methods raise ``StorageError`` when
+    the disk is full or failing.
     """
 
     def __init__(self, path: Path, model: str, compact_bytes: int) -> None:
@@ -77,9 +78,6 @@ class TokenJournal(LineTokens):
 
         Returns the number of unfinished lines whose tokens were discarded, as another model
         generated them.
-
-        Raises:
-            StorageError: it cannot be read.
         """
         self._tokens.clear()
         self._unwritten.clear()
@@ -117,11 +115,7 @@ class TokenJournal(LineTokens):
         self._unwritten.pop(line, None)
 
     async def save(self, threads: WorkerThreads) -> None:
-        """See ``LineTokens``; one call at a time.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """See ``LineTokens``; one call at a time."""
         if self._unwritten:
             await threads.run(self.write, *self.take_unwritten())
 
@@ -142,11 +136,7 @@ class TokenJournal(LineTokens):
         return written, is_rewrite
 
     def write(self, written: bytes, is_rewrite: bool) -> None:
-        """Write the result of ``take_unwritten``. Blocks; one call at a time.
-
-        Raises:
-            StorageError: the disk is full or failing.
-        """
+        """Write the result of ``take_unwritten``. Blocks; one call at a time."""
         try:
             if is_rewrite:
                 replace(self._path, lambda file: file.write(written))

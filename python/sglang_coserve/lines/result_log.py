@@ -32,7 +32,8 @@ _READ_BYTES: Final = 1 << 20
 class ResultLog:
     """Two append-only files of records.
 
-    A record counts only if all of it is on the disk. Every call blocks.
+    A record counts only if all of it is on the disk. Every call blocks, and raises ``StorageError``
+    when the disk is full or failing.
     """
 
     def __init__(
@@ -101,9 +102,6 @@ class ResultLog:
         """Truncate the files after the records that ``scan`` has found, and force these to disk.
 
         Until then they may be in memory only: nothing may be committed.
-
-        Raises:
-            StorageError: the disk is full or failing.
         """
         for (path, size_bytes), synced_bytes in zip(self._sizes(), self._synced_bytes, strict=True):
             try:
