@@ -27,7 +27,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, num_lines: int) -> N
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("large_child.py")), tmp_path, str(num_lines)],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(TEST_DIRECTORY)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TEST_DIRECTORY), *sys.path])},
         check=True,
         timeout=600,
     )

@@ -42,7 +42,7 @@ class Server:
             [sys.executable, str(child), *arguments],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(TEST_DIRECTORY)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TEST_DIRECTORY), *sys.path])},
         )
 
     def engine_starts(self) -> list[tuple[str, str, int]]:
