@@ -35,7 +35,6 @@ MACHINES = st.builds(
     checkpoint_tokens_per_s=st.sampled_from([0.0, 100.0, 1e6]),
     safepoint=st.sampled_from([None, SafepointConfig(8, 2, 1e-5)]),
     overlap=st.booleans(),
-    scheduling_s=st.sampled_from([0.0, 1e-3]),
     noise_cv=st.sampled_from([0.0, 0.3]),
 )
 TARGETS = st.sampled_from(

@@ -39,11 +39,6 @@ class StepStats(NamedTuple):
     """HyGen's S_d: Σ(C + 1) over decode requests, the keys each of them reads."""
 
     @property
-    def num_requests(self) -> int:
-        """Requests in the batch."""
-        return self.prefill_requests + self.decode_requests
-
-    @property
     def compute_tokens(self) -> int:
         """ConServe's ΣP: tokens that pass through the linear layers."""
         return self.prefill_tokens + self.decode_requests

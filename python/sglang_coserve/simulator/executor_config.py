@@ -78,15 +78,12 @@ class ExecutorConfig:
 
     overlap: bool = False
     """Whether the next step is planned while the current one runs, as with SGLang's overlap
-    scheduling: an arrival is noticed one step later, a request that ends
-    computes one token too many, and planning costs no device time."""
+    scheduling: an arrival is noticed one step later, and a request that ends computes one token
+    too many."""
 
     paced: bool = False
     """With ``overlap``: whether the step after one with offline work is planned as that ends, as
     our engine does."""
-
-    scheduling_s: float = 0.0
-    """Device time lost to planning between two steps; none with ``overlap``."""
 
     noise_cv: float = 0.0
     """Coefficient of variation of step times around the latency model."""
@@ -114,7 +111,6 @@ class ExecutorConfig:
         )
         bandwidth = self.checkpoint_tokens_per_s
         _check(0 <= bandwidth < math.inf, "checkpoint bandwidth", bandwidth, ">= 0")
-        _check(0 <= self.scheduling_s < math.inf, "scheduling time", self.scheduling_s, ">= 0 s")
         _check(0 <= self.noise_cv < math.inf, "noise", self.noise_cv, ">= 0")
 
     @property

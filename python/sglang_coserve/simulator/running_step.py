@@ -136,10 +136,7 @@ class StepDuration:
         if self._noise_sigma:
             sigma = self._noise_sigma
             seconds *= self._random.lognormvariate(-(sigma**2) / 2, sigma)
-        config = self._config
-        if not config.overlap:
-            seconds += config.scheduling_s
-        safepoint = config.safepoint
+        safepoint = self._config.safepoint
         if safepoint and batch.has_offline:
             seconds += safepoint.checks_per_iteration * safepoint.check_s
         return seconds

@@ -140,7 +140,7 @@ class TestBros:
             online(state=DECODING),
         )
         plan = scheduler("bros").plan(snapshot(*requests), NO_CACHE)
-        assert plan.batch.num_requests == 3
+        assert plan.batch.prefill_requests + plan.batch.decode_requests == 3
 
 
 class TestOoco:
