@@ -15,11 +15,11 @@ from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
+from sglang_coserve.simulator.observer import EventLog
 from sglang_coserve.simulator.request import SimRequest
 from simulator.engines import engine_of, offline, online
 

@@ -109,14 +109,14 @@ def pool_engine(pool: Pool, kv_tokens: int, arriving: Sequence[SimRequest] = ())
     return FleetEngine(engine, executor, mailbox, "relaxed")
 
 
-@pytest.mark.parametrize("strict_kv_tokens", [700, KV_TOKENS])
+@pytest.mark.parametrize("strict_kv_tokens", [400, KV_TOKENS])
 def test_lines_begin_at_relaxed_engines_and_end_wherever_there_is_room(
     strict_kv_tokens: int,
 ) -> None:
     requests = [online(f"on-{n}", 200, 10, arrival_s=0.05 * n) for n in range(60)]
     lines = [offline(f"{n}", 32 + 8 * (n % 7), 100) for n in range(200)]
     engines = [pool_engine("relaxed", KV_TOKENS) for _ in range(2)]
-    engines += [pool_engine("strict", strict_kv_tokens, requests[turn::2]) for turn in (1, 0)]
+    engines += [pool_engine("strict", strict_kv_tokens, requests[turn::2]) for turn in range(2)]
     fleet = Fleet(engines, lines, link_tokens_per_s=1e4)
     while fleet.step():
         for each in fleet.engines:

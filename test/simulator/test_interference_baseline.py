@@ -21,9 +21,8 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.compare import EventLog
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
+from sglang_coserve.simulator.observer import EventLog, RequestEvent, SimulationObserver, StepRecord
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
 from sglang_coserve.workload.trace import TraceRequest

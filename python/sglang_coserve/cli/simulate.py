@@ -116,9 +116,8 @@ def simulate(
     Exits with 0, with 1 when no budget meets the SLOs, with 2 when a flag or file cannot be
     used, with 130 after Ctrl-C.
     """
-    from sglang_coserve.simulator.compare import compare
     from sglang_coserve.simulator.observer import RunControl
-    from sglang_coserve.simulator.options import SimulationOptions
+    from sglang_coserve.simulator.options import SimulationOptions, compare
     from sglang_coserve.simulator.report import table_text, write_report
 
     options = SimulationOptions(**vars(flags) | {"slo": tuple(flags.slo or ())})

@@ -7,7 +7,7 @@
 - ``binding``, ``assemble``: requests and machines, from workloads and names.
 - ``find_budget``: the largest step budget that meets the SLOs.
 - ``recorded_traffic``: a recording of the engine, as traces.
-- ``compare``, ``result``, ``report``, ``plots``: output.
+- ``observer``, ``result``, ``report``, ``plots``: output.
 
 All output is marked as simulated.
 """

@@ -1,17 +1,26 @@
-"""The interface of observers of a run, and the one that shows its progress and ends it early."""
+"""Observers of a run: the event log, the load over time, and what shows progress and ends it."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple, TextIO
 
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.terminal import StoppableBar
 
-__all__ = ["RequestEvent", "RunControl", "SimulationObserver", "StepRecord"]
+__all__ = [
+    "EventLog",
+    "LoadCurve",
+    "RequestEvent",
+    "RunControl",
+    "SimulationObserver",
+    "StepRecord",
+]
 
 
 class RequestEvent(Enum):
@@ -75,6 +84,101 @@ class SimulationObserver:
 
     def on_step(self, record: StepRecord) -> None:
         """Called at the end of each step, before the events of its requests."""
+
+
+_SCHEMA_VERSION: Final = 1
+
+
+class EventLog(SimulationObserver):
+    """Writes all events of a run; docs/simulator.md documents the fields.
+
+    Lines are in order of time. An arrival is written when the engine notices it;
+    its ``arrival_s`` may be earlier.
+    """
+
+    def __init__(self, file: TextIO, run: Mapping[str, object]) -> None:
+        """Start the log with a line that describes the run."""
+        self._file = file
+        self._write({"event": "run", "simulated": True, "schema": _SCHEMA_VERSION, **run})
+
+    def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
+        """See ``SimulationObserver``."""
+        info = request.info
+        line: dict[str, object] = {"event": event.value, "t_s": now_s, "rid": info.rid}
+        if event is RequestEvent.ARRIVED:
+            line |= {
+                "class": info.request_class.value,
+                "arrival_s": info.arrival_s,
+                "prompt_tokens": info.prompt_tokens,
+                "output_tokens": request.output_tokens,
+            }
+        elif event is RequestEvent.FINISHED:
+            line |= {
+                "output_tokens": request.generated_tokens,
+                "cached_prompt_tokens": request.cached_prompt_tokens,
+                "recomputed_tokens": request.recomputed_tokens,
+            }
+        else:
+            line["generated_tokens"] = request.generated_tokens
+        self._write(line)
+
+    def on_step(self, record: StepRecord) -> None:
+        """See ``SimulationObserver``."""
+        fields = record._asdict()
+        if math.isinf(record.budget_s):
+            fields["budget_s"] = None
+        self._write({"event": "iteration", "t_s": record.end_s, **fields})
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+@dataclass(slots=True)
+class LoadBin:
+    """Token sums over the steps that ended in one bin, and gauges at the last of them."""
+
+    online_tokens: int = 0
+    offline_tokens: int = 0
+    online_running: int = 0
+    offline_running: int = 0
+    online_waiting: int = 0
+    held_kv_tokens: int = 0
+    cached_kv_tokens: int = 0
+
+
+class LoadCurve(SimulationObserver):
+    """Collects bins of equal width, which is doubled whenever there would be too many."""
+
+    MAX_BINS: Final = 1200
+
+    def __init__(self) -> None:
+        self.bin_s = 0.25
+        self.bins: list[LoadBin] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        """See ``SimulationObserver``."""
+        while (index := int(record.end_s / self.bin_s)) >= self.MAX_BINS:
+            self._widen()
+        while len(self.bins) <= index:
+            self.bins.append(LoadBin())
+        last = self.bins[index]
+        last.online_tokens += record.online_tokens
+        last.offline_tokens += record.offline_tokens
+        last.online_running = record.online_running
+        last.offline_running = record.offline_running
+        last.online_waiting = record.online_waiting
+        last.held_kv_tokens = record.held_kv_tokens
+        last.cached_kv_tokens = record.cached_kv_tokens
+
+    def _widen(self) -> None:
+        self.bin_s *= 2
+        pairs = zip(self.bins[::2], [*self.bins[1::2], LoadBin()], strict=False)
+        merged: list[LoadBin] = []
+        for first, second in pairs:
+            second.online_tokens += first.online_tokens
+            second.offline_tokens += first.offline_tokens
+            merged.append(second)
+        self.bins = merged
 
 
 class RunControl(StoppableBar):

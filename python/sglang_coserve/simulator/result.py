@@ -18,7 +18,7 @@ from sglang_coserve.metrics import (
     throughput,
     token_attainment,
 )
-from sglang_coserve.simulator.load_curve import LoadCurve
+from sglang_coserve.simulator.observer import LoadCurve
 
 __all__ = ["LABEL", "Counters", "RunResult", "SimulationResult", "write_results"]
 

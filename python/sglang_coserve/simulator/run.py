@@ -18,8 +18,7 @@ from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.load_curve import LoadCurve
-from sglang_coserve.simulator.observer import SimulationObserver
+from sglang_coserve.simulator.observer import LoadCurve, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 
