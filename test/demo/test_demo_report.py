@@ -13,13 +13,13 @@ from rich.console import Console
 
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo.loads import write_offline_load
-from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.report import (
     DemoResult,
     OfflineResult,
     SystemResult,
     as_json,
     as_table,
+    draw,
     sentence,
 )
 from sglang_coserve.demo.run import LoadScale

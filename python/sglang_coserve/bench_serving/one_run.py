@@ -16,7 +16,7 @@ import httpx
 
 from sglang_coserve.bench_serving.load import LoadProcess, LoadResult, with_body
 from sglang_coserve.bench_serving.options import Options
-from sglang_coserve.bench_serving.systems import System
+from sglang_coserve.demo.servers import System
 from sglang_coserve.errors import ServerError
 from sglang_coserve.metrics import Outcome, SloTargets, latency_report, throughput
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, System, parse_system
+from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, parse_system
 from sglang_coserve.config.flags import add_flags, setting
+from sglang_coserve.demo.servers import System
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 
@@ -47,9 +48,7 @@ class Options:
 
     targets: SloTargets = _NO_TARGETS
     model_path: str | None = setting(None, "start a server of this model for each system")
-    out: Path = setting(  # noqa: RUF009 (a path cannot change)
-        Path("bench-serving"), "where everything goes", type=Path
-    )
+    out: Path = setting(Path("bench-serving"), "where everything goes", type=Path)
     slo_scale: float | None = setting(
         None, "targets are P99 TTFT and P99 ITL of alone, times this", type=float
     )

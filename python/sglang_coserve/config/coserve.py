@@ -201,7 +201,7 @@ class CoserveConfig(BatchApiConfig):
         metavar="DIRECTORY",
     )
 
-    pool: Pool | None = setting(  # noqa: RUF009 (as everywhere here)
+    pool: Pool | None = setting(
         None,
         "What the engine is for a gateway with pools (docs/fleet.md). relaxed: lines begin "
         "here. strict: online requests are served here, and running lines that suit its "

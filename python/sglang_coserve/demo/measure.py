@@ -13,7 +13,7 @@ from typing import Final
 from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo.loads import StreamedLoad, replayed
 from sglang_coserve.demo.report import OfflineResult, SystemResult
-from sglang_coserve.demo.servers import DemoSystem
+from sglang_coserve.demo.servers import LABELS, System
 from sglang_coserve.workload.trace import TraceRequest
 
 __all__ = ["Window", "measure"]
@@ -38,7 +38,7 @@ class Window:
 
 
 async def measure(
-    system: DemoSystem,
+    system: System,
     window: Window,
     base_url: str,
     offline: tuple[Path, Path] | None,
@@ -58,7 +58,7 @@ async def measure(
     """
     online = StreamedLoad(
         base_url,
-        replayed(window.requests, vocab_size=window.vocab_size, fields=system.online_fields),
+        replayed(window.requests, vocab_size=window.vocab_size, fields=system.online_body),
         arrivals_s=[request.arrival_s for request in window.requests],
         drain_s=_DRAIN_S,
     )
@@ -75,7 +75,7 @@ async def measure(
                 say_progress()
                 await asyncio.sleep(_POLL_S)
             await online.finished()
-        return SystemResult(system.name, system.label, online.timelines(), None)
+        return SystemResult(system.name, LABELS[system.name], online.timelines(), None)
     options = ClientOptions(concurrency=_CONCURRENCY)
     async with AsyncCoserveClient(base_url, options=options) as client:
         job = await client.submit_jsonl(*offline)
@@ -113,4 +113,4 @@ async def measure(
         is_complete=is_complete,
         finished_at=finished_at,
     )
-    return SystemResult(system.name, system.label, online.timelines(), result)
+    return SystemResult(system.name, LABELS[system.name], online.timelines(), result)

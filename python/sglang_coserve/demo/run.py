@@ -15,17 +15,18 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from sglang_coserve.config.flags import setting
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo import report
 from sglang_coserve.demo.loads import write_offline_load
 from sglang_coserve.demo.measure import Window, measure
-from sglang_coserve.demo.picture import draw
 from sglang_coserve.demo.servers import (
     ALONE,
+    LABELS,
     OURS,
     STOCK,
-    DemoSystem,
+    System,
     has_gpu_pace,
     make_server,
     stock_chunk_tokens,
@@ -110,30 +111,39 @@ class LoadScale:
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What to run."""
+    """What to run.
 
-    seconds: float
-    """How long all windows take together; set-up and the last online answers come on top."""
+    Raises:
+        ConfigError: it cannot be run.
+    """
 
-    trace: Path | None
-    offline: Path | None
-    """None: the bundled samples, longer and faster where the model is emulated."""
-
-    out: Path
-    model: Path | None
-    """A model of the user's; None makes one."""
-
-    emulate: str | None
-    """The GPU at whose pace the model that is made takes time; None: a small one computes."""
-
-    targets: SloTargets
-    """Of ours; without any it has its defaults."""
-
-    is_quick: bool = False
-    """Ours alone, without anything to compare it with, in a third of the time."""
-
-    server_flags: tuple[str, ...] = ()
-    """Further flags for our server."""
+    seconds: float = setting(
+        60.0, "how long all three windows take together; set-up comes on top", type=float
+    )
+    quick: bool = setting(False, "ours alone, in a third of the time", action="store_true")
+    trace: Path | None = setting(
+        None, "online trace: Azure CSV, BurstGPT CSV or Mooncake JSONL", type=Path
+    )
+    offline: Path | None = setting(
+        None, "offline requests: JSONL in OpenAI's batch format", type=Path
+    )
+    out: Path = setting(Path("demo-report"), "where report.json and timeline.png go", type=Path)
+    model: Path | None = setting(
+        None, "a model of your own; default: a small random one", type=Path
+    )
+    emulate: str | None = setting(
+        None,
+        "at the pace of Llama-3.1-8B on a GPU that is emulated: h100, a100, h200, b200 or "
+        "ascend-910c",
+        metavar="HARDWARE",
+    )
+    slo_ttft_ms: float | None = setting(
+        None, "online TTFT target of ours, ms; default: its defaults", type=float
+    )
+    slo_tpot_ms: float | None = setting(None, "online TPOT target of ours, ms", type=float)
+    server_flag: Sequence[str] = setting(
+        (), "a further flag for our server, as --server-flag=--FLAG; repeatable", action="append"
+    )
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -142,6 +152,11 @@ class DemoOptions:
             raise ConfigError(
                 "--emulate makes the model: remove --model, or --emulate if it is emulated already"
             )
+
+    @property
+    def targets(self) -> SloTargets:
+        """Of ours; without any it has its defaults."""
+        return SloTargets.of_ms(self.slo_ttft_ms, self.slo_tpot_ms)
 
     @property
     def window_s(self) -> float:
@@ -178,13 +193,13 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
         lines = f"offline: {offline}{joined}, again and again as long as a window lasts"
         console.print(printable(lines), markup=False)
         given = Window(requests, options.window_s, vocab_size, offline, lines_in_one)
-        groups = ((OURS,),) if options.is_quick else _COMPARED
+        groups = ((OURS,),) if options.quick else _COMPARED
         with _progress(console) as progress:
             results = asyncio.run(_Run(options, model, given, progress).all_of(groups))
     name = None if emulation is None else emulation.name
     result = report.DemoResult(tuple(results), options.targets, name)
     report.write_json(result, options.out / "report.json")
-    draw(result, options.out / "timeline.png")
+    report.draw(result, options.out / "timeline.png")
     return result
 
 
@@ -201,12 +216,12 @@ class _Run:
         self._bar: TaskID | None = None
         self._done_s = 0.0
 
-    async def all_of(self, groups: Sequence[Sequence[DemoSystem]]) -> list[report.SystemResult]:
+    async def all_of(self, groups: Sequence[Sequence[System]]) -> list[report.SystemResult]:
         total_s = self._given.seconds * sum(map(len, groups))
         self._bar = self._progress.add_task("", total=total_s)
         return [result for group in groups for result in await self._one_server(group)]
 
-    async def _one_server(self, systems: Sequence[DemoSystem]) -> list[report.SystemResult]:
+    async def _one_server(self, systems: Sequence[System]) -> list[report.SystemResult]:
         system = systems[0]
         log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
@@ -225,7 +240,7 @@ class _Run:
             server.stop()
         return results
 
-    async def _measure(self, system: DemoSystem, base_url: str) -> report.SystemResult:
+    async def _measure(self, system: System, base_url: str) -> report.SystemResult:
         offline = None
         if system.has_offline:
             # Ours keeps the names that they had when it was the only one.
@@ -235,7 +250,7 @@ class _Run:
                 self._given.offline,
                 source,
                 self._given.seconds,
-                system.offline_fields,
+                system.offline_body,
                 lines_in_one=self._given.lines_in_one,
             )
             results = self._options.out / f"offline_results{mark}.jsonl"
@@ -246,7 +261,7 @@ class _Run:
             self._given,
             base_url,
             offline,
-            lambda elapsed_s, text: self._show(elapsed_s, f"{system.label}: {text}"),
+            lambda elapsed_s, text: self._show(elapsed_s, f"{LABELS[system.name]}: {text}"),
         )
         self._done_s += self._given.seconds
         return result
@@ -256,10 +271,11 @@ class _Run:
         completed_s = self._done_s + min(elapsed_s, self._given.seconds)
         self._progress.update(self._bar, completed=completed_s, description=printable(text))
 
-    def _flags(self, system: DemoSystem) -> list[str]:
-        flags = ["--model-path", str(self._model), "--log-level", "warning", *system.flags]
+    def _flags(self, system: System) -> list[str]:
+        flags = ["--model-path", str(self._model), "--log-level", "warning"]
+        flags += system.server_flags(self._options.targets)
         if system.is_ours:
-            return [*flags, *_slo_flags(self._options.targets), *self._options.server_flags]
+            return [*flags, *self._options.server_flag]
         chunk_tokens = stock_chunk_tokens(on_gpu=has_gpu_pace(self._model))
         return [*flags, "--chunked-prefill-size", str(chunk_tokens)]
 
@@ -309,12 +325,6 @@ def _limits(model: Path) -> tuple[int, int]:
     """Return the context length and the vocabulary size in the model's config.json."""
     config = json.loads((model / "config.json").read_text())
     return int(config["max_position_embeddings"]), int(config["vocab_size"])
-
-
-def _slo_flags(targets: SloTargets) -> Iterator[str]:
-    for flag, target_s in (("--slo-ttft-ms", targets.ttft_s), ("--slo-tpot-ms", targets.tpot_s)):
-        if target_s is not None:
-            yield from (flag, f"{target_s * 1e3:g}")
 
 
 def _remove_earlier(results: Path) -> None:

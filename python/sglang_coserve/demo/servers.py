@@ -1,22 +1,25 @@
-"""The systems that the demo compares: ours and stock SGLang, on a CPU with the same kernels."""
+"""The systems that are compared: ours and stock SGLang, on a CPU with the same kernels."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.local_server import LocalServer
+from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.start_defaults import is_emulated, model_path_in
 
 __all__ = [
     "ALONE",
+    "LABELS",
     "OURS",
+    "PRIORITIES",
     "STOCK",
-    "DemoSystem",
+    "System",
     "has_gpu_pace",
     "make_server",
     "module_of",
@@ -25,43 +28,59 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class DemoSystem:
-    """A server, and how both loads are sent to it."""
+class System:
+    """A server that is measured, and how both loads are marked."""
 
     name: str
-    """In ``report.json``."""
-
-    label: str
     is_ours: bool
+    """Our server; else stock SGLang's."""
+
     flags: tuple[str, ...] = ()
+    """Server flags beyond those that every system gets."""
+
     has_offline: bool = True
-    online_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The offline load runs beside the online one."""
+
+    takes_slo: bool = False
+    """The server is told the targets."""
+
+    is_searched: bool = False
+    """Stands for many settings of stock SGLang, of which the best one counts."""
+
+    online_body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the body of every online request."""
 
-    offline_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Added to the body of every offline line."""
+    offline_body: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the body of every offline request: its mark."""
 
+    def server_flags(self, targets: SloTargets) -> tuple[str, ...]:
+        """Return the system's own part of the server's command line."""
+        given = (("--slo-ttft-ms", targets.ttft_s), ("--slo-tpot-ms", targets.tpot_s))
+        words = [
+            word
+            for flag, target_s in given
+            if self.takes_slo and target_s is not None
+            for word in (flag, f"{target_s * 1e3:.3f}")
+        ]
+        return (*words, *self.flags)
+
+
+PRIORITIES: Final[Mapping[str, Any]] = {
+    # The larger number goes first; a difference above 10 preempts running requests.
+    "online_body": {"priority": 100},
+    "offline_body": {"priority": 0},
+}
 
 _TUNED: Final = ("--enable-priority-scheduling", "--enable-mixed-chunk")
 
-ALONE: Final = DemoSystem(
-    "online_alone",
-    "online alone",
-    is_ours=False,
-    flags=_TUNED,
-    has_offline=False,
-    online_fields={"priority": 100},
-)
-STOCK: Final = DemoSystem(
-    "stock",
-    "stock SGLang, tuned",
-    is_ours=False,
-    flags=_TUNED,
-    # The larger number goes first; a difference above 10 preempts running requests.
-    online_fields={"priority": 100},
-    offline_fields={"priority": 0},
-)
-OURS: Final = DemoSystem("coserve", "sglang_coserve", is_ours=True)
+STOCK: Final = System("stock", is_ours=False, flags=_TUNED, **PRIORITIES)
+ALONE: Final = replace(STOCK, name="online_alone", has_offline=False)
+OURS: Final = System("coserve", is_ours=True, takes_slo=True)
+LABELS: Final = {
+    ALONE.name: "online alone",
+    STOCK.name: "stock SGLang, tuned",
+    OURS.name: "sglang_coserve",
+}
 
 
 def stock_chunk_tokens(*, on_gpu: bool) -> int:
