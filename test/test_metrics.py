@@ -22,7 +22,6 @@ from sglang_coserve.metrics import (
     summarize,
     throughput,
     token_attainment,
-    violation_rate,
 )
 
 
@@ -200,13 +199,12 @@ class TestAttainment:
             attainment([request(0.0, 99.0), request(0.0, 1.0, outcome=FAILED)], SloTargets()) == 0.5
         )
 
-    def test_violations_are_the_rest(self):
+    def test_attainment_is_a_share(self):
         group = [request(0.0, 1.0)] * 97 + [request(0.0, 2.0)] * 3
         assert attainment(group, SLO) == 0.97
-        assert violation_rate(group, SLO) == pytest.approx(0.03)
 
     def test_nothing_to_attain(self):
-        assert attainment([], SLO) is violation_rate([], SLO) is token_attainment([], SLO) is None
+        assert attainment([], SLO) is token_attainment([], SLO) is None
 
     def test_tokens_are_judged_one_by_one(self):
         group = [request(0.0, 0.9, 1.0, 2.0), request(0.0, 1.5, 1.6)]

@@ -39,7 +39,7 @@ def main(role: str, flags: list[str]) -> int:
     if role == "engine":
         from sglang_coserve.srt.launch import main
     else:
-        from sglang_coserve.fleet.command import main
+        from sglang_coserve.fleet.__main__ import main
     return main(flags)
 
 

@@ -27,7 +27,7 @@ from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.metrics import RequestTimeline, SloTargets, throughput, violation_rate
+from sglang_coserve.metrics import RequestTimeline, SloTargets, attainment, throughput
 from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
@@ -135,9 +135,9 @@ def figures(requests: Iterable[SimRequest], seconds: float) -> tuple[float, floa
     timelines: dict[bool, list[RequestTimeline]] = {True: [], False: []}
     for request in requests:
         timelines[request.info.is_online].append(request.timeline())
-    violations = violation_rate(timelines[True], TARGETS)
+    attained = attainment(timelines[True], TARGETS)
     offline_rate = throughput(timelines[False], 0.0, seconds).total_tokens_per_s
-    return (math.nan if violations is None else violations), offline_rate
+    return (math.nan if attained is None else 1 - attained), offline_rate
 
 
 def fig6(conditions: Conditions) -> Iterator[Findings]:

@@ -31,7 +31,6 @@ __all__ = [
     "summarize",
     "throughput",
     "token_attainment",
-    "violation_rate",
 ]
 
 
@@ -235,12 +234,6 @@ def attainment(timelines: Sequence[RequestTimeline], targets: SloTargets) -> flo
     if not timelines:
         return None
     return sum(map(targets.met_by, timelines)) / len(timelines)
-
-
-def violation_rate(timelines: Sequence[RequestTimeline], targets: SloTargets) -> float | None:
-    """Return 1 − attainment, the quantity OOCO §5.2 bounds at 3%."""
-    attained = attainment(timelines, targets)
-    return None if attained is None else 1 - attained
 
 
 def token_attainment(timelines: Iterable[RequestTimeline], targets: SloTargets) -> float | None:

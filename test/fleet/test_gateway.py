@@ -19,7 +19,7 @@ from batch.scenarios import lines
 from batch.scripted_backend import ENDPOINT, tokens_of
 from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.command import main
+from sglang_coserve.fleet.__main__ import main
 from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.local_server import LocalServer, free_port
 from waiting import eventually

@@ -22,6 +22,6 @@ class Absent(MetaPathFinder):
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Absent())
-    from sglang_coserve.fleet.command import main
+    from sglang_coserve.fleet.__main__ import main
 
     sys.exit(main(sys.argv[1:]))

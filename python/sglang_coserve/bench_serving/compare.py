@@ -13,8 +13,7 @@ from typing import Any, Final
 from sglang_coserve import durable_files
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.one_run import Figures, measure
-from sglang_coserve.bench_serving.options import Options
-from sglang_coserve.bench_serving.systems import ALONE, tuned_stock
+from sglang_coserve.bench_serving.options import ALONE, Options, tuned_stock
 from sglang_coserve.demo.servers import System, make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.metrics import SloTargets

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.systems import ALONE, SYSTEMS, parse_system
 from sglang_coserve.config.flags import add_flags, setting
-from sglang_coserve.demo.servers import System
+from sglang_coserve.demo.servers import PRIORITIES, System
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.srt.start_defaults import as_flags
 
-__all__ = ["SECTIONS", "Options", "make_parser", "parse_options"]
+__all__ = ["ALONE", "SECTIONS", "SYSTEMS", "Options", "make_parser", "parse_options", "tuned_stock"]
 
 SECTIONS: Final = ("--server", "--online", "--offline")
 """Words after which another program's flags come."""
 
 _OURS: Final = ("--base-url", "--host", "--port", "--output-file", "--goodput")
 """Flags of bench_serving that this program sets."""
+
+_MARKED: Final[Mapping[str, Any]] = {"offline_body": {"service_tier": "flex"}}
+ALONE: Final = "alone"
+"""Latencies are divided by this system's."""
+
+SYSTEMS: Final[Mapping[str, System]] = {
+    system.name: system
+    for system in (
+        System(ALONE, is_ours=False, has_offline=False),
+        System("stock", is_ours=False),
+        System(
+            "stock-priority", is_ours=False, flags=("--enable-priority-scheduling",), **PRIORITIES
+        ),
+        System("stock-tuned", is_ours=False, is_searched=True, **PRIORITIES),
+        System("coserve", is_ours=True, **_MARKED),
+        System("coserve-slo", is_ours=True, takes_slo=True, **_MARKED),
+    )
+}
+"""By name; a new contender is a new entry."""
 
 _NO_TARGETS: Final = SloTargets()
 _DEFAULT_SYSTEMS: Final = (ALONE, "stock-tuned", "coserve")
@@ -162,6 +182,27 @@ def parse_options(argv: Sequence[str]) -> Options:
         offline=tuple(sections["--offline"]),
         targets=SloTargets.of_ms(args.slo_ttft_ms, args.slo_tpot_ms),
         **given,
+    )
+
+
+def parse_system(text: str) -> System:
+    """Return the system that ``NAME [FLAGS…]`` describes: a known one, with more server flags.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    name, *flags = shlex.split(text) or [""]
+    if name not in SYSTEMS:
+        raise ConfigError(f"--systems {name!r}: known are {', '.join(SYSTEMS)}")
+    return replace(SYSTEMS[name], name=text, flags=(*SYSTEMS[name].flags, *flags))
+
+
+def tuned_stock(searched: System, settings: Mapping[str, Any]) -> System:
+    """Return the system with ``settings``, fields of ``ServerArgs``, in place of a search."""
+    words = as_flags(settings)
+    flags: Sequence[str] = (*words, *searched.flags)
+    return replace(
+        searched, name=" ".join((searched.name, *words)), flags=tuple(flags), is_searched=False
     )
 
 

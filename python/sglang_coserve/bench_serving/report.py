@@ -12,7 +12,7 @@ from typing import Final
 from sglang_coserve import __version__
 from sglang_coserve.bench_serving.compare import Comparison, Run
 from sglang_coserve.bench_serving.one_run import Figures
-from sglang_coserve.bench_serving.systems import ALONE
+from sglang_coserve.bench_serving.options import ALONE
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.terminal import markdown_table, median_and_range
 

@@ -53,7 +53,7 @@ class CommandGroup(TyperGroup):
 
 def gateway(context: typer.Context) -> None:
     """Serve batches on many engines; neither torch nor SGLang is needed here (--help)."""
-    from sglang_coserve.fleet.command import main
+    from sglang_coserve.fleet.__main__ import main
 
     sys.exit(main(context.args))
 

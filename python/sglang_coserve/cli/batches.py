@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import ExitCode, say
-from sglang_coserve.cli.flags import OperatorFlags, ServerFlags, flag, takes
+from sglang_coserve.cli.console import ExitCode, OperatorFlags, ServerFlags, flag, say, takes
 from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:

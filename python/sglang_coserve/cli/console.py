@@ -1,15 +1,32 @@
-"""What commands print, and the codes with which they end."""
+"""What commands have in common: flags, what they print, and the codes with which they end."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from sglang_coserve.errors import CoserveError, ServerError
 from sglang_coserve.terminal import printable
 
-__all__ = ["ExitCode", "code_of_error", "code_of_signal", "say"]
+__all__ = [
+    "ExitCode",
+    "OperatorFlags",
+    "Quiet",
+    "ServerFlags",
+    "code_of_error",
+    "code_of_signal",
+    "flag",
+    "say",
+    "takes",
+]
 
 
 class ExitCode(IntEnum):
@@ -43,3 +60,74 @@ def say(text: object, *, newline: bool = True, is_error: bool = False) -> None:
     Not for JSON, which has escapes of its own.
     """
     typer.echo(printable(str(text)), nl=newline, err=is_error)
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
+    """Return a field that is a flag with ``doc`` as its help; ``option``: see ``typer.Option``."""
+    option = typer.Option(*names, help=doc, **option)
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as flags, in place of its parameter ``flags``.
+
+    All of them are made by ``flag``.
+    """
+    hints = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=Annotated[hints[one.name], one.metadata["option"]],
+        )
+        for one in fields
+    ]
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        shown: list[inspect.Parameter] = []
+        for one in signature.parameters.values():
+            shown += parameters if one.name == "flags" else [one.replace(kind=one.KEYWORD_ONLY)]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            flags = kind(**{one.name: values.pop(one.name) for one in fields})
+            command(flags=flags, **values)
+
+        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return run
+
+    return give
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Which server is called."""
+
+    base_url: str = flag("http://127.0.0.1:30000", "The server.", envvar="COSERVE_BASE_URL")
+    api_key: str | None = flag(
+        None, "Sent as a bearer token.", envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"]
+    )
+
+
+@dataclass(frozen=True)
+class OperatorFlags(ServerFlags):
+    """The same, by a user or by the operator."""
+
+    as_operator: bool = flag(
+        False,
+        "Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
+        " --admin-api-key.",
+        "--as-operator",
+    )
+
+    @property
+    def key(self) -> str | None:
+        """The key to send."""
+        key = os.environ.get("COSERVE_ADMIN_API_KEY") if self.as_operator else None
+        return self.api_key if key is None else key

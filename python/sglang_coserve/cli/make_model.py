@@ -8,8 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from sglang_coserve.cli.console import say
-from sglang_coserve.cli.flags import flag, takes
+from sglang_coserve.cli.console import flag, say, takes
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["make_model"]

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_coserve.cli.console import code_of_signal, say
-from sglang_coserve.cli.flags import flag, takes
+from sglang_coserve.cli.console import code_of_signal, flag, say, takes
 
 __all__ = ["PROFILE_SETTINGS", "profile"]
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from sglang_coserve.cli.console import ExitCode, code_of_signal, say
-from sglang_coserve.cli.flags import Quiet, flag, takes
+from sglang_coserve.cli.console import ExitCode, Quiet, code_of_signal, flag, say, takes
 from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import ExitCode, code_of_signal, say
-from sglang_coserve.cli.flags import ServerFlags, flag, takes
+from sglang_coserve.cli.console import ExitCode, ServerFlags, code_of_signal, flag, say, takes
 from sglang_coserve.errors import ConfigError, CoserveError
 
 if TYPE_CHECKING:

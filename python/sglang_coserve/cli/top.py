@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import typer
 
-from sglang_coserve.cli.console import code_of_signal, say
-from sglang_coserve.cli.flags import OperatorFlags, flag, takes
+from sglang_coserve.cli.console import OperatorFlags, code_of_signal, flag, say, takes
 from sglang_coserve.errors import ServerError, ServerGoneError
 
 __all__ = ["top"]
