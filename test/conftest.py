@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from forked_servers import ForkedServers
+from forked_processes import ForkedServers
 
 # No test depends on how fast the machine is.
 settings.register_profile("any_machine", deadline=None)
@@ -49,8 +49,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
-    items.sort(key=lambda item: Path(__file__).parent / "srt" not in item.path.parents)
+    """Begin with what takes longest: what starts servers or installs packages."""
+    long = tuple(str(Path(__file__).with_name(name)) for name in ("demo", "srt", "test_base_"))
+    items.sort(key=lambda item: not str(item.path).startswith(long))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,14 +68,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_servers() -> Iterator[None]:
+def forked_servers() -> Iterator[ForkedServers]:
     """Let servers fork from a process that has SGLang imported."""
     from sglang_coserve.local_server import ChildServer
 
     servers = ForkedServers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChildServer, "start_process", staticmethod(servers.start))
-        yield
+        yield servers
     servers.close()
 
 

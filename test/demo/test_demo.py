@@ -13,19 +13,35 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import ForkedServers
 from started_processes import is_alive, processes_of
 
 TIMEOUT_S = 240
 
 
-def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "sglang_coserve.demo", "--out", str(out), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+COMMAND = (sys.executable, "-m", "sglang_coserve.demo", "--out")
+
+
+class Demo:
+    """A run of it."""
+
+    def __init__(self, servers: ForkedServers, out: Path, *arguments: str) -> None:
+        self._log = out.with_suffix(".log")
+        with self._log.open("wb") as log:
+            command = [*COMMAND, str(out), *arguments]
+            self._process = servers.start(command, env={**os.environ}, stdout=log)
+        self.pid: int = self._process.pid
+
+    def output(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text()
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ended(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
+        """Its status, and what it has said."""
+        return self._process.wait(timeout_s), self.output()
 
 
 TRACE = (
@@ -55,12 +71,12 @@ def inputs(tmp_path: Path, small_model: Path) -> tuple[str, ...]:
 
 
 def test_three_systems_are_given_the_same_and_compared(
-    tmp_path: Path, inputs: tuple[str, ...]
+    forked_servers: ForkedServers, tmp_path: Path, inputs: tuple[str, ...]
 ) -> None:
     out = tmp_path / "report"
-    process = demo(out, "--seconds", "9", *inputs)
-    output, _ = process.communicate(timeout=2 * TIMEOUT_S)
-    assert process.returncode == 0, output
+    demo = Demo(forked_servers, out, "--seconds", "9", *inputs)
+    status, output = demo.ended(2 * TIMEOUT_S)
+    assert status == 0, output
     report = json.loads((out / "report.json").read_text())
     systems = report["systems"]
     assert [*systems] == ["online_alone", "stock", "coserve"]
@@ -87,11 +103,13 @@ def test_three_systems_are_given_the_same_and_compared(
 
 
 @pytest.mark.heavy  # The one that is interrupted runs as far as the window.
-def test_quick_is_ours_alone(tmp_path: Path, inputs: tuple[str, ...]) -> None:
+def test_quick_is_ours_alone(
+    forked_servers: ForkedServers, tmp_path: Path, inputs: tuple[str, ...]
+) -> None:
     out = tmp_path / "report"
-    process = demo(out, "--quick", "--seconds", "24", "--slo-ttft-ms", "60000", *inputs)
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, output
+    flags = ("--quick", "--seconds", "24", "--slo-ttft-ms", "60000")
+    status, output = Demo(forked_servers, out, *flags, *inputs).ended()
+    assert status == 0, output
     report = json.loads((out / "report.json").read_text())
     assert [*report["systems"]] == ["coserve"]
     assert report["online"]["finished"] > 0
@@ -102,11 +120,13 @@ def test_quick_is_ours_alone(tmp_path: Path, inputs: tuple[str, ...]) -> None:
 
 
 @pytest.mark.heavy
-def test_an_emulated_gpu_is_compared_the_same_way(tmp_path: Path) -> None:
+def test_an_emulated_gpu_is_compared_the_same_way(
+    forked_servers: ForkedServers, tmp_path: Path
+) -> None:
     out = tmp_path / "report"
-    process = demo(out, "--emulate", "h100", "--seconds", "30")
-    output, _ = process.communicate(timeout=2 * TIMEOUT_S)
-    assert process.returncode == 0, output
+    demo = Demo(forked_servers, out, "--emulate", "h100", "--seconds", "30")
+    status, output = demo.ended(2 * TIMEOUT_S)
+    assert status == 0, output
     report = json.loads((out / "report.json").read_text())
     name = "emulated-llama-3.1-8b-h100"
     assert report["emulated"] == name
@@ -135,22 +155,23 @@ def test_an_emulated_gpu_is_compared_the_same_way(tmp_path: Path) -> None:
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.heavy)],
 )
 def test_an_interrupted_demo_leaves_no_process_behind(
-    tmp_path: Path, small_model: Path, signum: signal.Signals
+    forked_servers: ForkedServers, tmp_path: Path, small_model: Path, signum: signal.Signals
 ) -> None:
     out = tmp_path / "report"
-    process = demo(out, "--quick", "--seconds", "180", "--model", str(small_model))
+    flags = ("--quick", "--seconds", "180", "--model", str(small_model))
+    demo = Demo(forked_servers, out, *flags)
     deadline = time.monotonic() + TIMEOUT_S
     # The results file appears when the server is up and lines are being sent.
     while not (out / "offline_results.jsonl").exists():
         assert time.monotonic() < deadline, "the demo did not start"
-        assert process.poll() is None, process.communicate()[0]
+        assert not demo.has_ended(), demo.output()
         time.sleep(0.2)
     started = processes_of(out)
     # The demo, the HTTP server, the scheduler, the detokenizer.
     assert len({p.pid for p in started}) >= 4
-    os.kill(process.pid, signum)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    os.kill(demo.pid, signum)
+    status, output = demo.ended(60)
+    assert status == 130, output
     assert not [p for p in started if is_alive(p)]
 
 
@@ -165,8 +186,8 @@ def test_an_interrupted_demo_leaves_no_process_behind(
 def test_what_is_wrong_is_told_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    process = demo(tmp_path, *arguments)
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert said in output
-    assert "Traceback" not in output
+    command = [*COMMAND, str(tmp_path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

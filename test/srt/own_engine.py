@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from forked_processes import Forked
 
 IDLE_TIMEOUT_S = 30
 """A request's last tokens come while its last batch, or one that was begun with it in, is still
@@ -32,14 +35,24 @@ def own_engine(
             **environment,
         }.items():
             variables.setenv(name, value)
+        # SGLang's own way starts each of its processes anew.
+        variables.setattr(multiprocessing, "Process", Forked)
+        before = multiprocessing.active_children()
         running = CoserveEngine(
             model_path=str(model),
             dtype="float32",
             coserve_config=CoserveConfig(**coserve),
             **settings,
         )
-    yield running
-    running.shutdown()
+    started = set(multiprocessing.active_children()).difference(before)
+    try:
+        yield running
+    finally:
+        running.shutdown()
+        # It ends its process's children, which they are not.
+        for process in started:
+            process.kill()
+            process.join()
 
 
 def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:

@@ -9,20 +9,18 @@ requests arrive and can look at any state.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from common.tokenized_request import tokenized_request
-from forked_servers import PRELOADED
+from forked_processes import Forked
+from srt.kv_checkpoint.checked_scheduler import checking_checkpoints
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300
@@ -65,10 +63,8 @@ class Iteration:
 class ScriptedEngine:
     """See the module's docstring; lives inside an ``EngineProcess``."""
 
-    def __init__(
-        self, spec: EngineSpec, adapted: Callable[[type], type] = lambda kind: kind
-    ) -> None:
-        """Start what ``spec`` says, with ``adapted`` of the scheduler's class."""
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start what ``spec`` says."""
         from sglang_coserve.config import CoserveConfig
         from sglang_coserve.guard.install import install_in_scheduler
         from sglang_coserve.srt import compat
@@ -80,6 +76,7 @@ class ScriptedEngine:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        from sglang_coserve.srt.kv_checkpoint.settings import register_cache, server_settings
         from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
         torch.set_num_threads(1)
@@ -94,16 +91,22 @@ class ScriptedEngine:
             "log_level": "warning",
             **dict(spec.server_args),
         }
-        server_args = ServerArgs(**settings)
         coserve = dict(spec.coserve)
         if not coserve.keys() & POLICY_SETTINGS:
             coserve["offline_policy"] = "fifo"
-        server_args._coserve = CoserveConfig(**coserve)
+        config = CoserveConfig(**coserve)
+        base: Any = Scheduler if spec.stock else CoserveScheduler
+        if "kv_checkpoint" in coserve:
+            settings |= server_settings(config, on_cpu=True)
+            register_cache(config, on_cpu=True)
+            base = checking_checkpoints(base)
+            os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
+        server_args = ServerArgs(**settings)
+        server_args._coserve = config
         port_args = PortArgs.init_new(server_args)
-        base = adapted(Scheduler if spec.stock else CoserveScheduler)
         engine = self
 
-        class RecordingScheduler(base):  # type: ignore[valid-type,misc]
+        class RecordingScheduler(base):  # type: ignore[misc]
             def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
                 engine.reqs[req.rid] = req
                 super()._add_request_to_queue(req, is_retracted)
@@ -264,24 +267,12 @@ def _all_at_once(messages: list[Any]) -> Script:
     return script
 
 
-@cache
-def engine_context() -> ForkServerContext:
-    """How engine processes are started: as copies of one that has SGLang imported, and no more."""
-    from sglang_coserve.srt.cpu import defaults as cpu
-
-    cpu.set_environment_defaults()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 class EngineProcess:
     """A process with one ``ScriptedEngine``; SGLang allows one scheduler per process."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        context = engine_context()
-        self._connection, remote = context.Pipe()
-        self._process = context.Process(target=serve, args=(remote, spec), daemon=True)
+        self._connection, remote = multiprocessing.Pipe()
+        self._process = Forked(target=serve, args=(remote, spec), daemon=True)
         self._process.start()
         remote.close()
         self._receive(f"start of {spec}")
@@ -319,17 +310,13 @@ class EngineProcess:
         self._process.join(10)
 
 
-def serve(
-    connection: Any, spec: EngineSpec, adapted: Callable[[type], type] = lambda kind: kind
-) -> None:
+def serve(connection: Any, spec: EngineSpec) -> None:
     """Answer the calls of an ``EngineProcess``."""
-    # What the engine context has imported is no garbage, and to look takes longer than the start.
-    gc.freeze()
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     # As precise as all else, so that it does not matter where a prompt is cut.
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     try:
-        engine = ScriptedEngine(spec, adapted)
+        engine = ScriptedEngine(spec)
     except BaseException:
         connection.send((None, traceback.format_exc()))
         return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-
-from srt.own_process import printed_by
+import subprocess
+import sys
 
 SCRIPT = """
 import gc, runpy
@@ -34,7 +34,9 @@ for module, name, arguments in (
 
 def test_full_collections_begin_when_a_process_has_imported() -> None:
     usual = gc.get_threshold()
-    told = [line for line in printed_by(SCRIPT) if line.endswith(")") and ": (" in line]
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    told = [line for line in done.stdout.splitlines() if line.endswith(")") and ": (" in line]
     assert told == [
         f"while importing: {(*usual[:2], 1000)}",
         f"run_scheduler_process: {usual}",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import UnsupportedError
@@ -28,15 +31,20 @@ from sglang_coserve.srt.marks.marks_middleware import (  # noqa: E402
 )
 from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
+COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")
 
-def launch_server(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_coserve.launch_server", *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+
+@pytest.fixture
+def launch_server(forked_servers: ForkedServers, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Returns the status of a server that is to end, and what it says."""
+
+    def launched(*flags: str) -> tuple[int, str]:
+        log = tmp_path / "server.log"
+        with log.open("wb") as stdout:
+            server = forked_servers.start([*COMMAND, *flags], env={**os.environ}, stdout=stdout)
+        return server.wait(300), log.read_text()
+
+    return launched
 
 
 def test_help_shows_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,24 +247,25 @@ def test_a_command_line_is_refused_before_anything_is_started(
 
 
 def test_the_command_line_tells_one_line_and_exits_with_2(small_model: Path) -> None:
-    refused = launch_server("--model-path", str(small_model), "--tokenizer-worker-num", "2")
+    command = [*COMMAND, "--model-path", str(small_model), "--tokenizer-worker-num", "2"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
     errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "--tokenizer-worker-num" in errors[0]
 
 
-def test_a_taken_port_is_refused_before_the_model_is_loaded(small_model: Path) -> None:
+def test_a_taken_port_is_refused_before_the_model_is_loaded(
+    small_model: Path, launch_server: Callable[..., tuple[int, str]]
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        refused = launch_server(
-            "--model-path", str(small_model), "--host", "127.0.0.1", "--port", port
-        )
-    assert refused.returncode == 2
-    assert f"port {port}" in refused.stderr
-    assert "Load weight" not in refused.stderr
+        status, said = launch_server("--model-path", str(small_model), "--port", port)
+    assert status == 2
+    assert f"port {port}" in said
+    assert "Load weight" not in said
 
 
 def test_a_bad_profile_is_refused_before_the_model_is_loaded(
@@ -270,20 +279,20 @@ def test_a_bad_profile_is_refused_before_the_model_is_loaded(
 
 
 def test_what_a_scheduler_refuses_is_told_without_a_traceback(
-    small_model: Path, tmp_path: Path
+    small_model: Path, tmp_path: Path, launch_server: Callable[..., tuple[int, str]]
 ) -> None:
     """Once it has loaded the model: it cannot write its recording."""
-    refused = launch_server(
-        *("--model-path", str(small_model), "--host", "127.0.0.1", "--port", str(free_port())),
+    status, said = launch_server(
+        *("--model-path", str(small_model), "--port", str(free_port())),
         *("--record-plans", str(tmp_path / "nowhere" / "plans.jsonl")),
         *("--startup-profile-seconds", "0"),
     )
-    assert refused.returncode == 2
-    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert status == 2
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "nowhere" in errors[0]
     assert "did not start" in errors[1]
     assert len(errors) == 2
-    assert "Traceback" not in refused.stderr
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_REQUEST_DECOMPRESSION"])

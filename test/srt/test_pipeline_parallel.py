@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sglang_coserve.recording.events import Updated
 from sglang_coserve.recording.file import read_recording
 from sglang_coserve.recording.replay import replay
 from srt.conftest import KV_POOL_TOKENS, Reference
-from srt.own_engine import is_flushed
+from srt.own_engine import is_flushed, own_engine, state
 from srt.scripted_engine import Spec
 
 TIMEOUT_S = 120
@@ -26,22 +27,20 @@ POLICIES = {
 }
 
 
-def start(model: Path, policy: str, recording: Path | None = None, **settings: Any) -> Any:
-    from sglang_coserve.config import CoserveConfig
-    from sglang_coserve.srt.engine import CoserveEngine
-
-    return CoserveEngine(
-        model_path=str(model),
-        dtype="float32",
+def started(
+    model: Path, policy: str, recording: Path | None = None, **settings: Any
+) -> AbstractContextManager[Any]:
+    return own_engine(
+        model,
+        {
+            "offline_policy": policy,
+            "record_plans": None if recording is None else str(recording),
+            **POLICIES[policy],
+        },
         pp_size=2,
         max_total_tokens=KV_POOL_TOKENS,
         chunked_prefill_size=128,
         schedule_conservativeness=0.1,
-        coserve_config=CoserveConfig(
-            offline_policy=policy,
-            record_plans=None if recording is None else str(recording),
-            **POLICIES[policy],
-        ),
         **settings,
     )
 
@@ -53,10 +52,9 @@ def engine(
     recording = None
     if request.param != "fifo":
         recording = tmp_path_factory.mktemp("recording") / "plans.jsonl"
-    running = start(small_model, request.param, recording)
-    running.policy, running.recording = request.param, recording
-    yield running
-    running.shutdown()
+    with started(small_model, request.param, recording) as running:
+        running.policy, running.recording = request.param, recording
+        yield running
 
 
 def specs(seed: int) -> list[Spec]:
@@ -101,11 +99,6 @@ def serve(engine: Any, requests: Sequence[Spec]) -> dict[str, list[int]]:
 
     outputs = engine.loop.run_until_complete(all_of_them())
     return dict(zip([spec[0] for spec in requests], outputs, strict=True))
-
-
-def state(engine: Any) -> Any:
-    (internal,) = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
-    return internal["coserve"]
 
 
 def test_outputs_are_those_of_one_stage(engine: Any, reference_outputs: Reference) -> None:
@@ -163,10 +156,7 @@ def test_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> Non
 
 @pytest.mark.heavy
 def test_two_stages_of_two_ranks(small_model: Path, reference_outputs: Reference) -> None:
-    engine = start(small_model, "coserve", tp_size=2)
-    try:
+    with started(small_model, "coserve", tp_size=2) as engine:
         requests = specs(3)
         assert serve(engine, requests) == reference_outputs(requests)
         assert is_flushed(engine)
-    finally:
-        engine.shutdown()

@@ -48,6 +48,8 @@ def lines_in_flight(deployment: Deployment) -> int:
     return int(deployment.status()["batch_api"]["lines_in_flight"])
 
 
+# A killed server's lines go on in test_interruptions, and responses after a restart in test/batch.
+@pytest.mark.heavy
 def test_a_killed_servers_responses_are_completed(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:

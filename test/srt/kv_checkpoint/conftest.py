@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine, checkpoint_spec
-from srt.scripted_engine import EngineSpec
+from srt.scripted_engine import EngineProcess
 
 PLANNED = {
     "offline_policy": "coserve",
@@ -21,21 +19,12 @@ PLANNED = {
 
 
 @pytest.fixture(scope="module")
-def start_checkpointing(small_model: Path) -> Iterator[Callable[..., CheckpointEngine]]:
-    """Starts engines by mode, event loop and page size; ends them with the module."""
-    running: dict[EngineSpec, CheckpointEngine] = {}
+def start_checkpointing(
+    start_engine: Callable[..., EngineProcess],
+) -> Callable[..., EngineProcess]:
+    """Starts engines by mode, event loop and page size."""
 
-    def start(
-        mode: str, *, overlap: bool, page_size: int, coserve: Any = (), **server_args: Any
-    ) -> CheckpointEngine:
-        settings = {**PLANNED, "kv_checkpoint": mode, **dict(coserve)}
-        spec = checkpoint_spec(
-            small_model, settings, overlap=overlap, page_size=page_size, **server_args
-        )
-        if spec not in running or not running[spec].is_alive:
-            running[spec] = CheckpointEngine(spec)
-        return running[spec]
+    def start(mode: str, *, coserve: Any = (), **settings: Any) -> EngineProcess:
+        return start_engine(coserve={**PLANNED, "kv_checkpoint": mode, **dict(coserve)}, **settings)
 
-    yield start
-    for process in running.values():
-        process.close()
+    return start

@@ -12,9 +12,8 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
-from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import ScriptedEngine, Spec
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 KINDS = [
     pytest.param(("eager", True, 16), id="eager-overlap-page16"),
@@ -27,10 +26,10 @@ All are in the heavy test below."""
 
 
 @pytest.fixture(params=KINDS)
-def engine(request: pytest.FixtureRequest, start_checkpointing: Any) -> CheckpointEngine:
+def engine(request: pytest.FixtureRequest, start_checkpointing: Any) -> EngineProcess:
     mode, overlap, page_size = request.param
     process = start_checkpointing(mode, overlap=overlap, page_size=page_size)
-    assert isinstance(process, CheckpointEngine)
+    assert isinstance(process, EngineProcess)
     return process
 
 
@@ -54,7 +53,7 @@ def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
 
 
 def test_mixed_requests_finish_with_the_outputs_of_stock(
-    engine: CheckpointEngine, reference_outputs: Reference
+    engine: EngineProcess, reference_outputs: Reference
 ) -> None:
     specs = duplicated_specs(seed=21, num_online=20, num_offline=30)
     outputs, aborted, count, demoted = engine.call(run_mixed, specs, 3)

@@ -15,9 +15,8 @@ from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
-from srt.kv_checkpoint.checkpoint_engine import CheckpointEngine
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import ScriptedEngine, Spec
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 MODEL = "some model"
 NUM_TOKENS, TOKENS_BEFORE = 90, 40
@@ -51,19 +50,19 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def engine(kind: Any, start_checkpointing: Any, directory: Path) -> CheckpointEngine:
+def engine(kind: Any, start_checkpointing: Any, directory: Path) -> EngineProcess:
     mode, overlap, page_size, policy = kind
     return started(start_checkpointing, directory, mode, overlap, page_size, policy)
 
 
 def started(
     start: Any, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
-) -> CheckpointEngine:
+) -> EngineProcess:
     coserve: dict[str, Any] = {"kv_move_dir": str(directory), "offline_policy": policy}
     if policy == "fifo":
         coserve |= {"startup_profile_seconds": 10.0, "safepoint_interval": None}
     process = start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
-    assert isinstance(process, CheckpointEngine)
+    assert isinstance(process, EngineProcess)
     return process
 
 
@@ -150,7 +149,7 @@ def lengths() -> dict[str, int]:
 
 
 def test_lines_go_on_elsewhere_with_their_kv(
-    engine: CheckpointEngine, kind: Any, directory: Path, reference_outputs: Reference
+    engine: EngineProcess, kind: Any, directory: Path, reference_outputs: Reference
 ) -> None:
     page = kind[2]
     left = engine.call(leave)
@@ -174,7 +173,7 @@ def test_lines_go_on_elsewhere_with_their_kv(
 
 
 @pytest.fixture
-def one(start_checkpointing: Any, directory: Path) -> CheckpointEngine:
+def one(start_checkpointing: Any, directory: Path) -> EngineProcess:
     """The engine of the first kind, for what does not depend on the kind."""
     return started(start_checkpointing, directory, "eager", overlap=True, page_size=16)
 
@@ -218,7 +217,7 @@ class Damage:
     ["missing", "cut short", "a bit flipped", "no header", "much larger", "of another line"],
 )
 def test_a_file_that_is_not_what_was_written_means_recomputation(
-    one: CheckpointEngine, directory: Path, reference_outputs: Reference, damage: str
+    one: EngineProcess, directory: Path, reference_outputs: Reference, damage: str
 ) -> None:
     came = one.call(leave_and_go_on, Damage(directory, damage), MODEL)
     assert came["outputs"] == reference_outputs(LINES)
@@ -229,7 +228,7 @@ def test_a_file_that_is_not_what_was_written_means_recomputation(
 
 
 def test_kv_of_another_model_is_not_taken(
-    one: CheckpointEngine, directory: Path, reference_outputs: Reference
+    one: EngineProcess, directory: Path, reference_outputs: Reference
 ) -> None:
     came = one.call(leave_and_go_on, Damage(directory, "none"), "another model")
     assert came["outputs"] == reference_outputs(LINES)
@@ -262,7 +261,7 @@ def leave_with_bad_disk(engine: ScriptedEngine, hangs: bool) -> Any:
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["hung", "full"])
 def test_a_bad_disk_means_recomputation(
-    one: CheckpointEngine, directory: Path, reference_outputs: Reference, hangs: bool
+    one: EngineProcess, directory: Path, reference_outputs: Reference, hangs: bool
 ) -> None:
     _, came = one.call(leave_with_bad_disk, hangs)
     assert came["outputs"] == reference_outputs(LINES)
@@ -312,7 +311,7 @@ def _stop() -> Any:
     raise StopIteration
 
 
-def test_a_line_that_is_aborted_on_its_way_leaves_nothing_behind(one: CheckpointEngine) -> None:
+def test_a_line_that_is_aborted_on_its_way_leaves_nothing_behind(one: EngineProcess) -> None:
     assert one.call(abort_on_the_way) == [len(LINES)]
 
 

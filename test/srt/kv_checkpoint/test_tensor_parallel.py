@@ -74,6 +74,7 @@ def test_ranks_stay_in_step_while_requests_give_way_and_resume(engine: Any) -> N
         if stats["demoted_tokens"] and stats["prefetch_published_tokens"]:
             break
     assert stats["mode"] == "eager"
+    assert state(engine)["config"]["slo_ttft_ms"] == 300
     assert stats["demoted_tokens"] > 0
     assert stats["prefetch_published_tokens"] > 0
 
@@ -126,3 +127,9 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
             assert not list(move_dir.iterdir())
 
     engine.loop.run_until_complete(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_an_unknown_class_is_a_value_error(engine: Any) -> None:
+    with pytest.raises(ValueError, match="'online' or 'offline'"):
+        engine.generate("x", {"custom_params": {"coserve_class": "batch"}})
+    assert is_flushed(engine)
