@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -88,17 +86,6 @@ def test_a_file_cut_off_anywhere_keeps_its_whole_records(
     again = a_log(directory)
     recover(again, log.progress, 10)
     assert again.progress == log.progress
-
-
-def test_what_is_appended_is_recovered(tmp_path: Path) -> None:
-    log = a_log(tmp_path)
-    first = Progress(completed=2, output_bytes=len(record(2) + record(9)))
-    log.append(record(2) + record(9), b"", first)
-    second = first + Progress(failed=1, error_bytes=len(unserved(4)))
-    log.append(b"", unserved(4), second)
-    log.append(record(1), b"", second)
-    assert recover(log, Progress()) == [1, 2, 4, 9]
-    assert log.progress.usage.total_tokens == 18
 
 
 def test_no_file_is_made_for_nothing(tmp_path: Path) -> None:
@@ -192,24 +179,6 @@ def test_every_api_counts_its_tokens_its_own_way(usage: object, counted: Usage) 
     assert usage_of({"usage": usage}) == counted
 
 
-@pytest.mark.parametrize("zeros", [(0, 40), (100, 600), (300, 420), (700, 2000), (1900, 2400)])
-@pytest.mark.parametrize("is_counted", [False, True])
-def test_zeros_anywhere_behind_what_was_counted_end_the_file(
-    tmp_path: Path, zeros: tuple[int, int], is_counted: bool
-) -> None:
-    """The size of what was being written is on the disk, a part of its bytes is not."""
-    records = [record(line, tokens=line * 10**30) for line in range(1, 11)]
-    first = len(records[0]) if is_counted else 0
-    content = bytearray(b"".join(records))
-    start, end = first + zeros[0], first + zeros[1]
-    content[start:end] = bytes(len(content[start:end]))
-    whole = sum(len(b"".join(records[:n])) <= start for n in range(1, 11))
-    committed = Progress(completed=1, output_bytes=first) if is_counted else None
-    (tmp_path / "output").write_bytes(content)
-    assert recover(a_log(tmp_path), committed) == list(range(1, whole + 1))[:9]
-    assert (tmp_path / "output").read_bytes() == b"".join(records[:whole])
-
-
 def test_a_damaged_record_without_zeros_is_reported_where_nothing_was_counted(
     tmp_path: Path,
 ) -> None:
@@ -219,19 +188,3 @@ def test_a_damaged_record_without_zeros_is_reported_where_nothing_was_counted(
         recover(a_log(tmp_path), None)
     assert (tmp_path / "output").read_bytes() == content
     assert recover(a_log(tmp_path), Progress()) == [1]
-
-
-def test_a_sync_that_fails_leaves_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = a_log(tmp_path)
-    log.append(record(1), b"", Progress(completed=1, output_bytes=len(record(1))))
-
-    def failing(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", failing)
-        with pytest.raises(StorageError, match="Input/output error"):
-            log.append(record(2), b"", Progress())
-    assert (tmp_path / "output").read_bytes() == record(1)

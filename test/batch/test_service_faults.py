@@ -9,7 +9,6 @@ import pytest
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.result_record import batch_tag, encode_record
 
 
 async def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -> None:
@@ -147,36 +146,3 @@ async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
             after.id,
             batch.id,
         ]
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_zeros_that_a_power_failure_leaves_in_an_output_stop_no_batch(
-    tmp_path: Path, is_cancelled: bool
-) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    async with scene.service as service:
-        batch = await scene.create(lines(5))
-        await scene.in_flight(5)
-        if is_cancelled:
-            await service.pause_batch(OWNER, batch.id)
-        output_file_id = await service._context.store.run(
-            lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()[0]
-        )
-    content = bytearray()
-    for number in range(1, 6):
-        result = LineResult(200, "r", {"text": "x" * 1000, "usage": {}})
-        content += encode_record(batch_tag(batch.id), number, f"id-{number}", result)
-    content[2500:3000] = bytes(500)
-    output = tmp_path / "files" / output_file_id
-    output.write_bytes(content)
-    output.chmod(0o600)
-    scene = await opened(tmp_path)
-    async with scene.service as service:
-        if is_cancelled:
-            await service.cancel_batch(OWNER, batch.id)
-        done = await scene.ends(batch.id)
-        assert done.status == ("cancelled" if is_cancelled else "completed")
-        assert done.coserve.warning is None
-        records = await scene.records(done)
-        assert len(records) == done.request_counts.completed == (2 if is_cancelled else 5)
-        await service.delete_file(OWNER, done.input_file_id)

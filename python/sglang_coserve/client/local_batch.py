@@ -139,7 +139,7 @@ class LocalBatch:
 
     id = ""
     deadline_s = math.inf
-    model = ""
+    model: str | None = ""
     context_tokens = COMMON_CONTEXT_TOKENS
 
     def __init__(
@@ -229,7 +229,7 @@ class LocalBatch:
             unique_ids=True,
         )
         # A server sends a line's tokens only in its answer: there are none to keep.
-        self._run = LineRun(self, self._context, writer, LineTokens(self.model))
+        self._run = LineRun(self, self._context, writer, LineTokens(""))
         await self._run.serve(lines, self._find_order())
 
     async def _find_order(self) -> None:

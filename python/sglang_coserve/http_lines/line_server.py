@@ -93,10 +93,6 @@ class LineServer:
         """Take lines again after ``close``."""
         self._closed = None
 
-    def response(self) -> Response:
-        """Return the response that serves what its request asks for."""
-        return _StreamResponse(self)
-
     async def serve(self, receive: Receive, send: Send) -> None:
         """Serve what one connection asks for, until that ends."""
         stream = LineStream(self._backend, self._refusal, self.call_limits)
@@ -169,7 +165,7 @@ async def show_delays(request: Request) -> Response:
 @router.post("")
 async def serve_lines(request: Request) -> Response:
     """Make attempts at lines: JSON lines in, and JSON lines out at the same time."""
-    return _server(request).response()
+    return _StreamResponse(_server(request))
 
 
 def _server(request: Request) -> LineServer:

@@ -72,25 +72,18 @@ class UnservedLine:
 class LineJob(Protocol):
     """The properties of a job that ``LineRun`` needs."""
 
-    @property
-    def id(self) -> str:
-        """Id of the job."""
+    id: str
+    share: JobShare
+    """Its share of the slots."""
 
-    @property
-    def share(self) -> JobShare:
-        """Its share of the slots."""
+    deadline_s: float
+    """When it should be complete, in seconds since the epoch."""
 
-    @property
-    def deadline_s(self) -> float:
-        """When it should be complete, in seconds since the epoch."""
+    model: str | None
+    """The model of its latest result; None before there is one."""
 
-    @property
-    def model(self) -> str | None:
-        """The model of its latest result; None before there is one."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Of which no line takes more, prompt and answer."""
+    context_tokens: int
+    """Of which no line takes more, prompt and answer."""
 
     def tag(self, line: InputLine) -> int:
         """Return the tag of a line's record (see ``encode_record``)."""
