@@ -17,7 +17,6 @@ from sglang_coserve.http_lines.messages import (
     EngineDescription,
     LineAttempt,
     LineCall,
-    description_of,
     encode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
@@ -75,7 +74,14 @@ class LineServer:
 
     def description(self) -> EngineDescription:
         """Say what the engine serves."""
-        return description_of(self._backend, self.refuses)
+        backend = self._backend
+        return EngineDescription(
+            backend.model,
+            tuple(sorted(backend.endpoints)),
+            backend.limits,
+            backend.load().offline_tokens_per_s,
+            self.refuses,
+        )
 
     async def delays(self) -> EngineDelays:
         """Say by how much batches have delayed online requests; whoever computes is asked."""

@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
 __all__ = [
     "DELAYS_PATH",
@@ -36,7 +36,6 @@ __all__ = [
     "attempt_of",
     "call_id",
     "decode_message",
-    "description_of",
     "encode_message",
     "refusal_text",
     "request_of",
@@ -219,17 +218,6 @@ def call_id(content: bytes) -> int | None:
     """Return the id in the beginning of a ``LineCall``; None if there is none."""
     match = _CALL_ID.match(content)
     return int(match[1]) if match else None
-
-
-def description_of(backend: Backend, refuses: str | None) -> EngineDescription:
-    """Return what is said of ``backend``, which takes no lines now when ``refuses`` says why."""
-    return EngineDescription(
-        backend.model,
-        tuple(sorted(backend.endpoints)),
-        backend.limits,
-        backend.load().offline_tokens_per_s,
-        refuses,
-    )
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
