@@ -157,7 +157,6 @@ def measure(machine: Machine, name: str, traffic: TraceTraffic) -> None:
             )
             for load in loads
         ]
-        cut = fit_of(traffic)
         write_results(
             path,
             options,
@@ -166,7 +165,7 @@ def measure(machine: Machine, name: str, traffic: TraceTraffic) -> None:
             load=share,
             full_rate_per_s=full_per_s,
             rate_per_s=rate_per_s,
-            cut_to_context=None if cut is None else cut.to_dict(),
+            cut_to_context=fit_of(traffic),
             targets_ms={
                 kind: [1e3 * (t.ttft_s or 0), 1e3 * (t.tpot_s or 0)] for kind, t in targets.items()
             },

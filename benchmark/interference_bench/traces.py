@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from interference_bench.load import OnlineArrival, Traffic
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import ContextFit, fit_to_context
+from sglang_coserve.workload.shape import fit_to_context
 from sglang_coserve.workload.synthetic import gamma_arrivals, prompt_token_ids, synthesize
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
@@ -120,11 +120,11 @@ def traffic_of(name: str, folder: Path) -> TraceTraffic:
     return RecordedTraffic(path.resolve())
 
 
-def fit_of(traffic: TraceTraffic) -> ContextFit | None:
+def fit_of(traffic: TraceTraffic) -> str | None:
     """Return what was cut of a trace to fit the context; None for what is no trace."""
     return _fitting(traffic.path)[1] if isinstance(traffic, RecordedTraffic) else None
 
 
 @cache
-def _fitting(path: Path) -> tuple[list[TraceRequest], ContextFit]:
+def _fitting(path: Path) -> tuple[list[TraceRequest], str]:
     return fit_to_context(read_trace(path), CONTEXT_TOKENS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import ContextFit, fit_to_context, scale_rate, window
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
@@ -51,36 +51,23 @@ class TestRate:
 class TestFitToContext:
     def test_what_fits_is_untouched(self):
         requests = list(islice(every_second(), 5))
-        assert fit_to_context(requests, 110) == (requests, ContextFit(requests=5))
+        assert fit_to_context(requests, 110)[0] == requests
 
     def test_prompts_give_way_to_outputs_at_their_end(self):
         request = TraceRequest(0, 0.0, 3 * BLOCK_TOKENS, 100, hash_ids=(4, 5, 6))
-        (fitted,), report = fit_to_context([request], 2 * BLOCK_TOKENS)
+        (fitted,), _ = fit_to_context([request], 2 * BLOCK_TOKENS)
         assert fitted == TraceRequest(0, 0.0, 2 * BLOCK_TOKENS - 100, 100, hash_ids=(4, 5))
-        assert report == ContextFit(requests=1, prompts_cut=1, prompt_tokens_cut=612)
 
     def test_an_endless_output_leaves_room_for_a_prompt(self):
         (fitted,), _ = fit_to_context([TraceRequest(0, 0.0, 90, 10**9)], 100)
         assert (fitted.prompt_tokens, fitted.output_tokens) == (1, 99)
 
-    def test_requests_that_failed_when_recorded_are_counted_and_left_out(self):
-        requests = [
-            TraceRequest(0, 0.0, 0, 0),
-            TraceRequest(1, 1.0, 5, 0),
-            TraceRequest(2, 2.0, 0, 5),
-            TraceRequest(3, 3.0, 5, 5),
-        ]
-        fitted, report = fit_to_context(requests, 100)
-        assert fitted == requests[3:]
-        assert report == ContextFit(requests=1, dropped_failed=3)
-
-    def test_the_report_reads_as_a_sentence(self):
-        _, report = fit_to_context([TraceRequest(0, 0.0, 0, 0), TraceRequest(1, 1.0, 90, 129)], 100)
-        assert str(report) == (
-            "1 requests kept, 1 failed ones left out, 1 prompts cut by 89 tokens, "
-            "1 outputs cut by 30 tokens"
-        )
-        assert report.to_dict()["output_tokens_cut"] == 30
+    def test_it_says_what_was_left_out_and_cut(self):
+        lengths = [(0, 0), (5, 0), (0, 5), (5, 5), (90, 129), (90, 10)]
+        requests = [TraceRequest(i, float(i), *pair) for i, pair in enumerate(lengths)]
+        fitted, done = fit_to_context(requests, 100)
+        assert [request.index for request in fitted] == [3, 4, 5]
+        assert done == "3 requests, 3 failed ones left out, 1 cut to 100 tokens"
 
     @pytest.mark.parametrize("context", [1, 0, -3])
     def test_limits_that_leave_no_room(self, context):
@@ -91,21 +78,19 @@ class TestFitToContext:
         lengths=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000))),
         context=st.integers(2, 4000),
     )
-    def test_everything_fits_and_nothing_is_lost_from_the_books(self, lengths, context):
+    def test_everything_fits_and_no_more_is_cut_than_must_be(self, lengths, context):
         requests = [
             TraceRequest(i, float(i), p, o, tuple(range(-(-p // BLOCK_TOKENS))))
             for i, (p, o) in enumerate(lengths)
         ]
-        fitted, report = fit_to_context(requests, context)
+        fitted, _ = fit_to_context(requests, context)
         for r in fitted:
             assert r.prompt_tokens >= 1
             assert r.output_tokens >= 1
             assert r.prompt_tokens + r.output_tokens <= context
             assert len(r.hash_ids) == -(-r.prompt_tokens // BLOCK_TOKENS)
-        assert report.requests + report.dropped_failed == len(requests)
         served = [r for r in requests if r.prompt_tokens and r.output_tokens]
         assert [r.index for r in served] == [r.index for r in fitted]
-        for field in ("prompt_tokens", "output_tokens"):
-            before = sum(getattr(r, field) for r in served)
-            after = sum(getattr(r, field) for r in fitted)
-            assert before - after == getattr(report, f"{field}_cut")
+        for before, after in zip(served, fitted, strict=True):
+            whole = before.prompt_tokens + before.output_tokens
+            assert after.prompt_tokens + after.output_tokens == min(whole, context)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Final
 
@@ -17,7 +17,6 @@ from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 __all__ = [
     "RESERVED_TOKENS",
-    "ContextFit",
     "fit_to_context",
     "scale_rate",
     "window",
@@ -62,40 +61,16 @@ def scale_rate(requests: Iterable[TraceRequest], factor: float) -> Iterator[Trac
     return (replace(request, arrival_s=request.arrival_s / factor) for request in requests)
 
 
-@dataclass(frozen=True, slots=True)
-class ContextFit:
-    """What ``fit_to_context`` changed. All zero but ``requests`` when it changed nothing."""
-
-    requests: int = 0
-    """Requests kept."""
-
-    dropped_failed: int = 0
-    """Requests left out because they have no prompt or no output: they failed when recorded."""
-
-    prompts_cut: int = 0
-    outputs_cut: int = 0
-    prompt_tokens_cut: int = 0
-    output_tokens_cut: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the fields by name."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.requests} requests kept, {self.dropped_failed} failed ones left out, "
-            f"{self.prompts_cut} prompts cut by {self.prompt_tokens_cut} tokens, "
-            f"{self.outputs_cut} outputs cut by {self.output_tokens_cut} tokens"
-        )
-
-
 def fit_to_context(
     requests: Iterable[TraceRequest], max_context_tokens: int
-) -> tuple[list[TraceRequest], ContextFit]:
+) -> tuple[list[TraceRequest], str]:
     """Cut requests to a model's context and drop those that failed when recorded.
 
     First outputs are cut to leave room for one prompt token; then prompts are cut at
     their end to the room that is left, so that shared prefixes stay shared.
+
+    Returns:
+        The requests, and in words how many they are, have failed and were cut.
 
     Raises:
         ConfigError: The limit leaves no room for one prompt and one output token.
@@ -103,17 +78,14 @@ def fit_to_context(
     if max_context_tokens < 2:
         raise ConfigError(f"context limit {max_context_tokens}: it must be at least 2 tokens")
     kept: list[TraceRequest] = []
-    failed = prompts_cut = outputs_cut = prompt_tokens_cut = output_tokens_cut = 0
+    failed = cut = 0
     for request in requests:
         if request.prompt_tokens == 0 or request.output_tokens == 0:
             failed += 1
             continue
+        cut += request.prompt_tokens + request.output_tokens > max_context_tokens
         output_tokens = min(request.output_tokens, max_context_tokens - 1)
         prompt_tokens = min(request.prompt_tokens, max_context_tokens - output_tokens)
-        outputs_cut += output_tokens < request.output_tokens
-        prompts_cut += prompt_tokens < request.prompt_tokens
-        output_tokens_cut += request.output_tokens - output_tokens
-        prompt_tokens_cut += request.prompt_tokens - prompt_tokens
         kept.append(
             replace(
                 request,
@@ -122,7 +94,5 @@ def fit_to_context(
                 hash_ids=request.hash_ids[: -(-prompt_tokens // BLOCK_TOKENS)],
             )
         )
-    report = ContextFit(
-        len(kept), failed, prompts_cut, outputs_cut, prompt_tokens_cut, output_tokens_cut
-    )
-    return kept, report
+    done = f"{failed} failed ones left out, {cut} cut to {max_context_tokens} tokens"
+    return kept, f"{len(kept)} requests, {done}"
