@@ -21,7 +21,7 @@ from typing import Final
 from paper.experiment import Cell, Claim, Conditions, Findings
 from paper.ooco_pools import Pools, Pull, length_preference
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
-from sglang_coserve.core.latency_model.model_shape import kv_bytes_per_token
+from sglang_coserve.core.latency_model.machine import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role

@@ -15,7 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.core.latency_model.model_shape import kv_capacity_tokens
+from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report

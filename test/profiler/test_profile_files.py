@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model.hardware import find_hardware
-from sglang_coserve.core.latency_model.model_shape import find_model
+from sglang_coserve.core.latency_model.machine import find_hardware, find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, InputFileError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.core.latency_model.model_shape import (
+from sglang_coserve.core.latency_model.machine import (
     kv_bytes_per_token,
     kv_capacity_tokens,
     weight_bytes,

@@ -10,10 +10,11 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from sglang_coserve.core.latency_model.hardware import Hardware, find_hardware
-from sglang_coserve.core.latency_model.model_shape import (
+from sglang_coserve.core.latency_model.machine import (
     MODELS,
+    Hardware,
     ModelShape,
+    find_hardware,
     find_model,
     kv_bytes_per_token,
 )

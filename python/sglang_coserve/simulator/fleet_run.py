@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Final
 
 from sglang_coserve.core.engine_load import WantedLines, wanted_lines
-from sglang_coserve.core.latency_model.model_shape import kv_bytes_per_token
+from sglang_coserve.core.latency_model.machine import kv_bytes_per_token
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_coserve.core.latency_model.hardware import HARDWARE
 from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
+from sglang_coserve.core.latency_model.machine import HARDWARE, ModelShape
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample, SampleTable
-from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 

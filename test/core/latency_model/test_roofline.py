@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 from latency_cases import LLAMA_3_1_8B, QWEN_2_5_7B, ROOFLINE, error_of, measure, random_batches
 
-from sglang_coserve.core.latency_model.hardware import HARDWARE, find_hardware
-from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model, weight_bytes
+from sglang_coserve.core.latency_model.machine import (
+    HARDWARE,
+    ModelShape,
+    find_hardware,
+    find_model,
+    weight_bytes,
+)
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError

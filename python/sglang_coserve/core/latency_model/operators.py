@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.core.latency_model.machine import ModelShape
 from sglang_coserve.errors import ConfigError
 
 __all__ = ["Attention", "Gemm", "Operators"]

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from sglang_coserve.core.latency_model.hardware import Hardware
+from sglang_coserve.core.latency_model.machine import Hardware, ModelShape
 from sglang_coserve.core.latency_model.model import (
     Floats,
     Ints,
@@ -18,7 +18,6 @@ from sglang_coserve.core.latency_model.model import (
     longest_prefill,
     solve_chunk,
 )
-from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.refiner import fit_rescaled
 from sglang_coserve.core.step_stats import StepStats

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from sglang_coserve.core.latency_model.hardware import Hardware, find_hardware
-from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.latency_model.model_shape import (
+from sglang_coserve.core.latency_model.machine import (
+    Hardware,
+    find_hardware,
     find_model,
     kv_bytes_per_token,
     kv_capacity_tokens,
 )
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import read_json
