@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from secrets import compare_digest
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
+
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
 from sglang_coserve.errors import RequestError
 
@@ -27,12 +30,6 @@ __all__ = [
     "send_error",
     "send_json",
 ]
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _KINDS = {400: "BadRequestError"}
 

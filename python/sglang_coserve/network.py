@@ -13,9 +13,15 @@ from typing import Final
 
 import httpx
 
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import ConfigError, StartupError
 
-__all__ = ["OutboundTransport", "check_listen_address", "is_private_literal", "is_public"]
+__all__ = [
+    "OutboundTransport",
+    "check_listen_address",
+    "http_address",
+    "is_private_literal",
+    "is_public",
+]
 
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 """Leads to the IPv4 address in its last four bytes (RFC 6052)."""
@@ -32,6 +38,21 @@ _NEVER_PUBLIC: Final = (
 _MAX_ADDRESSES: Final = 4
 """Of one name: both versions of IP and a spare of each. Each may take the whole time to connect,
 and whoever names the host says how many there are."""
+
+
+def http_address(url: str, what: str) -> httpx.URL:
+    """Return the address ``url``, which a setting or a user says is that of ``what``.
+
+    Raises:
+        ConfigError: it is none of HTTP.
+    """
+    try:
+        address = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"{what} {url!r}: {error}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
+    return address
 
 
 def is_public(address: str) -> bool:

@@ -77,7 +77,7 @@ def test_failed_lines_show_in_the_exit_code_until_they_are_mended(
     [
         (["--concurrency", "0"], "concurrency"),
         (["--retry-for", "0"], "retry_for_s must be greater than 0"),
-        (["--base-url", "localhost"], "no server address"),
+        (["--base-url", "localhost"], "use http://HOST:PORT"),
         (["--no-such-flag"], "No such option"),
     ],
 )

@@ -15,6 +15,7 @@ import httpx
 
 from sglang_coserve.errors import ConfigError, RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.retry import RetryPolicy, backoff_s
+from sglang_coserve.network import http_address
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
@@ -49,12 +50,7 @@ def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[
         raise ConfigError("the API key has characters that no HTTP header can carry")
     # With /v1 and without are both common; the urls of the lines begin with /v1.
     root = base_url.rstrip("/").removesuffix("/v1")
-    try:
-        address = httpx.URL(root)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{base_url!r} is no server address: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ConfigError(f"{base_url!r} is no server address: use http://HOST:PORT")
+    address = http_address(root, "server")
     # The name and password of an address go into the header that a key would have.
     has_key = api_key is not None and not address.userinfo
     return address, {"authorization": f"Bearer {api_key}"} if has_key else {}

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from sglang_coserve.errors import ConfigError, ServerError
+from sglang_coserve.network import http_address
 
-__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "address_of", "follow"]
+__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "follow"]
 
 _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
@@ -45,7 +46,7 @@ class EngineList(EngineSource):
         Raises:
             ConfigError: one is not, or there are none.
         """
-        self._urls = [str(address_of(url, "engine")).rstrip("/") for url in urls]
+        self._urls = [str(http_address(url, "engine")).rstrip("/") for url in urls]
         if not self._urls:
             raise ConfigError("no engines: name one at least")
 
@@ -63,7 +64,7 @@ class DnsName(EngineSource):
         Raises:
             ConfigError: it is not.
         """
-        address = address_of(url, "--engine-dns")
+        address = http_address(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
         if address.scheme != "http" or port is None:
             # A certificate is for the name, and each engine is called by its address.
@@ -93,7 +94,7 @@ class Router(EngineSource):
         Raises:
             ConfigError: the address cannot be used.
         """
-        self._url = f"{str(address_of(url, '--engine-router')).rstrip('/')}/workers"
+        self._url = f"{str(http_address(url, '--engine-router')).rstrip('/')}/workers"
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def urls(self) -> Sequence[str]:
@@ -138,18 +139,3 @@ async def follow(
             failures[number] = failure
         set_engines([url for urls in known for url in urls])
         await asyncio.sleep(interval_s)
-
-
-def address_of(url: str, what: str) -> httpx.URL:
-    """Return an address of the setting ``what``.
-
-    Raises:
-        ConfigError: it is none of HTTP.
-    """
-    try:
-        address = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"{what} {url!r}: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
-    return address

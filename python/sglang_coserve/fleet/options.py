@@ -12,8 +12,9 @@ from typing import Final
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, address_of
+from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
+from sglang_coserve.network import http_address
 
 __all__ = ["ENGINE_KEY_VARIABLE", "GatewayOptions", "parse_options"]
 
@@ -78,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         data=Path(args.coserve_data_dir),
         batch_api=BatchApiConfig.from_mapping(vars(args)),
         sources=tuple(sources),
-        router=str(address_of(args.router, "--router")) if args.router else None,
+        router=str(http_address(args.router, "--router")) if args.router else None,
         known_router=next(iter(args.engine_router), None),
         engine_admin_key=engine_key,
         api_key=args.api_key,

@@ -12,7 +12,6 @@ from itertools import count
 from typing import Final, Self, TypeVar
 
 import aiohttp
-import httpx
 import msgspec
 
 from sglang_coserve.errors import ConfigError, RequestError, ServerError
@@ -35,6 +34,7 @@ from sglang_coserve.http_lines.messages import (
     refusal_text,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.network import http_address
 
 __all__ = ["EngineConnection", "EngineStream"]
 
@@ -155,12 +155,8 @@ class EngineConnection:
 
 
 def _checked(url: str) -> str:
-    try:
-        address = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"{url!r} is no address of an engine: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host or address.path != "/":
-        raise ConfigError(f"{url!r} is no address of an engine: use http://HOST:PORT")
+    if http_address(url, "engine").path != "/":
+        raise ConfigError(f"engine {url!r}: use http://HOST:PORT")
     return url
 
 

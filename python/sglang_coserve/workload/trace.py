@@ -301,7 +301,7 @@ def sample_path(name: Literal["online", "offline"]) -> Path:
     """Return the path of a bundled sample.
 
     ``online`` is a ten-minute trace in Azure's CSV format, ``offline`` a JSONL
-    file of 400 chat requests in the OpenAI batch format. Both are synthetic;
-    ``scripts/samples/make_sample.py`` writes them anew.
+    file of 400 chat requests in the OpenAI batch format. Both are synthetic, made by
+    ``scripts/samples`` of e5c66b34.
     """
     return Path(str(files("sglang_coserve") / "data" / _FILES[name]))
