@@ -108,6 +108,16 @@ def tiers(traced: Traced) -> set[str]:
     return {one[name] for one in said if name in one}
 
 
+def test_spans_name_the_request_as_its_client_did(traced: Traced) -> None:
+    def named() -> set[str]:
+        spans = list(traced.collector.spans)
+        values = [attributes_of(span).get("http.request.header.x-request-id") for span in spans]
+        return {one.values[0].string_value for one in values if one is not None}
+
+    expected = {f"online-{number}" for number in range(ONLINE_REQUESTS)}
+    eventually(lambda: named() >= expected)
+
+
 def test_billed_requests_have_their_delay(traced: Traced) -> None:
     eventually(lambda: traced.collector.named("coserve delay"))
     for span in traced.collector.named("coserve delay"):

@@ -114,7 +114,7 @@ class Watched:
             "stream": True,
         }
         sent_s = time.perf_counter()
-        headers = {"authorization": f"Bearer {API_KEY}"}
+        headers = {"authorization": f"Bearer {API_KEY}", "x-request-id": f"online-{number}"}
         with httpx.stream(
             "POST", f"{self.base_url}/generate", json=body, headers=headers, timeout=60
         ) as response:

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from asgi_correlation_id import correlation_id
 from sglang.srt.managers.io_struct import GenerateReqInput, msgpack_encode
 from sglang.srt.managers.utils import msgpack_decode_explained
 
@@ -210,14 +211,16 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         return tokenized
 
     def _describe(self, tokenized: Any) -> None:
-        """Say in metrics and spans which tier a request has."""
+        """Say in metrics and spans which tier a request has, and in spans its ``x-request-id``."""
         state = self.rid_to_state.get(tokenized.rid)
         if state is None:
             return
         tiers = tier_attributes(tokenized.sampling_params.custom_params)
         state.time_stats.attributes = tiers | {"gen_ai.operation.name": operation()}
         if state.time_stats.trace_ctx.tracing_enable:
-            state.time_stats.trace_ctx.trace_set_root_attrs(tiers)
+            request_id = correlation_id.get()
+            named = {"http.request.header.x-request-id": [request_id]} if request_id else {}
+            state.time_stats.trace_ctx.trace_set_root_attrs(tiers | named)
 
 
 class _From:
