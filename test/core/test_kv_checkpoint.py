@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_coserve.core.kv_checkpoint import (
     Backoff,
     CheckpointMode,
     CheckpointPolicy,
     PageCopy,
-    RequestPages,
     RequestToSave,
     plan_copies,
     reclaim_tokens,
@@ -28,74 +25,6 @@ modes = st.sampled_from(CheckpointMode)
 unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
     lambda dirty: tuple(RequestToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
 )
-
-
-class PageState(Enum):
-    DIRTY = 0
-    COPYING = 1
-    SAVED = 2
-
-
-class PagesOfARequest(RuleBasedStateMachine):
-    """Drives ``RequestPages`` beside a list with the state of each page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pages = RequestPages()
-        self.states: list[PageState] = []
-        self.copies: list[int] = []
-
-    def change(self, page: int, state: PageState) -> None:
-        assert state.value == self.states[page].value + 1
-        self.states[page] = state
-
-    @property
-    def dirty(self) -> int:
-        return self.pages.total - self.pages.sent
-
-    @rule(new=st.integers(0, 5))
-    def compute(self, new: int) -> None:
-        self.states += [PageState.DIRTY] * new
-        self.pages.grow(len(self.states))
-
-    @precondition(lambda self: self.dirty)
-    @rule(data=st.data())
-    def begin_copy(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(1, self.dirty))
-        for page in range(self.pages.sent, self.pages.sent + count):
-            self.change(page, PageState.COPYING)
-        self.copies.append(count)
-        self.pages.begin_copy(count)
-
-    @precondition(lambda self: self.copies)
-    @rule()
-    def end_oldest_copy(self) -> None:
-        count = self.copies.pop(0)
-        for page in range(self.pages.saved, self.pages.saved + count):
-            self.change(page, PageState.SAVED)
-        self.pages.end_copy(count)
-
-    @rule(count=st.integers(1, 5))
-    def illegal_moves_change_nothing(self, count: int) -> None:
-        before = replace(self.pages)
-        for move, most in (
-            (self.pages.begin_copy, self.dirty),
-            (self.pages.end_copy, self.pages.sent - self.pages.saved),
-        ):
-            with pytest.raises(AssertionError):
-                move(most + count)
-        assert self.pages == before
-
-    @invariant()
-    def the_counts_say_what_every_page_is(self) -> None:
-        pages, states = self.pages, PageState
-        counts = pages.saved, pages.sent - pages.saved, self.dirty
-        expected = [states.SAVED] * counts[0] + [states.COPYING] * counts[1]
-        assert expected + [states.DIRTY] * counts[2] == self.states
-        assert pages.total == len(self.states)
-
-
-TestPagesOfARequest = PagesOfARequest.TestCase
 
 
 def test_eager_copies_all_full_pages_of_all_requests() -> None:

@@ -2,9 +2,8 @@
 
 ConServe §4.4, BROS §V.
 
-A request's full pages are saved in order, so two counts give the state of each page. Every
-decision is an immutable value computed from a snapshot. Time is counted in steps, so that
-all ranks of a tensor-parallel engine decide alike.
+Decisions are immutable values. Time is counted in steps, so that all ranks of a tensor-parallel
+engine decide alike.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ __all__ = [
     "CheckpointMode",
     "CheckpointPolicy",
     "PageCopy",
-    "RequestPages",
     "RequestToSave",
     "most_loaded_tokens",
     "plan_copies",
@@ -48,39 +46,6 @@ class CheckpointMode(Enum):
 
     LAZY = "lazy"
     """Pages about to be reclaimed (BROS): fewest copies, but online admission waits for them."""
-
-
-@dataclass(slots=True)
-class RequestPages:
-    """Counts a request's full pages: first the saved ones, then those in copy, then dirty ones.
-
-    The only mutable class here, as it changes for every request in every step.
-    """
-
-    saved: int = 0
-    """Pages whose copy is complete."""
-
-    sent: int = 0
-    """Pages whose copy has begun or is complete."""
-
-    total: int = 0
-
-    def grow(self, total: int) -> None:
-        """Record that the request has ``total`` full pages, at least as many as before."""
-        assert total >= self.total, "computed pages do not shrink"
-        self.total = total
-
-    def begin_copy(self, pages: int) -> None:
-        """Record that a copy of the first ``pages`` dirty pages has begun."""
-        sent = self.sent + pages
-        assert self.sent < sent <= self.total, "only dirty pages can be copied"
-        self.sent = sent
-
-    def end_copy(self, pages: int) -> None:
-        """Record that the oldest copy in flight, of ``pages`` pages, is complete."""
-        saved = self.saved + pages
-        assert self.saved < saved <= self.sent, "only pages being copied become saved"
-        self.saved = saved
 
 
 @dataclass(frozen=True, slots=True)

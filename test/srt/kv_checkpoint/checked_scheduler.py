@@ -23,8 +23,8 @@ def _assert_saved(cache: Any, checkpoint: Any) -> None:
     is not computed."""
     from sglang_coserve.srt import compat
 
-    page, start = cache.page_size, checkpoint.start_tokens
-    assert start + checkpoint.pages.sent * page <= compat.computed_tokens(checkpoint.req)
+    start = checkpoint.start_tokens
+    assert start + checkpoint.sent_tokens <= compat.computed_tokens(checkpoint.req)
     end = checkpoint.saved_end_tokens
     device_slots = cache.req_to_token_pool.req_to_token[
         compat.slot_of(checkpoint.req), start:end

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-from sglang_coserve.core.kv_checkpoint import Backoff, RequestPages
+from sglang_coserve.core.kv_checkpoint import Backoff
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots, path_to
 
@@ -28,13 +28,20 @@ class RequestCheckpoint:
     """The host pages of one request, after its prefix in the radix tree.
 
     The prefix, ``start_tokens`` long, is saved as nodes of the tree, once for all requests
-    that share it. Only whole pages are saved.
+    that share it. Only whole pages are saved, in order: first those saved, then those being
+    copied, then dirty ones.
     """
 
     def __init__(self, req: Req, page_tokens: int) -> None:
         self.req = req
         self.start_tokens = compat.protected_tokens(req)
-        self.pages = RequestPages()
+        self.saved_tokens = 0
+        """Whose copy is complete."""
+
+        self.sent_tokens = 0
+        """Whose copy has begun or is complete."""
+
+        self._full_tokens = 0
         self.host_slots = array("q")
         """One slot for each token saved or being copied."""
         self.is_released = False
@@ -43,29 +50,30 @@ class RequestCheckpoint:
     @property
     def dirty_tokens(self) -> int:
         """Computed tokens after the prefix whose copy has not begun."""
-        return (self.pages.total - self.pages.sent) * self._page_tokens
+        return self._full_tokens - self.sent_tokens
 
     @property
     def saved_end_tokens(self) -> int:
         """Number of the request's first tokens that are saved, provided that its prefix is."""
-        return self.start_tokens + self.pages.saved * self._page_tokens
+        return self.start_tokens + self.saved_tokens
 
     def computed(self, tokens: int) -> None:
         """Record that the request's first ``tokens`` tokens have KV."""
         pages = (tokens - self.start_tokens) // self._page_tokens
-        if pages > self.pages.total:
-            self.pages.grow(pages)
+        self._full_tokens = max(self._full_tokens, pages * self._page_tokens)
 
     def begin_copy(self, host_slots: Sequence[int]) -> Run:
         """Mark the first dirty pages as being copied; return their run."""
-        begin = self.start_tokens + self.pages.sent * self._page_tokens
-        self.pages.begin_copy(len(host_slots) // self._page_tokens)
+        begin = self.start_tokens + self.sent_tokens
+        assert 0 < len(host_slots) <= self.dirty_tokens, "only dirty pages can be copied"
+        self.sent_tokens += len(host_slots)
         self.host_slots.extend(host_slots)
         return compat.slot_of(self.req), begin, len(host_slots)
 
     def end_copy(self, tokens: int) -> None:
         """Record that the oldest copy, of ``tokens`` tokens, is complete."""
-        self.pages.end_copy(tokens // self._page_tokens)
+        assert 0 < tokens <= self.sent_tokens - self.saved_tokens, "only those are in flight"
+        self.saved_tokens += tokens
 
     def release(self) -> torch.Tensor:
         """End the request's checkpoint; return the host slots of its saved pages.
@@ -73,7 +81,7 @@ class RequestCheckpoint:
         The slots of copies in flight are freed when these end.
         """
         self.is_released = True
-        return torch.from_numpy(np.array(self.host_slots[: self.pages.saved * self._page_tokens]))
+        return torch.from_numpy(np.array(self.host_slots[: self.saved_tokens]))
 
 
 def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tensor:
