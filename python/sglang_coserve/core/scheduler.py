@@ -149,11 +149,9 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        context = self._context(cache)
+        context = self._context(snapshot.resume_s, cache)
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
             return self._compose(self._builder(snapshot, context)).build()
-        resume_s = self._resume_cost.seconds(snapshot.resume_s)
-        snapshot = replace(snapshot, resume_s=resume_s)
         shared = self._builder(snapshot, context)
         left_s = offline_left_s(shared)
         if snapshot.suspended is None:
@@ -283,7 +281,7 @@ class Scheduler:
         self._policy.compose(batch)
         return batch
 
-    def _context(self, cache: PrefixCache) -> PlanContext:
+    def _context(self, resume_s: float, cache: PrefixCache) -> PlanContext:
         return PlanContext(
             config=self._config,
             queue=self.queue,
@@ -291,6 +289,7 @@ class Scheduler:
             allowance=self._allowance,
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
+            resume_s=self._resume_cost.seconds(resume_s),
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
             and not self.queue.num_running

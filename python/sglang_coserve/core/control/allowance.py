@@ -20,13 +20,13 @@ from sglang_coserve.metrics import SloTargets
 __all__ = ["Allowance"]
 
 _WINDOW_S: Final = 300.0
-_LEAST_VALUES: Final = 400
-"""The baseline's latencies of the last five minutes count, and at least so many, four of which are
-in the tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md,
-"Changing traffic", also for what shorter ones cost."""
+"""The baseline's latencies of the last five minutes count, at least so many that four are in the
+tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md, "Changing
+traffic", also for what shorter ones cost."""
 
-_RENEWED_SHARE: Final = 1 / 128
-"""Statistics are computed again when this share of the values is new."""
+_TAIL: Final = 0.01
+"""What a P99 leaves out. The strictest own targets of so many requests do, too; and statistics are
+computed again when so many of the values are new."""
 
 _TOLERANCE: Final = 0.1
 """An absolute target that half of the baseline's values miss counts as +10%. A TTFT that cannot be
@@ -55,8 +55,8 @@ class _Headroom:
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
         is_ttft = latency is Latency.TTFT
         self._least_share = _TOLERANCE / (1 + _TOLERANCE) / 2 if is_ttft else _LEAST_OF_GAPS
-        self._alone = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
-        self._own_left = RecentValues(_WINDOW_S, at_least=_LEAST_VALUES)
+        self._alone = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
+        self._own_left = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         """What each request's own target leaves; infinite for none. Empty before the first."""
 
         self._num_new = 0
@@ -86,11 +86,11 @@ class _Headroom:
                 if own_s is not None:
                     left_s = max(own_s - alone_s, own_s * self._least_share)
                 self._own_left.add(left_s, now_s, count)
-        if self._num_new > _RENEWED_SHARE * self._alone.count:
+        if self._num_new > _TAIL * self._alone.count:
             self._num_new = 0
             self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
             if self._own_left.count:
-                self._own_left_s = self._own_left.quantile(0.01)
+                self._own_left_s = self._own_left.quantile(_TAIL)
 
     def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
         self.target_s = self._left_s = math.inf

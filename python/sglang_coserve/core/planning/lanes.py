@@ -53,7 +53,8 @@ def reaches_safepoint(batch: StepBuilder, left_s: float) -> bool:
     assert seen.suspended is not None
     step = seen.suspended.batch
     share = min(stop_share(step, seen), 1 - seen.suspended.done_share)
-    return not step.is_empty and seen.resume_s + share * batch.model.predict(step) <= left_s
+    part_s = share * batch.model.predict(step)
+    return not step.is_empty and batch.context.resume_s + part_s <= left_s
 
 
 def longest_s(batch: StepBuilder) -> float:
@@ -65,7 +66,7 @@ def longest_s(batch: StepBuilder) -> float:
     """
     gap_s = math.inf
     if batch.targets.tpot_s is not None:
-        gap_s = batch.targets.tpot_s - fixed_s(batch.model) - batch.snapshot.resume_s
+        gap_s = batch.targets.tpot_s - fixed_s(batch.model) - batch.context.resume_s
     return min(max(gap_s, 0.0), batch.context.allowance.arrival_s)
 
 

@@ -24,27 +24,24 @@ _ENOUGH: Final = 0.95
 gaps of everyone in it: slower decodes leave more requests in flight. Simulated on an H100
 (``bound.py``), steps up to the slack had a third of the offline tokens."""
 
-_RATIO: Final = 2**0.5
-_FEWEST_TOKENS: Final = 64
-"""Sizes that are tried: from all tokens that fit down to this many, each 1/sqrt(2) of the last."""
-
 
 def efficient_tokens(batch: StepBuilder) -> int:
     """Return the fewest prefill tokens that give a step 95% of its highest throughput.
 
-    Beside the work that the batch has already. Computed for a single prompt without context. O(log
-    tokens) predictions.
+    Beside the work that the batch has already. Computed for a single prompt without context, of
+    sizes that are halves of each other. O(log tokens) predictions.
     """
-    if batch.free_tokens <= 0:
-        return 0
-    sizes = [batch.free_tokens]
-    while sizes[-1] > _FEWEST_TOKENS:
-        sizes.append(int(sizes[-1] / _RATIO))
+    size = fewest = max(batch.free_tokens, 0)
     stats, predict = batch.stats, batch.model.predict
-    decodes = stats.compute_tokens
-    rates = [(decodes + size) / predict(stats.with_prefill(size, 0)) for size in sizes]
-    enough = _ENOUGH * max(rates)
-    return min(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
+    decodes, best = stats.compute_tokens, 0.0
+    # Smaller steps have a lower throughput, or a higher one as long as attention bounds it: where
+    # one has too little, those below have less.
+    while size >= batch.context.config.min_chunk_tokens:
+        rate = (decodes + size) / predict(stats.with_prefill(size, 0))
+        if rate < _ENOUGH * best:
+            break
+        best, fewest, size = max(best, rate), size, size // 2
+    return fewest
 
 
 def serve_offline(batch: StepBuilder, *, efficiently: bool = False) -> None:

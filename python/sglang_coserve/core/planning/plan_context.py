@@ -26,6 +26,9 @@ class PlanContext:
     prompt_s: float
     """Longest time, in seconds, that the step may add to the TTFT of the requests that wait."""
 
+    resume_s: float
+    """What it costs to suspend a step and resume it."""
+
     timely: float
     """Share of a time until which a step must be predicted to end, to end in that time."""
 
