@@ -56,7 +56,6 @@ def run(options: argparse.Namespace) -> list[Figure]:
             work,
             spares_one=options.router is not None,
             seed=options.seed,
-            other_versions=options.other_versions,
         )
         began_s = time.monotonic()
         with fleet:
@@ -123,11 +122,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = chaos_parser(__doc__ or "", "fleet-chaos-report", (2.0, 15.0), INJURIES)
     add = parser.add_argument
     add("--engines", type=int, default=3)
-    add(
-        "--other-versions",
-        action="store_true",
-        help="gateway and every second engine speak with unknown and without default fields",
-    )
     add("--router", type=Path, help="the command smg: online requests go through it")
     add("--online-rate", type=float, default=1.0, help="online requests a second, on average")
     return parser.parse_args(argv)

@@ -21,8 +21,6 @@ from sglang_coserve.local_server import LocalServer
 
 __all__ = ["INJURIES", "FleetProcesses"]
 
-_BENCHMARK: Final = Path(__file__).parents[1]
-_OTHER_VERSION: Final = "chaos_bench.other_version"
 _KEY: Final = "the engines' admin key"
 _END_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.2
@@ -44,7 +42,6 @@ class FleetProcesses:
         *,
         spares_one: bool,
         seed: int,
-        other_versions: bool = False,
     ) -> None:
         """Nothing is started yet.
 
@@ -54,40 +51,25 @@ class FleetProcesses:
             directory: Where logs and the gateway's data go.
             spares_one: Never hurt all engines at a time, as a router must have one to send to.
             seed: Of which engine is hurt.
-            other_versions: Let the gateway and every second engine speak as other versions.
         """
         self._rng = random.Random(seed)
-        paths = [str(_BENCHMARK), *filter(None, [os.environ.get("PYTHONPATH")])]
-        others = {"PYTHONPATH": os.pathsep.join(paths)}
-        self._engines = []
-        for number in range(count):
-            is_other = other_versions and number % 2 == 0
-            self._engines.append(
-                LocalServer(
-                    [
-                        *(["engine"] if is_other else []),
-                        *(*engine_flags, "--admin-api-key", _KEY),
-                        # A router sends a completion to who serves its model.
-                        *("--served-model-name", "default"),
-                    ],
-                    log_path=directory / f"engine-{number}.log",
-                    module=_OTHER_VERSION if is_other else "sglang_coserve.launch_server",
-                    ready_timeout_s=READY_TIMEOUT_S,
-                    # Several share the cores.
-                    extra_env={"OMP_NUM_THREADS": "1", **others},
-                )
+        self._engines = [
+            LocalServer(
+                # A router sends a completion to who serves its model.
+                [*engine_flags, "--admin-api-key", _KEY, "--served-model-name", "default"],
+                log_path=directory / f"engine-{number}.log",
+                ready_timeout_s=READY_TIMEOUT_S,
+                extra_env={"OMP_NUM_THREADS": "1"},  # Several share the cores.
             )
+            for number in range(count)
+        ]
         urls = [flag for engine in self._engines for flag in ("--engine", engine.base_url)]
         self._gateway = LocalServer(
-            [
-                *(["gateway"] if other_versions else []),
-                *("--coserve-data-dir", str(directory / "data")),
-                *urls,
-            ],
+            ["--coserve-data-dir", str(directory / "data"), *urls],
             log_path=directory / "gateway.log",
-            module=_OTHER_VERSION if other_versions else "sglang_coserve.fleet",
+            module="sglang_coserve.fleet",
             ready_timeout_s=READY_TIMEOUT_S,
-            extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY, **others},
+            extra_env={"COSERVE_ENGINE_ADMIN_KEY": _KEY},
         )
         self.base_url = self._gateway.base_url
         self._restarts: list[threading.Thread] = []

@@ -26,7 +26,7 @@ def test_nothing_is_lost_doubled_or_different(small_model: Path, tmp_path: Path)
     """
     router = ("--router", str(SMG), "--online-rate", "2") if SMG else ()
     flags = (
-        *("--engines", "2", "--other-versions"),
+        *("--engines", "2"),
         *("--minutes", "0", "--pause", "1", "2", "--injuries", *KINDS),
         *("--known", "8", "--lines", "30", "--unfinished", "2", "--out", str(tmp_path)),
         *("--model-path", str(small_model), "--server-flag=--dtype", "--server-flag=float32"),

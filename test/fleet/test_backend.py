@@ -20,7 +20,8 @@ from sglang_coserve.batch.service import BatchService
 from sglang_coserve.core.engine_load import WantedLines
 from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD
 from sglang_coserve.core.line_placement.placement import DEATHS_BEFORE_ALONE
-from sglang_coserve.fleet import EngineState, FleetBackend
+from sglang_coserve.fleet.backend import FleetBackend
+from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 from waiting import GIVE_UP_S, until

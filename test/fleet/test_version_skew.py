@@ -26,7 +26,7 @@ from sglang_coserve.client.server_batch import batch_status, check_outcome
 from sglang_coserve.client.submission import Submission
 from sglang_coserve.core.engine_load import LinesLoad, WantedLines
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
-from sglang_coserve.fleet import EngineState
+from sglang_coserve.fleet.engine import EngineState
 from sglang_coserve.fleet.report import Bill, OnlineUsers
 from sglang_coserve.http_lines.messages import (
     EngineDelays,

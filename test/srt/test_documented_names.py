@@ -82,7 +82,7 @@ def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]
 
 def exported_by_gateway() -> set[str]:
     from sglang_coserve.batch.record import ServiceStatus
-    from sglang_coserve.fleet import FleetBackend
+    from sglang_coserve.fleet.backend import FleetBackend
     from sglang_coserve.fleet.report import fleet_metrics
 
     status = ServiceStatus({"in_progress": 1}, 0, 0, 0, 1, 0, 0, "model")

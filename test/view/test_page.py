@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 
-from sglang_coserve.view import Page
+from sglang_coserve.view.page import Page
 
 
 def test_only_its_own_script_and_style_may_run() -> None:

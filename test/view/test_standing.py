@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.view import standing
+from sglang_coserve.view.standing import standing
 
 
 def slo(

@@ -4,8 +4,3 @@ The jobs, their files and their tokens are kept here, as a single server keeps t
 serve attempts at lines (``http_lines``). What ends an attempt, an engine's
 death or drain or another model, ends nothing else: the line goes on elsewhere.
 """
-
-from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.engine import EngineState, RemoteEngine
-
-__all__ = ["EngineState", "FleetBackend", "RemoteEngine"]

@@ -7,11 +7,3 @@
 Pure: who serves it (``srt/routes/view_routes.py``, ``fleet/gateway.py``) brings the samples
 and the time.
 """
-
-from __future__ import annotations
-
-from sglang_coserve.view.history import History
-from sglang_coserve.view.page import Page
-from sglang_coserve.view.standing import LEVELS, fleet_standing, standing
-
-__all__ = ["LEVELS", "History", "Page", "fleet_standing", "standing"]

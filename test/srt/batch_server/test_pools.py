@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_coserve.fleet import FleetBackend
+from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment

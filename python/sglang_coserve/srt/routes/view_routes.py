@@ -24,7 +24,9 @@ from sglang_coserve.batch.routes import PAGE_PATH, VIEW_PATH, Keys, shown_batche
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask
 from sglang_coserve.srt.routes.engine_routes import TRACE_PATH
-from sglang_coserve.view import History, Page, standing
+from sglang_coserve.view.history import History
+from sglang_coserve.view.page import Page
+from sglang_coserve.view.standing import standing
 
 __all__ = ["View"]
 
