@@ -101,7 +101,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/report.py::_ask": OURS,
     "lines/worker_threads.py::run_module": OURS,
     "guard/grammar_process.py::_end": OURS,
-    "srt/monitoring/scheduler_query.py::answer": OURS,
+    "srt/monitoring/status.py::answer": OURS,
     "batch/uploads.py::_find": "what create_upload has written",
     "fleet/served_model.py::remembered": OURS,
     "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",

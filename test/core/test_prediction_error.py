@@ -63,3 +63,12 @@ def test_one_stall_slows_nothing_for_long() -> None:
     error = observed(PredictionError(), 1.0, 100)
     error.observe(0.001, 5.0)
     assert error.slowness <= 2.0
+
+
+def test_a_drift_is_told_once_a_minute() -> None:
+    error = observed(PredictionError(), 1.5, 300)
+    assert (said := error.warning(10.0)) is not None
+    assert "off by 50%" in said
+    assert error.warning(69.0) is None
+    assert error.warning(70.0) is not None
+    assert observed(PredictionError(), 1.02, 300).warning(10.0) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -104,9 +103,10 @@ def test_the_metrics_in_the_docs_are_those_that_are_exported() -> None:
 
 
 def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
-    from sglang_coserve.srt.kv_checkpoint.stats import CheckpointStats, ClassStats
+    from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 
-    named = {field.name for kind in (CheckpointStats, ClassStats) for field in fields(kind)}
+    state = KvCheckpointing(None).state()
+    named = {*state, *state["classes"]["offline"]}
     table = names_in_table("kv_checkpoint.md", "## Metrics", column=1)
     # An ellipsis stands for what the name before it has.
     patterns = [name.removeprefix("classes.<class>.").replace("…", "[a-z]+") for name in table]

@@ -18,7 +18,7 @@ from sglang_coserve.http_lines.line_server import add_line_routes
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
-from sglang_coserve.srt.monitoring.replicas import replicas_info
+from sglang_coserve.srt.monitoring.scheduler_query import replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_drain_routes
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
 

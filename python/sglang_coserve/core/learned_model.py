@@ -56,6 +56,8 @@ _SLOWNESS_WEIGHT: Final = 0.1
 """Weight of a step in the moving average. Of 54 simulated settings 48 kept their share of late
 requests with it, 46 with the last step alone, 42 without the correction."""
 
+_WARNING_INTERVAL_S: Final = 60.0
+
 _LATE_STEPS: Final = 0.05
 """Share of the steps that may take longer than the reserve accounts for."""
 
@@ -86,6 +88,7 @@ class PredictionError:
         self._count = 0
         self._mape = 0.0
         self._bias = 0.0
+        self._warn_from_s = 0.0
         self.slowness = 1.0
         """Measured ÷ predicted time, averaged over about the last ten steps."""
 
@@ -122,6 +125,17 @@ class PredictionError:
     def has_drifted(self) -> bool:
         """True once at least 100 steps were observed and the mean error exceeds ``limit``."""
         return self._count >= _FEWEST and self._mape > self.limit
+
+    def warning(self, now_s: float) -> str | None:
+        """Return what operators are to know while predictions are off, at most once a minute."""
+        if not self.has_drifted or now_s < self._warn_from_s:
+            return None
+        self._warn_from_s = now_s + _WARNING_INTERVAL_S
+        return (
+            f"predicted step times are off by {self._mape:.0%} on average (bias "
+            f"{self._bias:+.0%}): targets may be missed or time wasted; other work on this "
+            "machine? profile again with coserve profile"
+        )
 
 
 class LearnedModel:

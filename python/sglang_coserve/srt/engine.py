@@ -21,13 +21,10 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang_coserve.srt import processes  # noqa: E402
 from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
     check_combination,
-    check_in_place,
-    check_model,
-    check_move_dir,
     server_settings,
 )
-from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info  # noqa: E402
-from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
+from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
+from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
 
 __all__ = ["CoserveEngine"]
 
@@ -64,13 +61,8 @@ class CoserveEngine(Engine):
             kwargs.update(server_settings(config, on_cpu=on_cpu))
             kwargs = {"server_args": ServerArgs(**kwargs)}
         server_args = kwargs["server_args"]
-        args = compat.settings_of(server_args)
-        compat.check_server_args(args, config)
-        check_in_place(server_args, config)
-        compat.check_window_cache(server_args, config.offline_policy)
-        check_model(server_args, config, on_cpu=on_cpu)
-        check_move_dir(config)
         server_args._coserve = config
+        check_settings(server_args, on_cpu=on_cpu)
         processes.watch_replicas()
         with cpu.cores_for(server_args) if on_cpu else nullcontext():
             super().__init__(**kwargs)

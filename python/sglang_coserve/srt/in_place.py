@@ -14,7 +14,7 @@ from sglang_coserve.guard.install import MIDDLEWARE
 from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
-from sglang_coserve.srt.monitoring.replicas import STATE_KEY, replicas_info
+from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware
 from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
 

@@ -33,8 +33,6 @@ from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
-    check_model,
-    check_move_dir,
     server_settings,
 )
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
@@ -54,7 +52,12 @@ from sglang_coserve.srt.routes.batch_api import (
 from sglang_coserve.srt.routes.drain import install_health
 from sglang_coserve.srt.routes.engine_routes import has_room, install_load_route
 from sglang_coserve.srt.routes.view_routes import View
-from sglang_coserve.srt.start_defaults import StartDefaults, model_path_in, start_defaults
+from sglang_coserve.srt.start_defaults import (
+    StartDefaults,
+    check_settings,
+    model_path_in,
+    start_defaults,
+)
 
 __all__ = ["launch_server", "parse_server_args"]
 
@@ -79,16 +82,12 @@ def launch_server(argv: Sequence[str]) -> None:
     compat.check_version()
     argv = with_settings(argv, _flag_names(), "serve")
     defaults = start_defaults(model_path_in(argv))
-    on_cpu = defaults.on_cpu
     with compat.refusals_of_sglang():
         server_args = parse_server_args(argv, defaults)
-        args = compat.settings_of(server_args)
-    compat.check_server_args(args, server_args._coserve)
-    compat.check_window_cache(server_args, server_args._coserve.offline_policy)
-    check_model(server_args, server_args._coserve, on_cpu=on_cpu)
+        compat.settings_of(server_args)
+    args = check_settings(server_args, on_cpu=defaults.on_cpu)
     check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
-    check_move_dir(server_args._coserve)
     provider_if_configured()  # Refuses what it cannot do.
     check_listen_address(server_args.host, server_args.port)
     from sglang_coserve.srt import processes

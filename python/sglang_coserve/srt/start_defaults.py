@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
 
-__all__ = ["StartDefaults", "as_flags", "is_emulated", "model_path_in", "start_defaults"]
+__all__ = [
+    "StartDefaults",
+    "as_flags",
+    "check_settings",
+    "is_emulated",
+    "model_path_in",
+    "start_defaults",
+]
 
 _EMULATED: Final = ["EmulatedForCausalLM"]
 
@@ -56,6 +65,22 @@ def start_defaults(model_path: str | None) -> StartDefaults:
         return StartDefaults(on_cpu=False)
     cpu.set_environment_defaults()
     return StartDefaults(True, cpu.FLAG_DEFAULTS)
+
+
+def check_settings(server_args: Any, *, on_cpu: bool) -> Any:
+    """Refuse what cannot be co-served, with our settings attached; return SGLang's in effect.
+
+    Raises:
+        UnsupportedError: a setting, or the model, cannot be co-served.
+        StartupError: the directory of moved KV cannot be used.
+    """
+    config, args = server_args._coserve, compat.settings_of(server_args)
+    compat.check_server_args(args, config)
+    check_in_place(server_args, config)
+    compat.check_window_cache(server_args, config.offline_policy)
+    check_model(server_args, config, on_cpu=on_cpu)
+    check_move_dir(config)
+    return args
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def test_the_model_is_told_apart_by_its_weights(served: Served, weight_version: 
 
 def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -> None:
     from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY, STATE_KEY
+    from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
 
     (info,) = served.engine._scheduler_init_result.scheduler_infos
     expected = info[STATE_KEY][EXPECTED_RATE_KEY]

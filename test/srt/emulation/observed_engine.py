@@ -122,7 +122,7 @@ class ObservedEngine(CpuClockEngine):
         if self._system.coserve is not None:
             parts = self._scheduler.parts
             self._observed.safepoints = parts.runner.state()["safepoints"]
-            self._observed.checkpoints = parts.checkpointing.stats().to_dict()
+            self._observed.checkpoints = parts.checkpointing.state()
         return outcome, self._observed
 
     def learned_resume_s(self, default_s: float) -> float:

@@ -46,10 +46,10 @@ def duplicated_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]
 
 
 def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
-    before = engine.scheduler.parts.checkpointing.stats()
+    before = engine.scheduler.parts.checkpointing.state()
     outputs, aborted, count = scenarios.run_mixed(engine, specs, seed)
-    after = engine.scheduler.parts.checkpointing.stats()
-    return outputs, aborted, count, after.demoted_tokens - before.demoted_tokens
+    after = engine.scheduler.parts.checkpointing.state()
+    return outputs, aborted, count, after["demoted_tokens"] - before["demoted_tokens"]
 
 
 def test_mixed_requests_finish_with_the_outputs_of_stock(
@@ -92,7 +92,7 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline requests have generated many tokens."""
-    before = engine.scheduler.parts.checkpointing.stats()
+    before = engine.scheduler.parts.checkpointing.state()
     retracted = scenarios.counts(engine).get("retracted", 0)
     has_come: list[bool] = []
 
@@ -107,12 +107,12 @@ def run_preemption(engine: ScriptedEngine) -> Any:
         return [engine.request(*HOG[:3])]
 
     engine.run(script)
-    after = engine.scheduler.parts.checkpointing.stats()
+    after = engine.scheduler.parts.checkpointing.state()
     outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
     recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
     retracted = scenarios.counts(engine)["retracted"] - retracted
-    prefetched = after.prefetch_published_tokens - before.prefetch_published_tokens
+    prefetched = after["prefetch_published_tokens"] - before["prefetch_published_tokens"]
     return outputs, retracted, recomputed[1] - recomputed[0], prefetched
 
 
@@ -190,7 +190,7 @@ def run_with_little_host_memory(engine: ScriptedEngine, specs: list[Spec]) -> An
     cache = engine.scheduler.tree_cache
     cache.space.limit_tokens = 6 * cache.page_size
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
-    return outputs, aborted, engine.scheduler.parts.checkpointing.stats().to_dict()
+    return outputs, aborted, engine.scheduler.parts.checkpointing.state()
 
 
 def test_a_full_host_pool_costs_recomputation_only(
@@ -223,7 +223,7 @@ def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "the scenario is too short"
     checkpointing.processed = original
-    return outputs, aborted, checkpointing.stats().to_dict()
+    return outputs, aborted, checkpointing.state()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     loads._copy, checkpointing.processed = copy_late, open_at_last
     outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "nothing was to be loaded"
-    return outputs, aborted, checkpointing.stats().to_dict()
+    return outputs, aborted, checkpointing.state()
 
 
 def test_loads_that_do_not_come_back_cost_recomputation_only(

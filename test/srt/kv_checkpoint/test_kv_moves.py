@@ -104,11 +104,11 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
             "_coserve_moved_kv": (spec[0], tokens, model),
         }
         requests.append(request)
-    before = engine.scheduler.parts.checkpointing.stats()
+    before = engine.scheduler.parts.checkpointing.state()
     engine.run(requests)
-    after = engine.scheduler.parts.checkpointing.stats()
+    after = engine.scheduler.parts.checkpointing.state()
     outputs = {rid: engine.output(rid) for rid in RIDS}
-    computed = [stats.classes["offline"].computed_tokens for stats in (before, after)]
+    computed = [stats["classes"]["offline"]["computed_tokens"] for stats in (before, after)]
     # The first token after those that were left is one of the prefill.
     decoded = sum(len(outputs[rid]) - len(left["outputs"][rid]) - 1 for rid in RIDS)
     engine.scheduler.tree_cache.assert_consistent()
@@ -116,8 +116,8 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
     return {
         "outputs": outputs,
         "prefilled": computed[1] - computed[0] - decoded,
-        "moved_in": after.moved_in_tokens - before.moved_in_tokens,
-        "without": after.moves_without_kv - before.moves_without_kv,
+        "moved_in": after["moved_in_tokens"] - before["moved_in_tokens"],
+        "without": after["moves_without_kv"] - before["moves_without_kv"],
     }
 
 

@@ -270,7 +270,7 @@ def test_the_hooks_do_nothing_with_another_cache() -> None:
     kv.prefetch(now_s=1.0)
     assert kv.hold_back([req]) == set()
     kv.forget("off")
-    stats = kv.stats().to_dict()
+    stats = kv.state()
     assert (stats["mode"], stats["reason"]) == ("off", "no use")
     assert stats["checkpointed_tokens"] == 0
     assert stats["classes"]["offline"]["computed_tokens"] == 10
@@ -331,8 +331,8 @@ def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]]
 
 
 def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
-    stats = kv.stats().classes[name]
-    return stats.recomputed_tokens, stats.computed_tokens
+    stats = kv.state()["classes"][name]
+    return stats["recomputed_tokens"], stats["computed_tokens"]
 
 
 def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:

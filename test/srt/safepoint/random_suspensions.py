@@ -19,7 +19,6 @@ class RandomSuspensions:
 
         parts = engine.scheduler.parts
         self.lane = parts.runner.lane
-        assert self.lane is not None
         self._due_gate = parts.runner.safepoints.gate
         self._flag = self._due_gate._flag
         self._rng = random.Random(0)

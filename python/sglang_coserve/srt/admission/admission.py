@@ -24,7 +24,6 @@ from sglang_coserve.core.scheduler import Scheduler as Core
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.srt.admission.drift_warning import DriftWarning
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
 from sglang_coserve.srt.admission.unplanned import (
     NotedPass,
@@ -32,7 +31,7 @@ from sglang_coserve.srt.admission.unplanned import (
     UnplannedPasses,
     queued_request,
 )
-from sglang_coserve.srt.compat import is_first_rank, refuse, release_aborted, settings_of
+from sglang_coserve.srt.compat import refuse, release_aborted, settings_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.steps.engine_parts import EngineParts
@@ -111,7 +110,6 @@ class Admission:
         """What offline work was packed under in the last plan that bounded it; infinite before one.
         None if there are no plans."""
 
-        self._drift_warning = DriftWarning() if is_first_rank(parts.scheduler) else None
         self._waiting = OfflineWaiting(parts.view.passes_to_settle)
         self._ended: list[Req] = []
         self._plans = PlanExecution(parts, self._waiting.reqs, self._refuse)
@@ -169,22 +167,13 @@ class Admission:
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
         self._view.paused_requests.abort_paused(matches)
-        if self._lane is not None:
-            self._lane.abort(matches)
+        self._lane.abort(matches)
         return gone
 
     def num_waiting(self) -> int:
         """Count the offline requests that are in no batch of SGLang's."""
         view = self._view
         return len(self._waiting) + len(view.paused_requests) + len(view.suspended)
-
-    def take_launched(self) -> list[Req]:
-        """Take out the decodes of the last pass that are not in SGLang's running batch."""
-        return [] if self._lane is None else self._lane.take_launched()
-
-    def num_running(self) -> int:
-        """Count the offline requests that run, and are not in SGLang's running batch."""
-        return 0 if self._lane is None else self._lane.num_running
 
     def kept(self) -> Iterable[Req]:
         """Return the requests that are kept here alone: those that wait, and those that have ended
@@ -307,19 +296,13 @@ class Admission:
             self._unplanned.end_planning(error)
 
     def _drop(self) -> None:
-        assert self._lane is not None
         assert self.core is not None
         self._told(self.core.update, self._lane.drop())
         self._events["dropped"] += 1
 
-    def settle(self, last_batch: Any) -> Any:
-        """Return what SGLang is to merge into its running batch when a pass begins: its last batch,
-        or None if that was one of the offline lane."""
-        return last_batch if self._lane is None else self._lane.settle(last_batch)
-
     def give_up(self) -> None:
         """Drop the suspended step, if there is one."""
-        if self._lane is not None and self._lane.suspended is not None:
+        if self._lane.suspended is not None:
             self._drop()
 
     def launched(self, batch: ScheduleBatch | None) -> None:
@@ -368,9 +351,6 @@ class Admission:
                 self._tell("judgement", core.update, replace(result, step=None))
             else:
                 self._told(core.update, result)
-        if results and self._drift_warning is not None:
-            check = self._drift_warning.check
-            self._tell("drift warning", check, core.prediction_error, now_s)
 
     def _begin_pass(self) -> None:
         """Forget the requests that ended in the last pass, and count one of the cool-downs."""
@@ -415,6 +395,12 @@ class Admission:
     def interference(self) -> Interference:
         """What online requests got, and what they would have got alone if that is known."""
         return self._judged if self.core is None else self.core.interference
+
+    def warnings(self, now_s: float) -> list[str]:
+        """Return what operators are to know now: of missed targets, and of wrong predictions."""
+        warning = self.interference.monitor.warning(now_s)
+        drift = None if self.core is None else self.core.prediction_error.warning(now_s)
+        return [each for each in (warning, drift) if each is not None]
 
     def latency_model(self) -> LatencyModel | None:
         """Return what predicts steps now; None if nothing does.

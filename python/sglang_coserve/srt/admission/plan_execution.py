@@ -86,7 +86,6 @@ class PlanExecution:
     def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
         """Start or resume a step of the offline lane."""
         lane = self._lane
-        assert lane is not None
         if plan.resumes:
             return Executed(lane.resume(running_batch), (), is_started=False)
         self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)

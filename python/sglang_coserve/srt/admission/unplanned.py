@@ -209,8 +209,7 @@ class UnplannedPasses:
         self._view.end_offer()
         prepared = None if tried.result is None else tried.result.batch_to_run
         if prepared is None:
-            if self._lane is not None:
-                self._lane.forget_launched()
+            self._lane.forget_launched()
             self._requeue_lost(running_batch, ())
             return self.admit(running_batch, tried)
         kept = running_batch if is_alone else tried.result.running_batch
@@ -284,7 +283,7 @@ class UnplannedPasses:
 
     def _end_pauses(self, running_batch: ScheduleBatch) -> None:
         """Let the requests wait that only a plan would have resumed."""
-        if self._lane is not None and self._lane.suspended is not None:
+        if self._lane.suspended is not None:
             self._lane.drop()
         rids = {req.rid for req in self._view.paused_requests.reqs}
         self._retraction.retract(rids, running_batch)

@@ -40,8 +40,7 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_names,
 )
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
-from sglang_coserve.srt.monitoring.replicas import sum_of_delays_s
-from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave
+from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave, sum_of_delays_s
 
 __all__ = ["BatchBackend", "engine_failure", "invalid_request", "line_result"]
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.17: what ``v22`` says of each function, done there."""
+"""SGLang 0.5.17: what ``v22`` says of each function, where nothing else is said here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ def settings_of(server_args: Any) -> Any:
 
 
 def model_config_of(server_args: Any) -> Any:
-    """As in ``v22``."""
     return server_args.get_model_config()
 
 
 def own_number_settings() -> tuple[str, ...]:
-    """As in ``v22``."""
     return ("torchao_config",)
 
 
@@ -34,27 +32,22 @@ def own_number_settings() -> tuple[str, ...]:
 
 
 def holds_kv(req: Req) -> bool:
-    """As in ``v22``."""
     return req.kv is not None
 
 
 def slot_of(req: Req) -> Any:
-    """As in ``v22``."""
     return req.req_pool_idx
 
 
 def computed_tokens(req: Req) -> int:
-    """As in ``v22``."""
     return int(req.kv_committed_len)
 
 
 def set_computed_tokens(req: Req, tokens: int) -> None:
-    """As in ``v22``."""
     req.kv_committed_len = tokens
 
 
 def protected_tokens(req: Req) -> int:
-    """As in ``v22``."""
     return int(req.cache_protected_len)
 
 
@@ -65,7 +58,6 @@ cached_tokens_of = tokens_of_nodes
 
 
 def prefix_tokens(req: Req) -> int:
-    """As in ``v22``."""
     return len(req.prefix_indices)
 
 
@@ -76,22 +68,18 @@ def cached_prefix_tokens(tree_cache: Any, req: Req) -> int:
 
 
 def set_extent(req: Req, begin: int, end: int) -> None:
-    """As in ``v22``."""
     req.set_extend_range(begin, end)
 
 
 def has_unsaved_kv(req: Req) -> bool:
-    """As in ``v22``."""
     return bool(req.extend_range.end > len(req.prefix_indices))
 
 
 def place_context(req: Req, slots: Any, scheduler: Any) -> None:  # noqa: ARG001
-    """As in ``v22``."""
     req.prefix_indices = slots
 
 
 def free_prepared(req: Req, scheduler: Any) -> None:
-    """As in ``v22``."""
     if slot_of(req) is None:
         scheduler.token_to_kv_pool_allocator.free(req.prefix_indices)
     else:
@@ -106,7 +94,6 @@ def release_kv(req: Req, tree_cache: Any, *, keeps: bool) -> None:
 
 
 def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
-    """As in ``v22``."""
     batch.filter_batch(chunked_req_to_exclude=list(reqs))
 
 
@@ -114,17 +101,14 @@ def filter_out(batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
 
 
 def is_mixed(adder: Any) -> bool:
-    """As in ``v22``."""
     return bool(adder.cur_rem_token_offset > 0)
 
 
 def reserve_window_slots(adder: Any, tokens: int) -> None:
-    """As in ``v22``."""
     adder.rem_swa_token_offset += tokens
 
 
 def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
-    """As in ``v22``."""
     needed = adder._swa_budget_for_req(tokens, adder._swa_new_tokens(req))
     return bool(needed >= adder.rem_swa_tokens)
 
@@ -133,7 +117,6 @@ def exceeds_window_pool(adder: Any, req: Req, tokens: int) -> bool:
 
 
 def logit_processors(sampling_info: Any) -> Iterator[tuple[Any, list[int], Any]]:
-    """As in ``v22``."""
     for processor, is_of_row in sampling_info.custom_logit_processor.values():
         indices = is_of_row.nonzero().view(-1)
         yield processor, indices.tolist(), indices
@@ -143,27 +126,22 @@ def logit_processors(sampling_info: Any) -> Iterator[tuple[Any, list[int], Any]]
 
 
 def keep_outputs(outputs: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
-    """As in ``v22``."""
     return outputs
 
 
 def put_back_outputs(kept: Any, arguments: Sequence[Any]) -> Any:  # noqa: ARG001
-    """As in ``v22``."""
     return kept
 
 
 def complete_arguments(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """As in ``v22``."""
     return tuple(arguments)
 
 
 def tensors_beside(arguments: Sequence[Any]) -> tuple[Any, ...]:  # noqa: ARG001
-    """As in ``v22``."""
     return ()
 
 
 def lends_graph_memory() -> bool:
-    """As in ``v22``."""
     return False
 
 
@@ -171,8 +149,6 @@ def lends_graph_memory() -> bool:
 
 
 def inserting_cache(kind: type) -> type:
-    """As in ``v22``."""
-
     class InsertingCache(kind):
         def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
             with self.inserting(req):
@@ -198,12 +174,10 @@ def radix_key(req: Req, tokens: int) -> Any:
 
 
 def copy_streams(controller: Any) -> tuple[Any, Any]:
-    """As in ``v22``."""
     return controller.write_stream, controller.load_stream
 
 
 def replace_copy_engine(device_module: Any) -> None:
-    """As in ``v22``."""
     from sglang.srt.managers import cache_controller
 
     replace("sglang.srt.managers.cache_controller.device_module", device_module)
@@ -214,7 +188,6 @@ def replace_copy_engine(device_module: Any) -> None:
 
 
 def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int) -> None:
-    """As in ``v22``."""
     from sglang.srt.managers.cache_controller import HiCacheAck, device_module
 
     from_slots, to_slots = controller.move_indices(host_slots, device_slots)
@@ -242,14 +215,12 @@ def start_load(controller: Any, host_slots: Any, device_slots: Any, load_id: int
 
 
 def parallel(scheduler: Any) -> Any:
-    """As in ``v22``."""
     return scheduler.ps
 
 
 def start_scheduler(
     kind: Callable[..., Any], server_args: Any, port_args: Any, tp_rank: int, *, configures: bool
 ) -> Any:
-    """As in ``v22``."""
     from sglang.srt.entrypoints.engine import _compute_parallelism_ranks
     from sglang.srt.managers.scheduler import configure_scheduler_process
     from sglang.srt.runtime_context import publish
@@ -285,7 +256,6 @@ def num_core_sets(server_args: Any) -> int:
 
 
 def aborted_errors() -> tuple[type[Exception], ...]:
-    """As in ``v22``."""
     from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
     return (RequestAbortedError,)

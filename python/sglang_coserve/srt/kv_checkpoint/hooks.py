@@ -21,15 +21,22 @@ from sglang_coserve.core.kv_checkpoint import most_loaded_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
-from sglang_coserve.srt.kv_checkpoint.stats import COUNTED, CheckpointStats, ClassStats
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
-__all__ = ["KvCheckpointing"]
+__all__ = ["COUNTED", "KvCheckpointing"]
 
 Req = Any
 ScheduleBatch = Any
+
+COUNTED: Final = (
+    *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies", "refused_loads"),
+    *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
+    *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
+    *("releases", "reclaims", "moved_out_tokens", "moved_in_tokens", "moves_without_kv"),
+)
+"""What the cache counts, and only ever grows."""
 
 _ALL: Final = -1
 """Value for a request of which all tokens except the last have been computed."""
@@ -176,33 +183,33 @@ class KvCheckpointing:
         if self._cache is not None:
             self._cache.forget(rid)
 
-    def stats(self) -> CheckpointStats:
-        """Return the statistics so far. O(1)."""
+    def state(self) -> dict[str, Any]:
+        """Return what ``/coserve/status`` says of them (docs/kv_checkpoint.md). O(1)."""
         cache, meter = self._cache, self._meter
         counts = cache.counts if cache is not None else {}
         seconds = cache.seconds if cache is not None else {}
         bytes_per_token = cache.host_pool.size_per_token if cache is not None else 0
         checkpointed = counts.get("checkpointed_tokens", 0)
-        return CheckpointStats(
-            mode=cache.policy.mode.value if cache is not None else "off",
-            reason=self._why_off,
-            checkpointed_tokens=checkpointed,
-            checkpointed_bytes=checkpointed * bytes_per_token,
-            lag_tokens=cache.copies.in_flight_tokens if cache is not None else 0,
-            host_tokens=cache.space.used_tokens if cache is not None else 0,
-            host_limit_tokens=cache.space.limit_tokens if cache is not None else 0,
-            release_ms=seconds.get("release", 0.0) * 1e3,
-            reclaim_ms=seconds.get("reclaim", 0.0) * 1e3,
-            classes={
-                request_class.value: ClassStats(
-                    computed_tokens=meter.computed_tokens[request_class],
-                    recomputed_tokens=meter.recomputed_tokens[request_class],
-                    recompute_tax=meter.tax(request_class),
-                )
+        return {
+            "mode": cache.policy.mode.value if cache is not None else "off",
+            "reason": self._why_off,
+            "checkpointed_tokens": checkpointed,
+            "checkpointed_bytes": checkpointed * bytes_per_token,
+            "lag_tokens": cache.copies.in_flight_tokens if cache is not None else 0,
+            "host_tokens": cache.space.used_tokens if cache is not None else 0,
+            "host_limit_tokens": cache.space.limit_tokens if cache is not None else 0,
+            "release_ms": seconds.get("release", 0.0) * 1e3,
+            "reclaim_ms": seconds.get("reclaim", 0.0) * 1e3,
+            "classes": {
+                request_class.value: {
+                    "computed_tokens": meter.computed_tokens[request_class],
+                    "recomputed_tokens": meter.recomputed_tokens[request_class],
+                    "recompute_tax": meter.tax(request_class),
+                }
                 for request_class in RequestClass
             },
             **{name: counts.get(name, 0) for name in COUNTED},
-        )
+        }
 
 
 def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.core.engine_load import ReplicaLoad
-from sglang_coserve.srt.kv_checkpoint.stats import COUNTED
+from sglang_coserve.srt.kv_checkpoint.hooks import COUNTED
 from sglang_coserve.srt.monitoring.latencies import (
     DELAY_BUCKETS_S,
     GAP_BUCKETS_S,

@@ -47,9 +47,9 @@ class RequestSpans:
         """Note that a step was suspended."""
         self._suspended, self._reqs, self._since_s = step, tuple(step.batch.reqs), now_s
 
-    def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane | None) -> None:
+    def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane) -> None:
         """Note the batch with which a pass ends. O(requests) if it has prompts, or goes on."""
-        step = None if lane is None else lane.suspended
+        step = lane.suspended
         if self._suspended is not None and (step is None or step.batch is batch):
             self._write("dropped" if step is None else "resumed", now_s)
         if not batch or not batch.forward_mode.is_extend():

@@ -7,23 +7,28 @@ adds to that: it takes time, and some of it (means since the last call) starts a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sglang_coserve.core.advisory import Advisory
-from sglang_coserve.srt.monitoring.status import SchedulerStatus
+from sglang_coserve.errors import StartupError
 
 __all__ = [
+    "ANSWER_KEY",
     "BATCH_DELAYS",
+    "EXPECTED_RATE_KEY",
+    "LAST_STEPS",
+    "LEAVE",
     "PULSE",
     "STANDING",
+    "STATE_KEY",
     "STATUS",
-    "answer",
     "ask",
     "last_steps",
     "leave",
     "moved_reason",
     "moved_tokens",
+    "replicas_info",
+    "sum_of_delays_s",
 ]
 
 STANDING: Final = "coserve-standing"
@@ -38,15 +43,15 @@ PULSE: Final = "coserve-pulse"
 STATUS: Final = "status queries"
 """The part that answers them, by its name in ``Advisory``."""
 
-_LAST_STEPS: Final = "coserve-last-steps-"
-_LEAVE: Final = "coserve-leave-"
+LAST_STEPS: Final = "coserve-last-steps-"
+LEAVE: Final = "coserve-leave-"
 _MOVED: Final = "coserve: moved with the KV of tokens: "
-_ANSWER_KEY: Final = "coserve_answer"
+ANSWER_KEY: Final = "coserve_answer"
 
 
 def last_steps(seconds: float) -> str:
     """Return the question for the trace events of the last ``seconds``."""
-    return f"{_LAST_STEPS}{seconds}"
+    return f"{LAST_STEPS}{seconds}"
 
 
 def leave(rids: Sequence[str], model: str) -> str:
@@ -54,7 +59,7 @@ def leave(rids: Sequence[str], model: str) -> str:
 
     The answer is those that do. Each of them ends with a ``moved_reason``.
     """
-    return _LEAVE + json.dumps([list(rids), model])
+    return LEAVE + json.dumps([list(rids), model])
 
 
 def moved_reason(tokens: int) -> str:
@@ -75,25 +80,46 @@ async def ask(manager: Any, question: str) -> list[Any]:
 
     manager.auto_create_handle_loop()
     answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=question))
-    return [answer.internal_state[_ANSWER_KEY] for answer in answers]
+    return [answer.internal_state[ANSWER_KEY] for answer in answers]
 
 
-def answer(
-    question: str | None,
-    status: SchedulerStatus,
-    let_leave: Callable[[Sequence[str], str], list[str]],
-    advisory: Advisory,
-) -> dict[str, Any] | None:
-    """Return the internal state that answers ``question``; None if it is none of ours."""
-    if question == STANDING:
-        return {_ANSWER_KEY: advisory.ask(STATUS, status.state, {})}
-    if question == PULSE:
-        return {_ANSWER_KEY: True}
-    if question == BATCH_DELAYS:
-        return {_ANSWER_KEY: advisory.ask(STATUS, status.batch_delays_s, None)}
-    if question is not None and question.startswith(_LAST_STEPS):
-        seconds = float(question.removeprefix(_LAST_STEPS))
-        return {_ANSWER_KEY: advisory.ask(STATUS, lambda: status.last_steps(seconds), [])}
-    if question is not None and question.startswith(_LEAVE):
-        return {_ANSWER_KEY: let_leave(*json.loads(question.removeprefix(_LEAVE)))}
-    return None
+STATE_KEY: Final = "coserve"
+"""Key of our part in a scheduler's internal state; its presence shows that it is ours."""
+
+EXPECTED_RATE_KEY: Final = "expected_offline_tokens_per_s"
+"""Key, within it, of the expected throughput of offline requests on an idle engine."""
+
+
+def sum_of_delays_s(of_replicas: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """Return by how much each batch has delayed online requests, on all replicas together.
+
+    None where that is not known: without a no-interference baseline.
+    """
+    delays_s: dict[str, float] = {}
+    for of_replica in of_replicas:
+        if of_replica is None:
+            return None
+        for batch_id, seconds in of_replica.items():
+            delays_s[batch_id] = delays_s.get(batch_id, 0.0) + seconds
+    return delays_s
+
+
+def replicas_info(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the co-serving part of ``/server_info`` from the internal state of each replica.
+
+    Raises:
+        StartupError: a scheduler is not ``CoserveScheduler``.
+    """
+    problems = [
+        f"scheduler {rank} is not CoserveScheduler (its state has no {STATE_KEY!r})"
+        for rank, state in enumerate(states)
+        if STATE_KEY not in state
+    ]
+    if problems:
+        raise StartupError("co-serving is not in place: " + "; ".join(problems))
+    ours = [state[STATE_KEY] for state in states]
+    rates = [state[EXPECTED_RATE_KEY] for state in ours]
+    return {
+        "offline_policy": ours[0]["config"]["offline_policy"],
+        EXPECTED_RATE_KEY: None if None in rates else sum(rates),
+    }

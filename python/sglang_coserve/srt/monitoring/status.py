@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.control.bill import BillReport, Delay
@@ -16,7 +18,16 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.exporter import Exporter
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
-from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY
+from sglang_coserve.srt.monitoring.scheduler_query import (
+    ANSWER_KEY,
+    BATCH_DELAYS,
+    EXPECTED_RATE_KEY,
+    LAST_STEPS,
+    LEAVE,
+    PULSE,
+    STANDING,
+    STATUS,
+)
 from sglang_coserve.srt.monitoring.step_trace import (
     Ended,
     Forgotten,
@@ -52,6 +63,7 @@ class SchedulerStatus:
     ) -> None:
         """``num_unnoticed`` counts the requests that ended without notice."""
         self._num_unnoticed = num_unnoticed
+        self._ask = partial(parts.advisory.ask, STATUS)
         scheduler = self._scheduler = parts.scheduler
         self._view = parts.view
         self._config = parts.config
@@ -105,17 +117,40 @@ class SchedulerStatus:
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
-                "running": num_offline + self._admission.num_running(),
+                "running": num_offline + self._runner.lane.num_running,
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
             "unnoticed_ends": self._num_unnoticed(),
             "kv_tokens": self._load.recent().kv._asdict(),
-            "kv_checkpoint": self._checkpointing.stats().to_dict(),
+            "kv_checkpoint": self._checkpointing.state(),
             "background": self._background.state(),
             **self._admission.state(),
             **self._runner.state(),
         }
+
+    def answer(
+        self, question: str | None, let_leave: Callable[[Sequence[str], str], list[str]]
+    ) -> dict[str, Any] | None:
+        """Return the internal state that answers ``question``; None if it is none of ours.
+
+        ``let_leave`` lets requests leave with the KV of a model, and returns those that do.
+        """
+        found: Any
+        if question == PULSE:
+            found = True
+        elif question == STANDING:
+            found = self._ask(self.state, {})
+        elif question == BATCH_DELAYS:
+            found = self._ask(self.batch_delays_s, None)
+        elif question is not None and question.startswith(LAST_STEPS):
+            seconds = float(question.removeprefix(LAST_STEPS))
+            found = self._ask(lambda: self.last_steps(seconds), [])
+        elif question is not None and question.startswith(LEAVE):
+            found = let_leave(*json.loads(question.removeprefix(LEAVE)))
+        else:
+            return None
+        return {ANSWER_KEY: found}
 
     def batch_delays_s(self) -> dict[str, float] | None:
         """Return by how much each batch has delayed online requests; None if that is not known."""
@@ -145,8 +180,8 @@ class SchedulerStatus:
 
     def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
-        lane = self._runner.lane
-        if self._trace is None or lane is None or (suspended := lane.suspended) is None:
+        suspended = self._runner.lane.suspended
+        if self._trace is None or suspended is None:
             return
         now_s = time.perf_counter()
         # SGLang's own object has no rows any more.
@@ -177,13 +212,12 @@ class SchedulerStatus:
             self._publish_if_due(time.perf_counter())
 
     def _publish_if_due(self, now_s: float) -> None:
-        """Publish Prometheus metrics, if enabled; log a warning about missed targets."""
+        """Publish Prometheus metrics, if enabled; log warnings."""
         if self._exporter is not None and self._exporter.is_due(now_s):
             self._publish(self._exporter, now_s)
         elif self._exporter is None and self._spans is not None:
             self._spans.billed(self._new_delays())
-        warning = self._admission.interference.monitor.warning(now_s)
-        if warning is not None:
+        for warning in self._admission.warnings(now_s):
             logger.warning("%s", warning)
 
     def _take_in(self) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "Note",
     "Record",
     "StepTrace",
-    "mark",
     "process_name",
     "trace_events",
     "trace_text",
@@ -59,7 +58,7 @@ class Launched(NamedTuple):
 
     @classmethod
     def of(
-        cls, batch: ScheduleBatch, now_s: float, lane: OfflineLane | None, ledger: RequestLedger
+        cls, batch: ScheduleBatch, now_s: float, lane: OfflineLane, ledger: RequestLedger
     ) -> Launched:
         """Return the note of a batch; to be called before the ledger's ``launched``.
 
@@ -71,7 +70,7 @@ class Launched(NamedTuple):
             lane: May have a suspended batch that goes on.
             ledger: Knows the live requests.
         """
-        held = None if lane is None else lane.suspended
+        held = lane.suspended
         first_layer = held.layer if held is not None and held.batch is batch else 0
         begun: list[Begun] = []
         if batch.forward_mode.is_extend():
@@ -113,36 +112,9 @@ def trace_text(events: Iterable[str]) -> str:
     return "[\n" + ",\n".join(events) + "\n]\n"
 
 
-def process_name(name: str, *, process: int = 1) -> str:
+def process_name(name: str, *, process: int) -> str:
     """Return the event that names what the others are of."""
     return _event({"ph": "M", "name": "process_name", "args": {"name": name}}, process)
-
-
-def slice_of(
-    name: str, start_s: float, end_s: float, args: Mapping[str, object], *, process: int = 1
-) -> str:
-    """Return something that lasted; a second is a second of the trace."""
-    start = _us(start_s)
-    event = {"ph": "X", "name": name, "ts": start, "dur": _us(end_s) - start, "args": args}
-    return _event(event, process)
-
-
-def span_begin(
-    rid: str, kind: str, at_s: float, args: Mapping[str, object], *, process: int = 1
-) -> str:
-    """Return the beginning of a request's span; one that has no end stays open."""
-    event = {"ph": "b", "name": rid, "ts": _us(at_s), "args": args, "cat": kind, "id": rid}
-    return _event(event, process)
-
-
-def mark(rid: str, kind: str, name: str, at_s: float, *, process: int = 1) -> str:
-    """Return what happened to a request at an instant."""
-    return _event({"ph": "n", "name": name, "ts": _us(at_s), "cat": kind, "id": rid}, process)
-
-
-def span_end(rid: str, kind: str, at_s: float, *, process: int = 1) -> str:
-    """Return the end of a request's span."""
-    return _event({"ph": "e", "name": rid, "ts": _us(at_s), "cat": kind, "id": rid}, process)
 
 
 def _event(fields: Mapping[str, object], process: int) -> str:
@@ -243,20 +215,22 @@ def trace_events(records: Sequence[Record], process: int) -> Iterator[str]:
     """Yield the events of what ``StepTrace`` has kept, as those of a process of this number."""
     for kind, at_s, *rest in records:
         if kind == _STEP:
-            yield _slice(at_s, rest, process)
-        elif kind == _BEGIN:
-            rid, request_class, prompt_tokens, batch = rest
-            args = {"prompt_tokens": prompt_tokens, "batch": batch}
-            yield span_begin(rid, request_class, at_s, args, process=process)
+            yield _event(_slice(at_s, rest), process)
+            continue
+        rid, request_class, *more = rest
+        event = {"name": rid, "ts": _us(at_s), "cat": request_class, "id": rid}
+        if kind == _BEGIN:  # Of the request's span; one that has no end stays open.
+            prompt_tokens, batch = more
+            event |= {"ph": "b", "args": {"prompt_tokens": prompt_tokens, "batch": batch}}
+        elif kind == _FIRST:
+            event |= {"ph": "n", "name": "first_token"}
         else:
-            rid, request_class = rest
-            if kind == _FIRST:
-                yield mark(rid, request_class, "first_token", at_s, process=process)
-            else:
-                yield span_end(rid, request_class, at_s, process=process)
+            event |= {"ph": "e"}
+        yield _event(event, process)
 
 
-def _slice(end_s: float, step: Sequence[Any], process: int) -> str:
+def _slice(end_s: float, step: Sequence[Any]) -> dict[str, object]:
+    """Return the event of a step; a second is a second of the trace."""
     start_s, name, first_layer, stopped_at, counts, (online, offline) = step
     args: dict[str, Any] = {"rows": {"online": counts[0], "offline": counts[1]}}
     if online:
@@ -269,4 +243,5 @@ def _slice(end_s: float, step: Sequence[Any], process: int) -> str:
         name += ", resumed"
     if stopped_at is not None:
         name += ", suspended"
-    return slice_of(name, start_s, end_s, args, process=process)
+    start = _us(start_s)
+    return {"ph": "X", "name": name, "ts": start, "dur": _us(end_s) - start, "args": args}

@@ -140,7 +140,7 @@ async def _served(
 
 async def _backend(http_server: Any, config: CoserveConfig) -> BatchBackend:
     from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.monitoring.replicas import EXPECTED_RATE_KEY, STATE_KEY
+    from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
 
     state = http_server._global_state
     manager = state.tokenizer_manager

@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -41,7 +41,6 @@ __all__ = [
     "LeaderGate",
     "PreemptionFlag",
     "SharedWords",
-    "StreamEvent",
     "batch_id",
     "device_events",
     "has_ordered_stores",
@@ -84,18 +83,6 @@ class PreemptionFlag:
         self.words[0] = 0
 
 
-class StreamEvent(Protocol):
-    """A marker in the device's stream, such as ``torch.cuda.Event``."""
-
-    def record(self) -> None:
-        """Place the marker after all work launched so far, instead of its previous position."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the device has passed the marker."""
-        ...
-
-
 class LeaderGate(Gate):
     """Stops the armed batch when the flag holds its id, or its time is up.
 
@@ -112,14 +99,15 @@ class LeaderGate(Gate):
     def __init__(
         self,
         flag: PreemptionFlag,
-        events: Sequence[StreamEvent] = (),
+        events: Sequence[Any] = (),
         publish: Callable[[int, int, bool], None] | None = None,
     ) -> None:
         """Create a gate.
 
         Args:
             flag: The flag by which it decides.
-            events: depth + 1 of them; none if the host waits for the device anyway.
+            events: depth + 1 of them, such as ``torch.cuda.Event``; none if the host waits for the
+                device anyway.
             publish: Tells the other ranks the batch, the layer that was reached, and whether the
                 pass stops there.
         """
@@ -172,7 +160,7 @@ class LeaderGate(Gate):
             time.sleep(_POLL_S)
 
 
-def device_events(device: str, depth: int) -> list[StreamEvent]:
+def device_events(device: str, depth: int) -> list[Any]:
     """Return the events of a ``LeaderGate`` on the current device of this kind."""
     module = torch.get_device_module(device)
     return [module.Event() for _ in range(depth + 1)]

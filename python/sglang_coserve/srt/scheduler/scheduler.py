@@ -21,8 +21,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
-from sglang_coserve.srt.monitoring.replicas import STATE_KEY
-from sglang_coserve.srt.monitoring.scheduler_query import STATUS, answer
+from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
 from sglang_coserve.srt.safepoint.install import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
@@ -160,7 +159,7 @@ class CoserveScheduler(Scheduler):
         """Run one scheduling round, and report to the parts which batch it launches."""
         self.parts.live.begin_round()
         self.parts.view.begin_turn()
-        last_batch = self.parts.admission.settle(last_batch)
+        last_batch = self.parts.lane.settle(last_batch)
         plan = super().get_next_batch_to_run(running_batch=running_batch, last_batch=last_batch)
         if plan.batch_to_run is None:
             self.parts.moves.yield_to_threads()
@@ -241,7 +240,7 @@ class CoserveScheduler(Scheduler):
         """Drop the suspended step, and let SGLang retract paused and parked requests, too."""
         self.parts.admission.give_up()
         if recv_req.mode != "in_place":
-            self.parts.view.give_back(self.parts.admission.take_launched())
+            self.parts.view.give_back(self.parts.lane.take_launched())
         super().pause_generation(recv_req)
 
     # --- Queries -------------------------------------------------------------------------
@@ -265,8 +264,7 @@ class CoserveScheduler(Scheduler):
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the state of both classes, by which it is known that this scheduler is in place."""
         parts = self.parts
-        asked = (recv_req.rid, parts.status, parts.moves.ask, parts.advisory)
-        if (answered := answer(*asked)) is not None:
+        if (answered := parts.status.answer(recv_req.rid, parts.moves.ask)) is not None:
             return GetInternalStateReqOutput(internal_state=answered)
         output = super().get_internal_state(recv_req)
         state = parts.advisory.ask(STATUS, parts.status.internal_state, {})

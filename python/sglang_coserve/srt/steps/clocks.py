@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -27,7 +27,6 @@ from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_
 from sglang_coserve.srt.marks.request_marks import arrival_s
 
 __all__ = [
-    "DeviceEvent",
     "LaunchPacer",
     "PacedReceiver",
     "PartTimer",
@@ -122,20 +121,8 @@ class PacedReceiver:
         return self._inner.recv_requests(*args, **options)
 
 
-class DeviceEvent(Protocol):
-    """A marker in the stream of the forward passes, such as ``torch.cuda.Event``."""
-
-    def record(self, stream: Any) -> None:
-        """Place the marker after all work launched so far."""
-        ...
-
-    def query(self) -> bool:
-        """Return whether the device has passed the marker."""
-        ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds from this marker to a later one, both passed."""
-        ...
+Event = Any
+"""A marker in a stream of the device, such as ``torch.cuda.Event``."""
 
 
 class PartTimer:
@@ -146,12 +133,12 @@ class PartTimer:
     batch is nearly over, others do not, and a stopped batch goes on after it.
     """
 
-    def __init__(self, make_event: Callable[[], DeviceEvent], stream: Any) -> None:
+    def __init__(self, make_event: Callable[[], Event], stream: Any) -> None:
         """``stream`` is that of the forward passes; ``make_event`` makes events with times."""
         self._make_event = make_event
         self._stream = stream
-        self._begin: DeviceEvent | None = None
-        self._parts: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
+        self._begin: Event | None = None
+        self._parts: deque[tuple[Event, Event]] = deque()
 
     def begin_pass(self) -> None:
         """Note that a pass begins, which may launch a part."""
@@ -171,7 +158,7 @@ class PartTimer:
             parts_s.append(begin.elapsed_time(end) / 1e3)
         return tuple(parts_s)
 
-    def _mark(self) -> DeviceEvent:
+    def _mark(self) -> Event:
         event = self._make_event()
         event.record(self._stream)
         return event

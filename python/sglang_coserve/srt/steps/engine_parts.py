@@ -83,20 +83,16 @@ class EngineParts:
             is_overlapped=clock.timer is not None,
             micro_batches=self.view.micro_batches,
         )
-        self.lane: OfflineLane | None = None
-        """None if steps cannot be suspended."""
-
-        if installed.safepoints is not None:
-            self.lane = OfflineLane(
-                scheduler,
-                self.view,
-                self.chunks,
-                self.retraction,
-                self.tracker,
-                installed.safepoints.num_layers,
-                self.events,
-                answer_aborted,
-            )
+        self.lane = OfflineLane(
+            scheduler,
+            self.view,
+            self.chunks,
+            self.retraction,
+            self.tracker,
+            installed.safepoints,
+            self.events,
+            answer_aborted,
+        )
         self.runner = StepRunner(scheduler, installed, self.lane, clock.timer, clock.pacer)
 
     def snapshot(
@@ -128,7 +124,7 @@ class EngineParts:
             window_tokens=pools.window_tokens,
             free_window_tokens=pools.free_window_tokens,
             elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
-            suspended=None if self.lane is None else self.lane.seen(),
+            suspended=self.lane.seen(),
             stop_share=self.runner.stop_share,
             decodes_stop=self.runner.decodes_stop,
             resume_s=_RESUME_S,

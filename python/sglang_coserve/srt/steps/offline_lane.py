@@ -26,6 +26,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
+from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
@@ -67,18 +68,19 @@ class OfflineLane:
         chunks: ChunkAdmission,
         retraction: OfflineRetraction,
         tracker: StepTracker,
-        num_layers: int,
+        safepoints: Safepoints | None,
         events: Counter[str],
         answer_aborted: Callable[[Req], None],
     ) -> None:
-        """``answer_aborted`` ends a request that is aborted in no batch."""
+        """``answer_aborted`` ends a request that is aborted in no batch. Without ``safepoints`` the
+        lane stays empty."""
         self._scheduler = scheduler
         self._answer_aborted = answer_aborted
         self._view = view
         self._chunks = chunks
         self._retraction = retraction
         self._tracker = tracker
-        self._num_layers = num_layers
+        self._num_layers = 1 if safepoints is None else safepoints.num_layers
         self._events = events
         self.suspended: SuspendedBatch | None = None
         """The suspended step, if any."""

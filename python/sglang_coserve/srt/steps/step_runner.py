@@ -31,12 +31,12 @@ class StepRunner:
         self,
         scheduler: Any,
         installed: Installed,
-        lane: OfflineLane | None,
+        lane: OfflineLane,
         timer: PartTimer | None,
         pacer: LaunchPacer | None,
     ) -> None:
-        """``lane`` is None if steps cannot be suspended. ``timer`` times what is run, if that is
-        asked for and the host does not wait for it; ``pacer`` is told of it."""
+        """``timer`` times what is run, if that is asked for and the host does not wait for it;
+        ``pacer`` is told of it."""
         self.safepoints = installed.safepoints
         self.why_no_safepoints = installed.why_not
         self.lane = lane
@@ -89,7 +89,7 @@ class StepRunner:
 
     def _run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
         safepoints, lane = self.safepoints, self.lane
-        if until_s is None or safepoints is None or lane is None:
+        if until_s is None or safepoints is None:
             return forward(batch)
         layer, outputs = lane.start(batch)
         if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
