@@ -8,6 +8,7 @@ SCRIPT = """
 import math
 from prometheus_client import generate_latest
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.monitoring.exporter import Exporter
 
 load = ReplicaLoad(
@@ -26,6 +27,7 @@ def state(running):
         "unnoticed_ends": running // 4,
         "prediction": {"mape": 0.04, "bias": 0.0},
         "background": {"kv_expiry": {"failures": running}},
+        "kv_checkpoint": KvCheckpointing(None).state(),
     }
 
 exporter = Exporter("m")

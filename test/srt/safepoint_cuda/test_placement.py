@@ -19,7 +19,6 @@ from sglang_coserve.srt.safepoint.install import why_no_safepoints
 from sglang_coserve.srt.safepoint.instrument import Resumption
 from sglang_coserve.srt.safepoint.placement import (
     SafepointPlacement,
-    place_between_layers,
     place_on_cuda,
 )
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
@@ -105,7 +104,7 @@ def batch_of(mode: ForwardMode) -> Any:
 
 def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
     gate = LeaderGate(PreemptionFlag())
-    on_cpu = safepoints_with(place_between_layers(some_layers(LAYERS), INTERVAL, gate, 1))
+    on_cpu = safepoints_with(SafepointPlacement(gate, Resumption(some_layers(LAYERS)), 1))
     on_cuda = safepoints_with(place(scheduler_of()))
     assert on_cpu.stop_share == INTERVAL / LAYERS
     assert on_cuda.stop_share == 2 * INTERVAL / LAYERS

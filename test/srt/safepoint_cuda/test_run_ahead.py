@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, PreemptionFlag, SharedWords
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, add_safepoints
+from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from srt.safepoint_cuda.device_thread import (
     WAIT_S,
     DeviceEvent,
@@ -182,50 +180,3 @@ def test_batches_stop_at_whatever_layer_the_flag_is_raised(device: DeviceThread)
         assert preempted is not None
         assert preempted.layer == target // 2 * 2 + 2
     assert engine.model.most_outstanding <= 4 + 4  # The stopped batch's and the next one's.
-
-
-# --- Ranks --------------------------------------------------------------------------------
-
-
-def test_ranks_that_follow_stop_where_the_first_one_does(device: DeviceThread) -> None:
-    batches, num_safepoints = 150, 8
-    flag = PreemptionFlag()
-    with tempfile.NamedTemporaryFile() as file:
-        file.truncate(4096)
-        with Path(file.name).open("r+b") as opened:
-            leader_words, follower_words = (SharedWords(opened.fileno()) for _ in range(2))
-    events = [DeviceEvent(device) for _ in range(2)]
-    gates: list[Gate] = [
-        LeaderGate(flag, events, leader_words.publish),
-        FollowerGate(follower_words, timeout_s=WAIT_S),
-    ]
-    barrier = threading.Barrier(2)
-    stops: list[list[tuple[int, int]]] = [[], []]
-
-    def run_rank(rank: int) -> None:
-        rng, gate = random.Random(rank), gates[rank]
-        for batch in range(1, batches + 1):
-            if rank == 0:
-                flag.lower()
-            gate.arm(batch)
-            try:
-                for layer in range(num_safepoints):
-                    if rank == 0 and rng.random() < 0.1:
-                        flag.raise_for(batch)
-                    gate.reached(layer)
-                    if rank == 0:
-                        device.launch(lambda: time.sleep(0.0001))
-            except ForwardPreempted as preempted:
-                stops[rank].append((batch, preempted.layer))
-            finally:
-                gate.disarm()
-            barrier.wait(WAIT_S)
-
-    ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(WAIT_S)
-        assert not rank.is_alive()
-    assert stops[0] == stops[1]
-    assert len(stops[0]) > batches // 4

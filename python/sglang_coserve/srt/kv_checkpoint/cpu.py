@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -31,18 +31,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class Stream(Protocol):
-    """A queue of work that runs in order."""
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` after all work submitted before."""
-        ...
-
-    def wait_event(self, event: Event) -> None:
-        """Let later work wait for the event."""
-        ...
 
 
 class ThreadStream:
@@ -136,6 +124,9 @@ class Event:
         """Return the milliseconds from this event to ``end``; both must have occurred."""
         return (end._time_s - self._time_s) * 1e3
 
+
+Stream = ThreadStream | _CallerStream
+"""Runs work in order."""
 
 _caller_stream = _CallerStream()
 _selected = threading.local()

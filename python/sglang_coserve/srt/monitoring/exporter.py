@@ -128,11 +128,9 @@ class Exporter:
     ) -> None:
         """Publish what ``/coserve/status`` says of a replica, and its events so far."""
         self._next_s = now_s + _INTERVAL_S
-        common = self._common
         for request_class in ("online", "offline"):
             for kind in ("waiting", "running"):
-                value = state[request_class][kind]
-                self._requests.labels(*common, request_class, kind).set(value)
+                self._set(self._requests, state[request_class][kind], request_class, kind)
         self._count(self._shed, state["online"]["shed"])
         self._count(self._unnoticed, state["unnoticed_ends"])
         for event, count in events.items():
@@ -141,22 +139,15 @@ class Exporter:
             self._count(self._background, background["failures"], task)
         self._count(self._failed_plans, state.get("plans_failed", 0))
         slo = state["slo"]
-        if slo["attainment"] is not None:
-            self._attainment.labels(*common).set(slo["attainment"])
+        self._set(self._attainment, slo["attainment"])
         for standing in slo["measured"]:
-            for metric, key in (
-                (self._measured, "measured_ms"),
-                (self._alone, "online_alone_ms"),
-            ):
-                if standing[key] is not None:
-                    metric.labels(*common, standing["slo"]).set(standing[key] / 1e3)
+            self._set(self._measured, _seconds(standing["measured_ms"]), standing["slo"])
+            self._set(self._alone, _seconds(standing["online_alone_ms"]), standing["slo"])
         prediction = state.get("prediction")
-        if prediction is not None and prediction["mape"] is not None:
-            self._error.labels(*common).set(prediction["mape"])
-            self._bias.labels(*common).set(prediction["bias"])
-        checkpoints = state.get("kv_checkpoint")
-        if checkpoints is not None:
-            self._publish_checkpoints(checkpoints)
+        if prediction is not None:
+            self._set(self._error, prediction["mape"])
+            self._set(self._bias, prediction["bias"])
+        self._publish_checkpoints(state["kv_checkpoint"])
         safepoints = state.get("safepoints")
         if safepoints is not None and safepoints["enabled"]:
             self._publish_safepoints(safepoints)
@@ -192,28 +183,23 @@ class Exporter:
         budget_s: float | None,
     ) -> None:
         """Publish what is asked of the engine, and what it could do beside that."""
-        common = self._common
-        self._outstanding.labels(*common).set(load.online.outstanding_tokens)
+        self._set(self._outstanding, load.online.outstanding_tokens)
         taken = {"online": load.online_kv_tokens, "reclaimable": load.reclaimable_kv_tokens}
         free = load.kv_tokens - sum(taken.values())
         for state, tokens in (*taken.items(), ("free", free)):
-            self._kv_tokens.labels(*common, state).set(tokens)
-        if load.reclaim_s is not None:
-            self._reclaim.labels(*common).set(load.reclaim_s)
-        if load.headroom_tokens_per_s is not None:
-            self._headroom.labels(*common).set(load.headroom_tokens_per_s)
-        self._max_lines.labels(*common).set(load.max_lines)
+            self._set(self._kv_tokens, tokens, state)
+        self._set(self._reclaim, load.reclaim_s)
+        self._set(self._headroom, load.headroom_tokens_per_s)
+        self._set(self._max_lines, load.max_lines)
         for request_class, waited_s in oldest_waiting_s.items():
-            self._oldest.labels(*self._common, request_class).set(waited_s)
-        if budget_s is not None:
-            self._budget.labels(*self._common).set(budget_s)
+            self._set(self._oldest, waited_s, request_class)
+        self._set(self._budget, budget_s)
 
     def _publish_checkpoints(self, checkpoints: Mapping[str, Any]) -> None:
         for request_class, values in checkpoints["classes"].items():
-            labels = (*self._common, request_class)
-            self._recompute_tax.labels(*labels).set(values["recompute_tax"])
-        self._host_tokens.labels(*self._common).set(checkpoints["host_tokens"])
-        self._lag_tokens.labels(*self._common).set(checkpoints["lag_tokens"])
+            self._set(self._recompute_tax, values["recompute_tax"], request_class)
+        self._set(self._host_tokens, checkpoints["host_tokens"])
+        self._set(self._lag_tokens, checkpoints["lag_tokens"])
         for event in COUNTED:
             self._count(self._checkpoint_events, checkpoints[event], event)
 
@@ -223,13 +209,16 @@ class Exporter:
         self._count(self._resumed, safepoints["resumed"])
         for step, delays_ms in safepoints["delays_ms"].items():
             for statistic in ("p50", "p99"):
-                if delays_ms[statistic] is not None:
-                    gauge = self._delay.labels(*self._common, step, statistic)
-                    gauge.set(delays_ms[statistic] / 1e3)
+                self._set(self._delay, _seconds(delays_ms[statistic]), step, statistic)
 
     def switched_off(self, part: str) -> None:
         """Publish that a part has failed and is off."""
-        self._off.labels(*self._common, part).set(1)
+        self._set(self._off, 1, part)
+
+    def _set(self, gauge: Any, value: float | None, *labels: str) -> None:
+        """Set a gauge; one whose value is not known stays as it is."""
+        if value is not None:
+            gauge.labels(*self._common, *labels).set(value)
 
     def _count(self, counter: Any, total: float, *labels: str) -> None:
         """Increase a counter to a total, which must not decrease."""
@@ -267,3 +256,7 @@ def _add(histogram: Any, buckets: Buckets) -> None:
         if count:
             value.inc(count)
     histogram._sum.inc(sum_s)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import EXPORTED_STATES, ServiceStatus
+from sglang_coserve.batch.record import EXPORTED_STATES
 from sglang_coserve.batch.routes import (
     add_batch_routes,
     operator_endpoints,
@@ -225,21 +224,15 @@ class BatchExporter:
             "What all batches that are served need to be complete in their windows.",
         )
 
-    def publish(self, status: ServiceStatus, headroom: Headroom) -> None:
+    def publish(
+        self, states: Mapping[str, int], lines_waiting: int, required_tokens_per_s: float
+    ) -> None:
         """Publish a moment of the service."""
-        states = {**status.batches, "paused": status.paused_batches}
-        self._set(states, status.lines_waiting, headroom.required_tokens_per_s)
-
-    def publish_none(self) -> None:
-        """Publish that no batches are served: whoever opens their directory counts them."""
-        self._set({}, 0, 0.0)
-
-    def _set(self, states: Mapping[str, int], lines_waiting: int, required: float) -> None:
         name = self._model_name
         for state in (*EXPORTED_STATES, "paused"):
             self._batches.labels(name, state).set(states.get(state, 0))
         self._waiting.labels(name).set(lines_waiting)
-        self._required.labels(name).set(required)
+        self._required.labels(name).set(required_tokens_per_s)
 
 
 @asynccontextmanager
@@ -249,10 +242,12 @@ async def batches_exported(service: BatchService, exporter: BatchExporter) -> As
         async with service.background.running("batch_metrics", lambda: _publish(service, exporter)):
             yield
     finally:
-        exporter.publish_none()
+        exporter.publish({}, 0, 0.0)  # Whoever opens their directory counts them.
 
 
 async def _publish(service: BatchService, exporter: BatchExporter) -> None:
     while True:
-        exporter.publish(await service.status(), service.headroom())
+        status, headroom = await service.status(), service.headroom()
+        states = {**status.batches, "paused": status.paused_batches}
+        exporter.publish(states, status.lines_waiting, headroom.required_tokens_per_s)
         await asyncio.sleep(_INTERVAL_S)

@@ -21,10 +21,16 @@ from sglang_coserve.srt.safepoint.gates import (
     share_words,
 )
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress
-from sglang_coserve.srt.safepoint.instrument import Gate, decoder_layers, fitting_interval
+from sglang_coserve.srt.safepoint.instrument import (
+    Gate,
+    Resumption,
+    add_safepoints,
+    decoder_layers,
+    fitting_interval,
+)
 from sglang_coserve.srt.safepoint.placement import (
     RUN_AHEAD,
-    place_between_layers,
+    SafepointPlacement,
     place_on_cuda,
     why_prefills_cannot_stop,
 )
@@ -128,7 +134,8 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         groups_decodes = config.safepoint_decode_graphs
         placement = place_on_cuda(scheduler, layers, interval, gate, groups_decodes=groups_decodes)
     else:
-        placement = place_between_layers(layers, interval, gate, 1 + run_ahead)
+        add_safepoints(layers, interval, gate)
+        placement = SafepointPlacement(gate, Resumption(layers), 1 + run_ahead)
     watch = ingress = None
     if scheduler.recv_from_tokenizer is not None:
         inbox = Inbox()

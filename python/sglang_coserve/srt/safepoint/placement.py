@@ -36,7 +36,6 @@ __all__ = [
     "SafepointPlacement",
     "add_grouped_decode_graphs",
     "cut_prefill_graphs",
-    "place_between_layers",
     "place_on_cuda",
     "why_no_grouped_decode_graphs",
     "why_prefills_cannot_stop",
@@ -210,17 +209,6 @@ class SafepointPlacement:
 
     no_safepoints: Mapping[ForwardKind, str] = field(default_factory=dict)
     """The kinds of batches without safepoints, each with the reason."""
-
-
-def place_between_layers(
-    layers: Sequence[nn.Module], interval: int, gate: Gate, outstanding_groups: int
-) -> SafepointPlacement:
-    """Place safepoints between the layers of a model that runs without graphs.
-
-    ``outstanding_groups`` still run after a stop was requested.
-    """
-    add_safepoints(layers, interval, gate)
-    return SafepointPlacement(gate, Resumption(layers), outstanding_groups)
 
 
 def place_on_cuda(
