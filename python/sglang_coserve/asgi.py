@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sglang_coserve.errors import RequestError
 
 __all__ = [
+    "ENGINE_PATHS",
     "App",
     "Message",
     "Receive",
@@ -30,6 +31,15 @@ __all__ = [
     "send_error",
     "send_json",
 ]
+
+ENGINE_PATHS: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
+    *("/v1/systemone", "/v1/audio/transcriptions", "/generate", "/encode", "/classify"),
+    *("/invocations", "/api/chat", "/api/generate", "/vertex_generate"),
+)
+"""Routes that bring requests to SGLang's engine, but for the WebSocket /v1/realtime: what it brings
+is online."""
 
 _KINDS = {400: "BadRequestError"}
 

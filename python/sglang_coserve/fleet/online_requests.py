@@ -17,17 +17,15 @@ from multidict import CIMultiDict
 from starlette.routing import Route
 from yarl import URL
 
-from sglang_coserve.asgi import Message, Receive, Scope, Send, send_json
+from sglang_coserve.asgi import ENGINE_PATHS, Message, Receive, Scope, Send, send_json
 from sglang_coserve.errors import ServerError
 
 __all__ = ["ONLINE_PATHS", "RouterConnection", "online_routes"]
 
 ONLINE_PATHS: Final = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
-    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/tokenize", "/v1/detokenize"),
-    *("/v1/systemone", "/generate", "/encode", "/classify", "/rerank", "/tokenize", "/detokenize"),
-    *("/api/chat", "/api/generate", "/invocations", "/vertex_generate"),
+    *ENGINE_PATHS,
+    *("/v1/audio/translations", "/rerank"),
+    *("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize"),
 )
 """What goes on, with what is below it: never what a router's operator does."""
 

@@ -19,7 +19,17 @@ from typing import Any, Final
 
 import orjson
 
-from sglang_coserve.asgi import App, Message, Receive, Scope, Send, is_form, replay, send_error
+from sglang_coserve.asgi import (
+    ENGINE_PATHS,
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    is_form,
+    replay,
+    send_error,
+)
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.answers import (
@@ -46,17 +56,15 @@ __all__ = ["CLASS_HEADER", "MARKED_PATHS", "STRICT_PATHS", "MarksMiddleware"]
 _OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose answers have a ``service_tier``."""
 
-MARKED_PATHS: Final = _OPENAI_PATHS | {
-    *("/generate", "/encode", "/classify", "/v1/messages", "/v1/embeddings", "/v1/classify"),
-    *("/v1/score", "/v1/rerank", "/v1/audio/transcriptions", "/v1/decisions", "/v1/systemone"),
-    "/invocations",
-    # SGLang takes the paths of these from the environment.
-    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
-    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
-    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
-}
-"""Routes that bring requests to the engine, but for the WebSocket /v1/realtime: what it brings is
-online."""
+_ROUTE_VARIABLES: Final = (
+    *("SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE", "AIP_PREDICT_ROUTE"),
+)
+"""SGLang takes other paths of some routes from the environment."""
+
+MARKED_PATHS: Final = frozenset(
+    (*ENGINE_PATHS, *(os.environ[name] for name in _ROUTE_VARIABLES if name in os.environ))
+)
+"""Routes whose requests may be marked."""
 
 CLASS_HEADER: Final = "x-coserve-class"
 """Response header with the class of a request, if the request named one."""

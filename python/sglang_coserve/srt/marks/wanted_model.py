@@ -15,7 +15,7 @@ import msgspec
 import orjson
 from fastapi.responses import JSONResponse
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, is_form, replay
+from sglang_coserve.asgi import ENGINE_PATHS, App, Receive, Scope, Send, is_form, replay
 from sglang_coserve.jsonl.request_line import not_served, served_name
 
 __all__ = ["MODEL_PATHS", "WantedModelMiddleware", "check_models_of_forms", "set_model_names"]
@@ -23,18 +23,15 @@ __all__ = ["MODEL_PATHS", "WantedModelMiddleware", "check_models_of_forms", "set
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
 _ANTHROPIC_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
-MODEL_PATHS: Final = (
-    _OLLAMA_PATHS
-    | _ANTHROPIC_PATHS
-    | {
-        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"),
-        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
-        *("/v1/systemone", "/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
-    }
-)
-"""Routes whose JSON bodies name a model."""
-
 _FORM_PATH: Final = "/v1/audio/transcriptions"
+
+_WITHOUT_MODEL: Final = {"/generate", "/encode", "/classify", "/vertex_generate", _FORM_PATH}
+
+MODEL_PATHS: Final = (frozenset(ENGINE_PATHS) - _WITHOUT_MODEL) | {
+    *("/api/show", "/v1/messages/count_tokens"),
+    *("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"),
+}
+"""Routes whose JSON bodies name a model."""
 
 _LATEST: Final = ":latest"
 """What Ollama's clients add to a name without a tag."""
