@@ -12,14 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    Deployment,
-    completed,
-    create,
-    lines,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, completed, create, lines
 from waiting import eventually
 
 FLAGS = (

@@ -15,7 +15,7 @@ from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.http_lines.line_server import add_line_routes
-from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck, verify_app
+from sglang_coserve.srt.launch import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.scheduler_query import replicas_info

@@ -25,10 +25,7 @@ cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang_coserve.srt import compat, launch  # noqa: E402
 from sglang_coserve.srt.compat.versions import NEWEST  # noqa: E402
-from sglang_coserve.srt.marks.marks_middleware import (  # noqa: E402
-    MARKED_PATHS,
-    STRICT_PATHS,
-)
+from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS  # noqa: E402
 from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")

@@ -17,12 +17,7 @@ import pytest
 
 from chaos_bench.router import COMMANDS, Router, router_command
 from sglang_coserve.local_server import LocalServer
-from srt.router_load import (
-    OnlineAnswer,
-    full_of_offline_work,
-    online_requests,
-    unshared_requests,
-)
+from srt.router_load import OnlineAnswer, full_of_offline_work, online_requests, unshared_requests
 
 pytestmark = pytest.mark.heavy
 

@@ -274,10 +274,7 @@ PAUSE_SPECS: list[Spec] = [
 
 
 def run_pause(engine: ScriptedEngine, mode: str, first: int = 4) -> dict[str, list[int]]:
-    from sglang.srt.managers.io_struct import (
-        ContinueGenerationReqInput,
-        PauseGenerationReqInput,
-    )
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     def script(iteration: int) -> list[Any]:
         if iteration > first + 16:

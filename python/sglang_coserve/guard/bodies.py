@@ -25,12 +25,7 @@ from typing import Any, Final
 
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import (
-    InitErrorDetails,
-    PydanticCustomError,
-    PydanticUseDefault,
-    SchemaValidator,
-)
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUseDefault, SchemaValidator
 from pydantic_core.core_schema import no_info_before_validator_function
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol

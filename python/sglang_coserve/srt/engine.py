@@ -19,10 +19,7 @@ from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_coserve.srt import processes  # noqa: E402
-from sglang_coserve.srt.kv_checkpoint.settings import (  # noqa: E402
-    check_combination,
-    server_settings,
-)
+from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings  # noqa: E402
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
 from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
 

@@ -12,16 +12,24 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from sglang_coserve.batch.routes import BATCH_PREFIXES, PAGE_PATH, Keys, batch_api_status
+from fastapi import FastAPI
+
+from sglang_coserve.batch.routes import (
+    BATCH_PREFIXES,
+    PAGE_PATH,
+    Keys,
+    batch_api_status,
+    missing_routes,
+)
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import with_settings
-from sglang_coserve.errors import StartupError
-from sglang_coserve.guard.install import install_in_server
+from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.guard.install import MIDDLEWARE, install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
 from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
@@ -30,11 +38,7 @@ from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.cpu import defaults as cpu
-from sglang_coserve.srt.in_place import STATUS_PATH, StartCheck
-from sglang_coserve.srt.kv_checkpoint.settings import (
-    check_combination,
-    server_settings,
-)
+from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import (
     WantedModelMiddleware,
@@ -43,14 +47,15 @@ from sglang_coserve.srt.marks.wanted_model import (
 )
 from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
+from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
 from sglang_coserve.srt.profiling.latency_source import check_profile
 from sglang_coserve.srt.routes.batch_api import (
     check_batch_settings,
     install_batch_api,
     open_routes_warning,
 )
-from sglang_coserve.srt.routes.drain import install_health
-from sglang_coserve.srt.routes.engine_routes import has_room, install_load_route
+from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_health
+from sglang_coserve.srt.routes.engine_routes import LOAD_PATH, has_room, install_load_route
 from sglang_coserve.srt.routes.view_routes import View
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
@@ -59,7 +64,67 @@ from sglang_coserve.srt.start_defaults import (
     start_defaults,
 )
 
-__all__ = ["launch_server", "parse_server_args"]
+__all__ = ["STATUS_PATH", "StartCheck", "launch_server", "parse_server_args", "verify_app"]
+
+STATUS_PATH: Final = "/coserve/status"
+
+
+class StartCheck:
+    """Checks a server at the beginning of its app's lifespan.
+
+    The schedulers are queried for their internal state, because the controller of several
+    replicas does not pass on their start-up information.
+    """
+
+    def __init__(self, http_server: Any) -> None:
+        """Install the check into the lifespan of SGLang's ``http_server`` module."""
+        self.failure: CoserveError | None = None
+        """The error that stopped the start; Uvicorn only logs it."""
+        router = http_server.app.router
+        inner = router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+            async with AsyncExitStack() as stack:
+                try:
+                    verify_app(app)
+                    server = http_server._global_state
+                    states = await server.tokenizer_manager.get_internal_state()
+                    server.scheduler_info[STATE_KEY] = replicas_info(states)
+                    entered = await stack.enter_async_context(inner(app))
+                except CoserveError as error:
+                    self.failure = error
+                    raise
+                yield entered
+
+        router.lifespan_context = lifespan
+
+
+def verify_app(app: FastAPI) -> None:
+    """Check that our middleware and routes are installed in an app.
+
+    Raises:
+        StartupError: a middleware or a route is missing.
+    """
+    installed: set[Any] = {entry.cls for entry in app.user_middleware}
+    problems = [
+        f"{middleware.__name__} is not installed"
+        for middleware in (
+            *(MarksMiddleware, WantedModelMiddleware),
+            *(*MIDDLEWARE, HealthMiddleware),
+        )
+        if middleware not in installed
+    ]
+    paths = {getattr(route, "path", None) for route in app.routes}
+    problems += [
+        f"the route {path} is not installed"
+        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH, DRAIN_PATH)
+        if path not in paths
+    ]
+    problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
+    if problems:
+        raise StartupError("co-serving is not in place: " + "; ".join(problems))
+
 
 logger = logging.getLogger(__name__)
 

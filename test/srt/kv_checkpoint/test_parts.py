@@ -20,12 +20,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import v17
-from sglang_coserve.srt.kv_checkpoint.cpu import (
-    Event,
-    ThreadStream,
-    current_stream,
-    device_module,
-)
+from sglang_coserve.srt.kv_checkpoint.cpu import Event, ThreadStream, current_stream, device_module
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
 from sglang_coserve.srt.kv_checkpoint.settings import (

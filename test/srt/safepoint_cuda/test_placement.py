@@ -17,10 +17,7 @@ from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.install import why_no_safepoints
 from sglang_coserve.srt.safepoint.instrument import Resumption
-from sglang_coserve.srt.safepoint.placement import (
-    SafepointPlacement,
-    place_on_cuda,
-)
+from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cuda
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from srt.safepoint_cuda.call_graphs import Layer
 

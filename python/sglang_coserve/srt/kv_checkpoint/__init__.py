@@ -3,7 +3,7 @@
 A scheduler calls ``hooks``, a launcher uses ``settings``. ``cache`` is
 SGLang's unified radix cache with checkpoints. Its parts are ``request_checkpoint`` (host pages of
 requests), ``copy_jobs`` (copies in flight), ``checkpoint_writer`` (what is copied), ``reclaim``
-(freeing device and host memory), ``prefetch`` (loading back to the device). ``cpu`` replaces pinned
-memory and CUDA streams on a CPU. ``kv_moves`` and ``kv_directory`` move KV between engines.
+(freeing device and host memory, loading back to the device). ``cpu`` replaces pinned memory and
+CUDA streams on a CPU. ``kv_moves`` and ``kv_directory`` move KV between engines.
 Importing this package imports no other module.
 """

@@ -33,8 +33,7 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
 )
 from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
-from sglang_coserve.srt.kv_checkpoint.prefetch import Prefetches
-from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
+from sglang_coserve.srt.kv_checkpoint.reclaim import Prefetches, Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover, HostSpace
 from sglang_coserve.srt.marks.request_marks import is_offline
 

@@ -16,11 +16,7 @@ from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
-from sglang_coserve.srt.marks.request_marks import (
-    CLASS_KEY,
-    MARK_PREFIX,
-    GatewayHints,
-)
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, GatewayHints
 
 __all__ = [
     "SERVICE_TIER",

@@ -45,11 +45,7 @@ from sglang_coserve.srt.marks.http_marks import (
     marks_of_headers,
     tier_used,
 )
-from sglang_coserve.srt.marks.request_marks import (
-    CLASS_KEY,
-    MARK_PREFIX,
-    said_by_client,
-)
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
 
 __all__ = ["CLASS_HEADER", "MARKED_PATHS", "STRICT_PATHS", "MarksMiddleware"]
 

@@ -21,12 +21,7 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.srt.admission.admission import Admission
-from sglang_coserve.srt.compat import (
-    check_logit_processor,
-    lowest_priority,
-    refuse,
-    send_abort,
-)
+from sglang_coserve.srt.compat import check_logit_processor, lowest_priority, refuse, send_abort
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves

@@ -8,12 +8,7 @@ from typing import Any, overload
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
-from sglang_coserve.srt.compat import (
-    cached_prefix_tokens,
-    computed_tokens,
-    holds_kv,
-    prefix_tokens,
-)
+from sglang_coserve.srt.compat import cached_prefix_tokens, computed_tokens, holds_kv, prefix_tokens
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
