@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
-from sglang_coserve.guard.prompts import ThreadedTokenizerManager
+from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 
@@ -90,7 +90,7 @@ _LAST_ANSWERS_S: Final = 5
 """More than a refusal takes; what is unanswered then had no engine any more."""
 
 
-class UpdatingTokenizerManager(ThreadedTokenizerManager):
+class UpdatingTokenizerManager(GuardedTokenizerManager):
     """Reports weight updates to ``coserve_weights``, and a crash to ``coserve_on_death``."""
 
     served_model_name: str
