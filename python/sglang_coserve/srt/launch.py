@@ -55,8 +55,7 @@ from sglang_coserve.srt.routes.batch_api import (
     open_routes_warning,
 )
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_health
-from sglang_coserve.srt.routes.engine_routes import LOAD_PATH, has_room, install_load_route
-from sglang_coserve.srt.routes.view_routes import View
+from sglang_coserve.srt.routes.engine_routes import LOAD_PATH, View, has_room, install_load_route
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,

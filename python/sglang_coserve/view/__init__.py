@@ -4,6 +4,6 @@
 - ``standing``: whether online users are hurt, and by how much because of offline work.
 - ``page``: the HTML page, assembled from the files in ``page/``.
 
-Pure: who serves it (``srt/routes/view_routes.py``, ``fleet/gateway.py``) brings the samples
+Pure: who serves it (``srt/routes/engine_routes.py``, ``fleet/gateway.py``) brings the samples
 and the time.
 """

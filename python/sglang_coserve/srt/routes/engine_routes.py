@@ -1,6 +1,9 @@
-"""``GET /coserve/load`` and ``/coserve/trace``: how loaded the engine is, and its last steps.
+"""What the engine says of itself: ``/coserve/load``, ``/coserve/trace``, and the operator's page.
 
 The load is for gateways and autoscalers, the trace, a file for Perfetto, for the operator.
+``/coserve``, the page, and ``/coserve/view``, what it shows, are served before SGLang checks
+keys: a browser cannot send one with the address of a page, and what is shown depends on whose key
+it is. The page itself holds nothing of the server.
 """
 
 from __future__ import annotations
@@ -9,15 +12,28 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import FastAPI, HTTPException, Query, Response
+from fastapi import FastAPI, HTTPException, Query
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route, Router
 
 from sglang_coserve import __version__
-from sglang_coserve.batch.routes import operator_router
+from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.batch.routes import (
+    PAGE_PATH,
+    VIEW_PATH,
+    Keys,
+    operator_router,
+    shown_batches,
+    view_answer,
+)
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
+from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_fingerprint,
@@ -25,11 +41,21 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_in_use,
     model_names,
 )
-from sglang_coserve.srt.monitoring.scheduler_query import ask, last_steps
+from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask, last_steps
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
 from sglang_coserve.srt.routes.drain import is_draining
+from sglang_coserve.view.history import History
+from sglang_coserve.view.page import Page
+from sglang_coserve.view.standing import standing
 
-__all__ = ["LOAD_PATH", "TRACE_PATH", "has_room", "install_load_route", "install_trace_route"]
+__all__ = [
+    "LOAD_PATH",
+    "TRACE_PATH",
+    "View",
+    "has_room",
+    "install_load_route",
+    "install_trace_route",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +151,128 @@ def _file(traces: Sequence[Sequence[Record]]) -> bytes:
         events.append(process_name(f"sglang_coserve, replica {process - 1}", process=process))
         events += trace_events(records, process)
     return trace_text(events).encode()
+
+
+_DECISION: Final = ("subject", "text", "steps", "span_s")
+_ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "prediction")
+
+
+_INTERVAL_S: Final = 1.0
+
+
+async def sample(manager: Any, history: History) -> None:
+    """Let ``history`` follow the schedulers of SGLang's tokenizer ``manager``; for a task.
+
+    A scheduler that does not answer is waited for: the age of the last sample shows it.
+    """
+    while True:
+        states = await ask(manager, STANDING)
+        history.add(time.time(), states)
+        await asyncio.sleep(_INTERVAL_S)
+
+
+class View:
+    """The two routes, and the samples behind them."""
+
+    def __init__(self, http_server: Any, keys: Keys, background: TaskSupervisor) -> None:
+        """``http_server`` is SGLang's module of that name; ``background`` runs the sampling."""
+        self._http_server = http_server
+        self._background = background
+        self._keys = keys
+        self._page = Page.assemble()
+        self._history = History()
+        self._router = Router(
+            [
+                Route(PAGE_PATH, self._serve_page, methods=["GET"]),
+                Route(f"{PAGE_PATH}/", self._serve_page_address, methods=["GET"]),
+                Route(VIEW_PATH, self._serve_view, methods=["GET"]),
+            ]
+        )
+
+    def install(self, app: FastAPI) -> None:
+        """Have ``app`` serve the routes, before all middleware, and sample while it runs."""
+        build_stack = app.build_middleware_stack
+
+        def build_with_view() -> App:
+            return _InFront(self._router, build_stack())
+
+        app.build_middleware_stack = build_with_view  # type: ignore[method-assign]
+        stock_lifespan = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
+            async with AsyncExitStack() as stack:
+                entered = await stack.enter_async_context(stock_lifespan(app))
+                manager = self._http_server._global_state.tokenizer_manager
+                sampling = partial(sample, manager, self._history)
+                await stack.enter_async_context(self._background.running("view_samples", sampling))
+                yield entered
+
+        app.router.lifespan_context = lifespan
+
+    async def _serve_page(self, _request: Request) -> Response:
+        return Response(self._page.html, headers=self._page.headers)
+
+    async def _serve_page_address(self, _request: Request) -> Response:
+        return RedirectResponse("../coserve")
+
+    async def _serve_view(self, request: Request) -> Response:
+        caller = self._keys.caller(request.headers.raw)
+        if caller is None:
+            return _error(401, "send the server's --api-key or --admin-api-key as a bearer token")
+        try:
+            since_s = float(request.query_params.get("since", "0"))
+        except ValueError:
+            return _error(400, "since: must be seconds since the epoch")
+        batches = await shown_batches(self._http_server.app, caller)
+        trace = {"trace": TRACE_PATH if caller.is_operator else None}
+        return view_answer(200, self._view(since_s) | trace | batches)
+
+    def _view(self, since_s: float) -> dict[str, Any]:
+        now_s, history = time.time(), self._history
+        manager = self._http_server._global_state.tokenizer_manager
+        replicas = history.latest
+        return {
+            "at": now_s,
+            "sample_age_s": now_s - history.latest_at_s if replicas else None,
+            "model": manager.served_model_name,
+            "policy": manager.server_args._coserve.offline_policy,
+            "online_users": standing(replicas) | {"bill": history.bill()},
+            "replicas": [{name: r[name] for name in _ENGINE if name in r} for r in replicas],
+            "decisions": _decisions(history),
+            "history": history.columns(since_s),
+        }
+
+
+class _InFront:
+    """Serves what the router knows, and leaves the rest to ``app``."""
+
+    def __init__(self, router: Router, app: App) -> None:
+        self._router = router
+        self._app = app
+        self._paths = frozenset(route.path for route in router.routes if isinstance(route, Route))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and path in self._paths:
+            if scope["method"] not in ("GET", "HEAD"):
+                await send_error(send, 405, f"{path} is only read: use GET")
+                return
+            await self._router(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _decisions(history: History) -> list[dict[str, Any]]:
+    """Return what was decided, the newest first, with the time of each."""
+    at_s = history.latest_at_s
+    found = [
+        {"at": at_s - each["age_s"], **{name: each[name] for name in _DECISION}}
+        for replica in history.latest
+        for each in replica.get("decisions", ())
+    ]
+    return sorted(found, key=lambda decision: -decision["at"])
+
+
+def _error(status: int, message: str) -> Response:
+    return view_answer(status, {"error": {"message": message}})
