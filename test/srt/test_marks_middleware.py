@@ -17,6 +17,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.fleet.online_requests import ONLINE_PATHS
+from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, MarksMiddleware
 from sglang_coserve.srt.marks.offline_marks import attach_marks
@@ -73,7 +74,7 @@ def call(
         "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
     names = CoserveConfig().offline_objectives
-    middleware = MarksMiddleware(app, names)
+    middleware = RequestGateMiddleware(MarksMiddleware(app, names))
     asyncio.run(middleware(scope, receive, send))
     received = b"".join(m["body"] for m in sent if m["type"] == "http.response.body")
     return sent[0]["status"], received, dict(sent[0]["headers"])

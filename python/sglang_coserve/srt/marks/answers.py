@@ -289,10 +289,7 @@ class _Stream:
                 await self._send(message)
 
     async def _begin(self, message: Message) -> None:
-        is_stream = any(
-            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in message["headers"]
-        )
+        is_stream = _is_stream(message)
         self._has_begun, self._is_open = True, is_stream
         if not self._is_ours:
             await self._send(message)

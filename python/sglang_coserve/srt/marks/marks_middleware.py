@@ -1,6 +1,6 @@
 """Reads the class and targets of HTTP requests, on every route that reaches the engine.
 
-An ASGI middleware reads the marks in bodies (``body_marks``) and headers (``header_marks``),
+An ASGI middleware reads the marks in bodies and headers (``http_marks``),
 and keeps them in a context variable while the route serves the request; the tokenizer
 manager attaches them to all requests that the route sends to the scheduler.  Bodies pass
 unchanged unless their route would refuse the mark, and are not even parsed unless they contain the
@@ -89,7 +89,7 @@ async def _always() -> bool:
 
 
 class MarksMiddleware:
-    """ASGI middleware that reads the marks of requests; see the module's docstring."""
+    """Stands behind what bounds a body and puts it together; see the module's docstring."""
 
     def __init__(
         self,
@@ -122,9 +122,7 @@ class MarksMiddleware:
             marks: dict[str, Any] = {}
             body = b""
             if not is_form(scope):
-                body, disconnect = await _read_body(receive)
-                if disconnect is not None:
-                    return
+                body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
                 fields = await _fields(body) if any(name in body for name in _NAMES) else {}
                 marks = marks_of_body(fields)
@@ -206,17 +204,6 @@ async def _streams(path: str, body: bytes) -> bool:
     if path not in _EVENT_PATHS or _STREAM not in body:
         return False
     return (await _fields(body)).get("stream") is True
-
-
-async def _read_body(receive: Receive) -> tuple[bytes, Message | None]:
-    chunks = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"", message
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks), None
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

@@ -196,17 +196,16 @@ _HEARTBEAT: Final = "coserve_heartbeat"
 class Heartbeat:
     """When all schedulers of a server answered last. Lives on the loop of its HTTP server."""
 
-    def __init__(self, manager: Any, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, manager: Any) -> None:
         """``manager`` is SGLang's tokenizer manager."""
         self._manager = manager
-        self._monotonic_s = monotonic_s
         self._last_s: float | None = None
 
     async def run(self) -> None:
         """Ask them, for ever."""
         while True:
             await ask(self._manager, PULSE)
-            self._last_s = self._monotonic_s()
+            self._last_s = time.monotonic()
             await asyncio.sleep(_INTERVAL_S)
 
     @property
@@ -217,7 +216,7 @@ class Heartbeat:
     def failure(self) -> str | None:
         """Return what is wrong; None if they run."""
         assert self._last_s is not None
-        silent_s = self._monotonic_s() - self._last_s
+        silent_s = time.monotonic() - self._last_s
         if silent_s <= _LONGEST_S:
             return None
         return f"the engine's schedulers have not answered for {silent_s:.0f} s"
