@@ -111,7 +111,7 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
                 raise BadLineError("duplicate_custom_id", message, "custom_id")
             asked = request.body.get("model")
             if (model := served_name(asked, limits.model_names)) is None:
-                message = not_served(asked, limits.model_names)
+                message = not_served(asked, limits.model_names)["message"]
                 raise BadLineError("model_mismatch", message, "body.model")
             report.model = report.model or model or None
             report.estimated_tokens += estimate_tokens(

@@ -233,11 +233,16 @@ def served_name(model: object, names: Sequence[str]) -> str | None:
     return None
 
 
-def not_served(model: object, names: Sequence[str]) -> str:
-    """Return what to say of a model that is not served."""
+def not_served(model: object, names: Sequence[str]) -> dict[str, str]:
+    """Return the error, as OpenAI has it, of a request for a model that is not served."""
     asked = repr(model) if len(repr(model)) <= _MAX_CHARS else f"{repr(model)[:_MAX_CHARS]}…"
     known = ", ".join(map(repr, names))
-    return f"the model {asked} is not served here: use {known}, or leave model out"
+    return {
+        "message": f"the model {asked} is not served here: use {known}, or leave model out",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
 
 
 _BLOCK_BYTES: Final = 128

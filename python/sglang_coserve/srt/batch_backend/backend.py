@@ -76,12 +76,6 @@ def invalid_request(request_id: str, message: str) -> LineResult:
     return _failed(request_id, HTTPStatus.BAD_REQUEST, "invalid_request_error", message)
 
 
-def _model_not_found(request_id: str, message: str) -> LineResult:
-    error = {"message": message, "type": "invalid_request_error", "param": "model"}
-    body = {"error": {**error, "code": "model_not_found"}}
-    return LineResult(HTTPStatus.NOT_FOUND.value, request_id, body)
-
-
 def engine_failure(request_id: str, message: str) -> LineResult:
     """Return the result for a line that may succeed another time."""
     return _failed(request_id, HTTPStatus.SERVICE_UNAVAILABLE, "server_error", message)
@@ -246,7 +240,8 @@ class BatchBackend(Backend):
         asked, names = request.body.get("model"), self.model_names
         name = served_name(asked, names)
         if name is None:
-            return _model_not_found(request_id, not_served(asked, names))
+            body = {"error": not_served(asked, names)}
+            return LineResult(HTTPStatus.NOT_FOUND.value, request_id, body)
         if asked in names[1:]:
             request.body["model"] = name  # SGLang knows an adapter by this name alone.
 

@@ -60,8 +60,7 @@ def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
     async def checked(**fields: Any) -> Any:
         names: Sequence[str] = getattr(app.state, _STATE, tuple)()
         if served_name(fields["model"], names) is None:
-            refusal = _refusal(_FORM_PATH, not_served(fields["model"], names))
-            return JSONResponse(refusal, HTTPStatus.NOT_FOUND)
+            return _refusal(_FORM_PATH, not_served(fields["model"], names))
         return await transcribe(**fields)
 
     return checked
@@ -87,9 +86,7 @@ class WantedModelMiddleware:
             model = model.removesuffix(_LATEST) if model not in names else model
         name = served_name(model, names)
         if name is None:
-            await JSONResponse(_refusal(path, not_served(model, names)), HTTPStatus.NOT_FOUND)(
-                scope, receive, send
-            )
+            await _refusal(path, not_served(model, names))(scope, receive, send)
             return
         if model in names[1:]:
             body = orjson.dumps({**json.loads(body), "model": name})
@@ -111,11 +108,12 @@ def _model_in(body: bytes) -> Any:
     return fields.get("model") if isinstance(fields, dict) else None
 
 
-def _refusal(path: str, message: str) -> dict[str, Any]:
+def _refusal(path: str, error: dict[str, str]) -> JSONResponse:
     """Return the refusal as the protocol of the route has it."""
+    content: dict[str, Any] = {"error": error}
     if path in _OLLAMA_PATHS:
-        return {"error": message}
-    if path in _ANTHROPIC_PATHS:
-        return {"type": "error", "error": {"type": "not_found_error", "message": message}}
-    error = {"message": message, "type": "invalid_request_error", "param": "model"}
-    return {"error": {**error, "code": "model_not_found"}}
+        content = {"error": error["message"]}
+    elif path in _ANTHROPIC_PATHS:
+        within = {"type": "not_found_error", "message": error["message"]}
+        content = {"type": "error", "error": within}
+    return JSONResponse(content, HTTPStatus.NOT_FOUND)
