@@ -100,9 +100,9 @@ def test_requests_are_noted_once_and_their_cached_tokens_with_them() -> None:
     ledger.launched(batch(old))
     mixed = batch(new, old, mode=ForwardMode.MIXED)
     mixed.prefix_lens = [2]  # Of the prompts alone.
-    note = Launched.of(mixed, 1.0, None, ledger)
+    note = Launched.of(mixed, 1.0, lane(), ledger)
     assert note.begun == [Begun(ledger["new"], 2)]
-    assert Launched.of(batch(new, mode=ForwardMode.DECODE), 1.0, None, ledger).begun == []
+    assert Launched.of(batch(new, mode=ForwardMode.DECODE), 1.0, lane(), ledger).begun == []
 
 
 def test_gaps_and_first_tokens_are_counted_however_late_they_are_taken_in() -> None:

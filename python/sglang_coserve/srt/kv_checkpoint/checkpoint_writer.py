@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_coserve.core.kv_checkpoint import (
-    CheckpointPolicy,
-    PageCopy,
-    RequestToSave,
-    plan_copies,
-)
+from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, PageCopy, RequestToSave, plan_copies
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import full, host_slots, unsaved_path
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
