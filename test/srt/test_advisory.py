@@ -30,7 +30,6 @@ PLANNED = {
     "service time": ("admission.core._service_time", ("observe",)),
     "policy": ("admission.core._policy", ("update",)),
     "shared prefixes": ("admission", ("_report_left",)),
-    "drift warning": ("admission._drift_warning", ("check",)),
 }
 """The same, of those that a planned policy has."""
 

@@ -14,7 +14,6 @@ from sglang_coserve.srt.marks.offline_marks import (
     offline_marks,
     restore_generated,
     sent_with,
-    user_of,
 )
 
 
@@ -52,7 +51,6 @@ def test_the_expected_length_travels_with_a_line() -> None:
 def test_a_request_without_marks(custom_params: Any) -> None:
     req = request_with(custom_params)
     assert deadline_of(req, 20.0) is None
-    assert user_of(req) is None
     restore_generated(req, None)
     assert req.output_ids == []
 
