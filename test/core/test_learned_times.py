@@ -1,4 +1,4 @@
-"""How long an offline request will run: from measured steps, and what is expected of it."""
+"""How long an offline request will run, and what offline work alone is expected to get."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from core.offline_queue.offline_requests import offline
 from core.scheduler.scenarios import MODEL
-from sglang_coserve.core.learned_times import ServiceTime
+from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.learned_times import ServiceTime, expected_tokens_per_s
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 
@@ -62,3 +63,23 @@ def test_what_is_expected_counts_and_what_was_generated_does_not() -> None:
     longer = replace(short, num_generated_tokens=60)
     prefill_s = MODEL.predict(StepStats().with_prefill(160, 0))
     assert service.predict(longer, MODEL) == pytest.approx(prefill_s + 0.5)
+
+
+EVEN = LinearModel.of(CONSERVE, compute_token_s=1e-4, iteration_s=4e-3)
+LARGE = {"kv_tokens": 1 << 20, "max_requests": 64, "chunk_tokens": 2048}
+
+
+def test_the_rate_is_that_of_prompts_and_decodes_in_full_batches() -> None:
+    # 256 prompt tokens in an eighth of a step, 256 more in as many steps of 64 requests.
+    prefill_s = 256 * 1e-4 + 4e-3 / 8
+    decode_s = 256 * (1e-4 + 4e-3 / 64)
+    assert expected_tokens_per_s(EVEN, **LARGE) == pytest.approx(512 / (prefill_s + decode_s))
+
+
+def test_little_memory_few_requests_and_short_chunks_make_it_lower() -> None:
+    most = expected_tokens_per_s(EVEN, **LARGE)
+    one_request = expected_tokens_per_s(EVEN, **LARGE | {"max_requests": 1})
+    assert one_request < expected_tokens_per_s(EVEN, **LARGE | {"max_requests": 8}) < most
+    assert expected_tokens_per_s(EVEN, **LARGE | {"kv_tokens": 8 * 512}) < most
+    assert expected_tokens_per_s(EVEN, **LARGE | {"chunk_tokens": 16}) < most
+    assert expected_tokens_per_s(EVEN, **LARGE | {"kv_tokens": 100}) == pytest.approx(one_request)
