@@ -160,10 +160,11 @@ class Allowance:
         """Record the baseline's TTFT of a request."""
         self._ttft.observe({(info.ttft_target_s, alone_s): 1}, now_s)
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float]], now_s: float) -> None:
-        """Record the baseline's gaps that became known together. O(gaps)."""
+    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float]], now_s: float) -> None:
+        """Record the baseline's gaps that became known together: whose, how long, and when they
+        ended. O(gaps)."""
         # Gaps that end with the same step are mostly equal.
-        values = Counter([(info.tpot_target_s, alone_s) for info, alone_s in gaps])
+        values = Counter([(info.tpot_target_s, alone_s) for info, alone_s, _ in gaps])
         if self._tbt.slos:
             self._tbt.observe(values, now_s)
 

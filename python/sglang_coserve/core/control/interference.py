@@ -175,7 +175,7 @@ class Interference:
         """
         self._now_s = max(self._now_s, now_s)
         monitor, allowance = self.monitor, self.allowance
-        gaps: list[tuple[RequestInfo, float]] = []
+        gaps: list[tuple[RequestInfo, float, float]] = []
         for baseline in self._baselines:
             for watched, position, at_s in baseline.advance(predict, now_s):
                 assert isinstance(watched, _Watched)
@@ -183,12 +183,12 @@ class Interference:
                 if position == 1:
                     allowance.first_token(info, at_s - info.arrival_s, self._now_s)
                 elif monitor.needs_gaps:
-                    monitor.gap(info, alone.last_s, at_s, is_alone=True)
-                    gaps.append((info, at_s - alone.last_s))
+                    gaps.append((info, at_s - alone.last_s, at_s))
                 alone.came(at_s)
                 if watched.is_finished:
                     self._judge_if_complete(watched)
         if gaps:
+            monitor.gaps_alone(gaps)
             allowance.gaps(gaps, self._now_s)
 
     def _judge_if_complete(self, watched: _Watched) -> None:

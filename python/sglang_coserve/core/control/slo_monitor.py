@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -166,13 +166,16 @@ class SloMonitor:
         self.needs_gaps: Final = any(slo.latency is Latency.TBT for slo in slos)
         """True when an SLO bounds TBT, so that ``gap`` must be called."""
 
-    def gap(
-        self, info: RequestInfo, last_token_s: float, at_s: float, *, is_alone: bool = False
-    ) -> None:
-        """Record the gap before a token other than the first; ``is_alone``: in the baseline."""
+    def gap(self, info: RequestInfo, last_token_s: float, at_s: float) -> None:
+        """Record the gap before a token other than the first."""
         if info.tpot_target_s is None:
-            gaps = self._gaps_alone if is_alone else self._gaps
-            gaps.append((at_s, at_s - last_token_s))
+            self._gaps.append((at_s, at_s - last_token_s))
+
+    def gaps_alone(self, gaps: Iterable[tuple[RequestInfo, float, float]]) -> None:
+        """Record gaps in the baseline: whose, how long, and when they ended. O(gaps)."""
+        self._gaps_alone.extend(
+            [(at_s, gap_s) for info, gap_s, at_s in gaps if info.tpot_target_s is None]
+        )
 
     def finished(
         self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None
