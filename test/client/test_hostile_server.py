@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from client.coserve_process import coserve
-from sglang_coserve.client.progress import JobState, JobStatus, _describe
+from sglang_coserve.client.progress import JobState, JobStatus, _description, _one_line
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\u202e[red]\x9b31m"
 BATCH = {
@@ -81,6 +81,6 @@ def test_progress_is_one_line_of_text() -> None:
         batch_id=EVIL,
         batch_state=EVIL,
     )
-    shown = _describe(status)
+    shown = _one_line(_description(status))
     assert "first second" in shown
     assert shown.isprintable()
