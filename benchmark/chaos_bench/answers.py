@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 import orjson
 
-from chaos_bench.observation import ChaosError
+from chaos_bench.figures import ChaosError
 from chaos_bench.vision_model import random_picture
 
 __all__ = [

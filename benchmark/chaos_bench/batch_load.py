@@ -17,8 +17,7 @@ import httpx
 import orjson
 
 from chaos_bench.answers import KnownAnswer, answered_text
-from chaos_bench.figures import Figure
-from chaos_bench.observation import ChaosError, Observation
+from chaos_bench.figures import ChaosError, Figure, Observation
 
 __all__ = ["BatchLoad", "LineCounts"]
 

@@ -15,7 +15,7 @@ from typing import Final, Self
 import httpx
 import psutil
 
-from chaos_bench.observation import READY_TIMEOUT_S, Interval
+from chaos_bench.figures import READY_TIMEOUT_S, Interval
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 

@@ -22,7 +22,7 @@ import orjson
 from httpx_sse import EventSource
 
 from chaos_bench.answers import KnownAnswer, answered_text
-from chaos_bench.observation import ChaosError, Observation
+from chaos_bench.figures import ChaosError, Observation
 
 __all__ = ["Prober", "Probes"]
 

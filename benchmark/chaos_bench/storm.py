@@ -12,7 +12,7 @@ import httpx
 import orjson
 
 from chaos_bench.answers import COMPLETIONS, completion_body
-from chaos_bench.observation import Observation
+from chaos_bench.figures import Observation
 
 __all__ = ["HostileRequest", "Storm"]
 

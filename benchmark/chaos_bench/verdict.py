@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from chaos_bench.batch_load import LineCounts
-from chaos_bench.figures import Figure
-from chaos_bench.observation import Interval, Observation
+from chaos_bench.figures import Figure, Interval, Observation
 
 __all__ = ["Verdict", "online_verdict", "verdict"]
 

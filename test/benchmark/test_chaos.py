@@ -16,8 +16,7 @@ import pytest
 import chaos
 from chaos_bench.answers import CHAT, KnownAnswer, answered_text
 from chaos_bench.batch_load import LineCounts
-from chaos_bench.figures import Figure, markdown
-from chaos_bench.observation import Interval, Observation
+from chaos_bench.figures import Figure, Interval, Observation, markdown
 from chaos_bench.rounds import hurt_in_rounds
 from chaos_bench.torn_tails import DiskFaults
 from chaos_bench.verdict import online_verdict, verdict
