@@ -20,6 +20,7 @@ from sglang_coserve.core.kv_checkpoint import (
 
 PAGE = 16
 EAGER = CheckpointPolicy(CheckpointMode.EAGER)
+PRESSURE = CheckpointPolicy(CheckpointMode.PRESSURE, watermark=0.8)
 
 modes = st.sampled_from(CheckpointMode)
 unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
@@ -29,16 +30,16 @@ unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
 
 def test_eager_copies_all_full_pages_of_all_requests() -> None:
     requests = (RequestToSave("a", 40), RequestToSave("b", 16), RequestToSave("c", 15))
-    copies = plan_copies(EAGER, requests, PAGE)
+    copies = plan_copies(EAGER, requests, PAGE, used_share=0.1)
     assert set(copies) == {PageCopy("a", 32), PageCopy("b", 16)}
 
 
 def test_small_pages_wait_until_a_copy_is_worth_its_cost() -> None:
     requests = (RequestToSave("a", 17), RequestToSave("b", 16), RequestToSave("c", 15))
-    copies = plan_copies(EAGER, requests, 1)
+    copies = plan_copies(EAGER, requests, 1, used_share=0.1)
     assert set(copies) == {PageCopy("a", 17), PageCopy("b", 16)}
     at_once = replace(EAGER, least_copy_tokens=1)
-    assert len(plan_copies(at_once, requests, 1)) == 3
+    assert len(plan_copies(at_once, requests, 1, used_share=0.1)) == 3
 
 
 def test_the_requests_admitted_last_are_saved_first() -> None:
@@ -48,14 +49,20 @@ def test_the_requests_admitted_last_are_saved_first() -> None:
         RequestToSave("middle", PAGE),
         RequestToSave("newest", PAGE),
     )
-    copies = plan_copies(policy, requests, PAGE)
+    copies = plan_copies(policy, requests, PAGE, used_share=0.1)
     assert [copy.rid for copy in copies] == ["newest", "middle"]
+
+
+@pytest.mark.parametrize(("used_share", "copied"), [(0.79, 0), (0.8, 1), (0.95, 1)])
+def test_pressure_copies_above_the_watermark(used_share: float, copied: int) -> None:
+    requests = (RequestToSave("a", PAGE),)
+    assert len(plan_copies(PRESSURE, requests, PAGE, used_share=used_share)) == copied
 
 
 @pytest.mark.parametrize("mode", [CheckpointMode.LAZY, CheckpointMode.OFF])
 def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
     requests = (RequestToSave("a", 1000),)
-    assert not plan_copies(CheckpointPolicy(mode), requests, PAGE)
+    assert not plan_copies(CheckpointPolicy(mode), requests, PAGE, used_share=1.0)
 
 
 @given(
@@ -68,7 +75,7 @@ def test_plans_are_whole_pages_within_all_bounds(
     mode: CheckpointMode, requests: tuple[RequestToSave, ...], in_flight: int, page: int
 ) -> None:
     policy = CheckpointPolicy(mode, step_tokens=1024, in_flight_tokens=8192)
-    copies = plan_copies(policy, requests, page, in_flight)
+    copies = plan_copies(policy, requests, page, used_share=0.9, in_flight_tokens=in_flight)
     dirty = {request.rid: request.dirty_tokens for request in requests}
     assert len({copy.rid for copy in copies}) == len(copies)
     assert all(0 < copy.tokens <= dirty[copy.rid] for copy in copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """By policy: what it would not act on, and is refused with it (``test_settings_act``)."""
 
 _COPIES = tuple(mode.value for mode in CheckpointMode if mode is not CheckpointMode.OFF)
+_CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kv_checkpoint_host_gb": _COPIES,
+        "kv_checkpoint_watermark": (CheckpointMode.PRESSURE.value,),
+        "kv_move_dir": _COPIES,
+    }
+)
+"""By flag: the modes of --kv-checkpoint that it is for."""
 
 MEDIA_SOURCES = ("inline", "public", "any")
 
@@ -183,8 +192,8 @@ class CoserveConfig(BatchApiConfig):
     kv_checkpoint: str = setting(
         _AUTO,
         "When the KV of offline requests is copied to host memory. eager: as it is made. lazy: "
-        "when it is reclaimed, while online requests wait. auto: never, for now "
-        "(docs/kv_checkpoint.md).",
+        "when it is reclaimed, while online requests wait. pressure: as eager, while the "
+        "device's KV memory is nearly full. auto: never, for now (docs/kv_checkpoint.md).",
         choices=(_AUTO, *(mode.value for mode in CheckpointMode)),
     )
     kv_checkpoint_host_gb: Annotated[float | None, POSITIVE] = setting(
@@ -192,6 +201,12 @@ class CoserveConfig(BatchApiConfig):
         "Host memory for KV, in GB for each GPU; by default twice the device's KV memory.",
         type=float,
         metavar="GB",
+    )
+    kv_checkpoint_watermark: Annotated[float, SHARE] = setting(
+        0.8,
+        "Part of the device's KV memory in use above which --kv-checkpoint pressure copies.",
+        type=float,
+        metavar="SHARE",
     )
     kv_move_dir: str | None = setting(
         None,
@@ -307,12 +322,13 @@ class CoserveConfig(BatchApiConfig):
 
 
 def _check_kv_checkpoint(config: CoserveConfig) -> None:
-    if config.checkpoint_mode is CheckpointMode.OFF:
-        for name in ("kv_checkpoint_host_gb", "kv_move_dir"):
-            if getattr(config, name) is not None:
+    for field in dataclasses.fields(config):
+        if field.name in _CHECKPOINT_MODES and getattr(config, field.name) != field.default:
+            useful = _CHECKPOINT_MODES[field.name]
+            if config.kv_checkpoint not in useful:
                 raise ConfigError(
-                    f"{flag(name)} has no effect with {flag('kv_checkpoint')} "
-                    f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(_COPIES)}"
+                    f"{flag(field.name)} has no effect with {flag('kv_checkpoint')} "
+                    f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
                 )
 
 

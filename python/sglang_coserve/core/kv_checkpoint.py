@@ -47,12 +47,18 @@ class CheckpointMode(Enum):
     LAZY = "lazy"
     """Pages about to be reclaimed (BROS): fewest copies, but online admission waits for them."""
 
+    PRESSURE = "pressure"
+    """Like eager, but only while device memory is nearly full."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
     """Limits on how much is copied and reclaimed at a time."""
 
     mode: CheckpointMode
+    watermark: float = 0.8
+    """Share of the device's KV slots in use from which ``PRESSURE`` copies."""
+
     least_copy_tokens: int = 16
     """Fewest tokens of a request to copy at a time. With smaller pages (in SGLang often one token),
     each step would otherwise copy a page of every request, although a copy costs the scheduler the
@@ -89,6 +95,8 @@ def plan_copies(
     policy: CheckpointPolicy,
     requests: Sequence[RequestToSave],
     page_tokens: int,
+    *,
+    used_share: float,
     in_flight_tokens: int = 0,
 ) -> tuple[PageCopy, ...]:
     """Return the copies to begin now. O(requests).
@@ -99,9 +107,12 @@ def plan_copies(
         policy: Limits them.
         requests: In order of admission.
         page_tokens: Only whole pages are copied.
+        used_share: Share of the device's KV slots that requests hold, 0 to 1.
         in_flight_tokens: Whose copies are under way.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
+        return ()
+    if policy.mode is CheckpointMode.PRESSURE and used_share < policy.watermark:
         return ()
     left = max(min(policy.step_tokens, policy.in_flight_tokens - in_flight_tokens), 0)
     copies = []

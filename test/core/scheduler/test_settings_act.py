@@ -46,6 +46,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "record_plans": {"record_plans": "plans.jsonl"},
     "kv_checkpoint": {"kv_checkpoint": "eager"},
     "kv_checkpoint_host_gb": {"kv_checkpoint_host_gb": 1.0, "kv_checkpoint": "lazy"},
+    "kv_checkpoint_watermark": {"kv_checkpoint_watermark": 0.5, "kv_checkpoint": "pressure"},
     "kv_move_dir": {"kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "pool": {"pool": "relaxed", "kv_move_dir": "moved", "kv_checkpoint": "eager"},
     "media_sources": {"media_sources": "inline"},

@@ -40,6 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         policy = CheckpointPolicy(
             mode,
+            watermark=0.5,
             least_copy_tokens=least_copy,
             step_tokens=64,
             in_flight_tokens=128,

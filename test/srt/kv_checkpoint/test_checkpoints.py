@@ -18,8 +18,10 @@ from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 KINDS = [
     pytest.param(("eager", True, 16), id="eager-overlap-page16"),
     pytest.param(("lazy", False, 1), id="lazy-normal-page1"),
+    pytest.param(("pressure", False, 16), id="pressure-normal-page16"),
     pytest.param(("eager", False, 1), id="eager-normal-page1", marks=pytest.mark.heavy),
     pytest.param(("lazy", False, 16), id="lazy-normal-page16", marks=pytest.mark.heavy),
+    pytest.param(("pressure", True, 1), id="pressure-overlap-page1", marks=pytest.mark.heavy),
 ]
 """Mode, whether the event loop overlaps, page size: each value of each in those that are not heavy.
 All are in the heavy test below."""
@@ -63,7 +65,7 @@ def test_mixed_requests_finish_with_the_outputs_of_stock(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("mode", ["eager", "lazy", "pressure"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_many_random_runs_finish_with_the_outputs_of_stock(

@@ -31,7 +31,7 @@ RIDS = [spec[0] for spec in LINES]
 KINDS = [
     pytest.param(("eager", True, 16, "coserve"), id="eager-overlap-page16"),
     pytest.param(("lazy", False, 1, "coserve"), id="lazy-normal-page1"),
-    pytest.param(("eager", False, 16, "fifo"), id="fifo-eager-normal-page16"),
+    pytest.param(("pressure", False, 16, "fifo"), id="fifo-pressure-normal-page16"),
     pytest.param(("eager", True, 1, "coserve"), id="eager-overlap-page1", marks=pytest.mark.heavy),
     pytest.param(("lazy", True, 16, "coserve"), id="lazy-overlap-page16", marks=pytest.mark.heavy),
 ]

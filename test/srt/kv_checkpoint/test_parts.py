@@ -235,7 +235,7 @@ def test_online_work_does_not_wait_for_a_slow_copy() -> None:
         ("kv_checkpoint", {"kv_checkpoint": "always"}),
         ("kv_checkpoint_host_gb", {"kv_checkpoint": "eager", "kv_checkpoint_host_gb": 0}),
         ("kv_checkpoint_host_gb", {"kv_checkpoint_host_gb": 4.0}),
-        ("kv_move_dir", {"kv_move_dir": "somewhere"}),
+        ("kv_checkpoint_watermark", {"kv_checkpoint_watermark": 1.5}),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_flag(field: str, values: Any) -> None:
@@ -255,7 +255,7 @@ def test_auto_says_why_it_is_off(what: str, *, on_cpu: bool) -> None:
     reason = why_off(CoserveConfig(), on_cpu=on_cpu)
     assert reason is not None
     assert what in reason
-    for mode in ("off", "eager", "lazy"):
+    for mode in ("off", "eager", "lazy", "pressure"):
         assert why_off(CoserveConfig(kv_checkpoint=mode), on_cpu=on_cpu) is None
 
 

@@ -114,8 +114,16 @@ class CheckpointWriter:
             self._copy(targets, step)
 
     def _plan(self, unsaved: Sequence[RequestToSave]) -> tuple[PageCopy, ...]:
-        in_flight_tokens = self._copies.in_flight_tokens
-        return plan_copies(self._policy, unsaved, self._cache.page_size, in_flight_tokens)
+        cache = self._cache
+        allocator = cache.token_to_kv_pool_allocator
+        unused = allocator.available_size() + cache.evictable_size()
+        return plan_copies(
+            self._policy,
+            unsaved,
+            cache.page_size,
+            used_share=1 - unused / allocator.size,
+            in_flight_tokens=self._copies.in_flight_tokens,
+        )
 
     def _unsaved(self) -> list[RequestToSave]:
         unsaved = []

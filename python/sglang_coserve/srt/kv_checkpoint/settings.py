@@ -157,7 +157,7 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
         cache = CheckpointCache(
             context.params,
             context.server_args,
-            CheckpointPolicy(mode),
+            CheckpointPolicy(mode, watermark=config.kv_checkpoint_watermark),
         )
         # SGLang sets it itself since 0.5.22, when the scheduler is there.
         cache.cache_controller.load_fence_stream = context.tp_worker.model_runner.forward_stream
