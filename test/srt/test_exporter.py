@@ -28,6 +28,15 @@ def state(running):
         "prediction": {"mape": 0.04, "bias": 0.0},
         "background": {"kv_expiry": {"failures": running}},
         "kv_checkpoint": KvCheckpointing(None).state(),
+        "safepoints": {
+            "enabled": True,
+            "suspended": {"extend": 2 * running, "mixed": 1},
+            "resumed": running - 1,
+            "delays_ms": {
+                "arrival_to_stop": {"n": running, "p50": 12.5, "p90": 20.0, "p99": 25.0},
+                "flag_to_stop": {"n": 0, "p50": None, "p90": None, "p99": None},
+            },
+        },
     }
 
 exporter = Exporter("m")
@@ -59,10 +68,16 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         'coserve_max_lines{model_name="m"} 6.0',
         'coserve_budget_seconds{model_name="m"} +Inf',
         'coserve_online_outstanding_tokens{model_name="m"} 700.0',
+        'coserve_safepoint_suspended_total{kind="extend",model_name="m"} 8.0',
+        'coserve_safepoint_suspended_total{kind="mixed",model_name="m"} 1.0',
+        'coserve_safepoint_resumed_total{model_name="m"} 3.0',
+        'coserve_safepoint_delay_seconds{model_name="m",statistic="p50",step="arrival_to_stop"} '
+        "0.0125",
     ):
         assert line in lines
     for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):
         assert not any(line.startswith(unknown) for line in lines)
+    assert not any("flag_to_stop" in line for line in lines)
 
 
 def test_replicas_have_series_of_their_own() -> None:

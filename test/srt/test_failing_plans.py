@@ -76,7 +76,7 @@ def run(
 def test_requests_have_their_outputs_whatever_fails_of_a_plan(
     start_engine: Any, reference_outputs: Reference, targets: Any, tmp_path: Path
 ) -> None:
-    specs = mixed_specs(seed=3, num_online=14, num_offline=22)
+    specs = mixed_specs(seed=3, num_online=8, num_offline=12)
     expected = reference_outputs(specs)
     process: EngineProcess = start_engine(overlap=targets is TIGHT, coserve=targets)
     for place in PLACES.keys() - ENDS_PLANNING:
@@ -97,7 +97,7 @@ def test_requests_have_their_outputs_whatever_fails_of_a_plan(
 def test_where_plans_go_on_failing_requests_are_served_without(
     start_engine: Any, reference_outputs: Reference, place: str, tmp_path: Path
 ) -> None:
-    specs = mixed_specs(seed=4, num_online=14, num_offline=22)
+    specs = mixed_specs(seed=4, num_online=8, num_offline=12)
     process: EngineProcess = start_engine(coserve=LOOSE)
     share = 1.0 if place == "before it" else 0.1
     outputs, _, off = process.call(run, specs, place, share, tmp_path)

@@ -29,10 +29,10 @@ def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     return process
 
 
-def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
+def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     planned: EngineProcess, reference_outputs: Reference
 ) -> None:
-    specs = scenarios.mixed_specs(seed=11, num_online=80, num_offline=120)
+    specs = scenarios.mixed_specs(seed=11, num_online=40, num_offline=60)
     outputs, aborted, count = planned.call(scenarios.run_mixed, specs, 5)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert count["retracted"] > 0

@@ -94,7 +94,7 @@ def test_dropped_steps_leave_no_trace(
     start_engine: Any, reference_outputs: Reference, modes: str
 ) -> None:
     """Far more are dropped here than memory ever asks for."""
-    specs = scenarios.mixed_specs(seed=21, num_online=20, num_offline=30)
+    specs = scenarios.mixed_specs(seed=21, num_online=10, num_offline=15)
     outputs, aborted, counts = start(start_engine, modes).call(run_with_drops, specs, 21)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert counts["dropped"] > 20
