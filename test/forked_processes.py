@@ -29,8 +29,6 @@ from typing import Any, Final
 
 import setproctitle
 
-__all__ = ["Forked", "ForkedServers"]
-
 PRELOADED: Final = (
     "sglang_coserve.srt.cpu.defaults",  # Before SGLang, which imports some of what it mends.
     "sglang.srt.managers.scheduler",

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["is_alive", "processes_of"]
-
 
 def processes_of(out: Path) -> list[psutil.Process]:
     """Living processes whose command names ``out``, and those that they started."""

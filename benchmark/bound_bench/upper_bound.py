@@ -23,8 +23,6 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
-__all__ = ["Capacity", "OfflineShape", "Required", "cached_tokens", "offline_bound", "required"]
-
 _HALVINGS: Final = 60
 """Of a bisection: as many as a float has bits."""
 

@@ -13,15 +13,6 @@ import orjson
 from chaos_bench.figures import ChaosError
 from chaos_bench.vision_model import random_picture
 
-__all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "KnownAnswer",
-    "answered_text",
-    "completion_body",
-    "known_answers",
-]
-
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 

@@ -19,8 +19,6 @@ import orjson
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.figures import ChaosError, Figure, Observation
 
-__all__ = ["BatchLoad", "LineCounts"]
-
 _FINAL: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 _KEYS: Final = ("key-0", "key-1", "key-2")
 _RETRY_S: Final = 0.3

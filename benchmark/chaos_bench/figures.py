@@ -16,18 +16,6 @@ from common.results import write_results
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
 
-__all__ = [
-    "READY_TIMEOUT_S",
-    "ChaosError",
-    "Figure",
-    "Interval",
-    "Observation",
-    "all_met",
-    "exit_status",
-    "markdown",
-    "report",
-]
-
 READY_TIMEOUT_S: Final = 300.0
 """For a server that starts, on a machine with other work."""
 

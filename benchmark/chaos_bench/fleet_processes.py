@@ -19,8 +19,6 @@ from chaos_bench.figures import READY_TIMEOUT_S, Interval
 from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer
 
-__all__ = ["INJURIES", "FleetProcesses"]
-
 _KEY: Final = "the engines' admin key"
 _END_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.2

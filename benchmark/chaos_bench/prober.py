@@ -24,8 +24,6 @@ from httpx_sse import EventSource
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.figures import ChaosError, Observation
 
-__all__ = ["Prober", "Probes"]
-
 _PROBE_EVERY_S: Final = 0.02
 _TIMEOUT_S: Final = 20.0
 _ARRIVAL_TIMEOUT_S: Final = 180.0

@@ -13,8 +13,6 @@ from typing import Final
 
 from sglang_coserve.terminal import StoppableBar
 
-__all__ = ["chaos_parser", "hurt_in_rounds"]
-
 _POLL_S: Final = 0.2
 
 

@@ -14,8 +14,6 @@ import httpx
 
 from sglang_coserve.local_server import ChildServer, free_port
 
-__all__ = ["COMMANDS", "Router", "router_command"]
-
 COMMANDS: Final = {"smg": "COSERVE_SMG", "sglang-router": "COSERVE_SGLANG_ROUTER"}
 """Of the routers; a variable of the environment may say where one is."""
 

@@ -14,8 +14,6 @@ import orjson
 from chaos_bench.answers import COMPLETIONS, completion_body
 from chaos_bench.figures import Observation
 
-__all__ = ["HostileRequest", "Storm"]
-
 _TIMEOUT_S: Final = 30.0
 _PAUSE_S: Final = 0.05
 _MIB: Final = 1 << 20

@@ -19,8 +19,6 @@ from chaos_bench.figures import READY_TIMEOUT_S, ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
 from sglang_coserve.local_server import LocalServer, free_port
 
-__all__ = ["INJURIES", "SupervisedServer"]
-
 _FULL_DISK_BYTES: Final = 1 << 20
 """What a file may grow to while the disk is "full"; the database and the journals are larger."""
 

@@ -7,8 +7,6 @@ import random
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FAULTS", "DiskFaults"]
-
 FAULTS: Final = Path(__file__).parent / "disk_faults"
 """A folder for ``PYTHONPATH``: its sitecustomize.py notes syncs and lets them fail."""
 

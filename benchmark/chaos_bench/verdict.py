@@ -10,8 +10,6 @@ from typing import Final
 from chaos_bench.batch_load import LineCounts
 from chaos_bench.figures import Figure, Interval, Observation
 
-__all__ = ["Verdict", "online_verdict", "verdict"]
-
 _MOST_STALL_MS: Final = 100.0
 _SETTLE_S: Final = 1.0
 """After an outage, before answers are judged: connections that broke are opened again."""

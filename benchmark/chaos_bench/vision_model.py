@@ -10,8 +10,6 @@ from typing import Final
 
 from sglang_coserve.small_model import draw_weights, train_tokenizer
 
-__all__ = ["make_vision_model", "random_picture"]
-
 _CONTEXT_TOKENS: Final = 1024
 _PICTURE_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEMPLATE: Final = (

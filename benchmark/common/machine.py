@@ -12,8 +12,6 @@ from typing import Any, Final
 from sglang_coserve import __version__
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["commit", "describe_machine"]
-
 _PACKAGES: Final = ("sglang", "torch", "transformers", "numpy")
 _GIT_TIMEOUT_S = 10
 

@@ -12,8 +12,6 @@ from typing import Any, Final, Protocol, Self
 
 import psutil
 
-__all__ = ["Closable", "OwnProcess"]
-
 _ANSWER_TIMEOUT_S: Final = 600.0
 
 

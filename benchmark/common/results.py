@@ -14,14 +14,6 @@ from typing import Any
 from common.machine import describe_machine
 from sglang_coserve.errors import ConfigError
 
-__all__ = [
-    "claim_folder",
-    "measure_missing",
-    "settings_of",
-    "write_json",
-    "write_results",
-]
-
 
 def settings_of(options: Any) -> dict[str, Any]:
     """Return a command line's options, but for ``out``, as JSON values."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["run_loop", "start_scheduler"]
-
 
 def start_scheduler(
     model: Path, settings: Mapping[str, Any], coserve: Mapping[str, Any] | None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-__all__ = ["tokenized_request"]
-
 
 def tokenized_request(
     tokenizer: Any,

@@ -9,8 +9,6 @@ from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["ALONE", "DEFAULT", "PLAIN", "STOCK", "ours", "stock_settings"]
-
 PLAIN: Final = "plain SGLang alone"
 STOCK: Final = "stock"
 """What the names of stock SGLang beside offline work begin with."""

@@ -16,8 +16,6 @@ from sglang_coserve.srt.emulation.model_directory import flag_defaults
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["bound_per_s", "full_rate_per_s", "held_share", "row"]
-
 _LATE_SHARE = 0.01
 """Of the requests, whose targets are P99s."""
 

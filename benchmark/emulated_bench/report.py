@@ -10,8 +10,6 @@ from typing import Any, Final
 from emulated_bench.contenders import PLAIN, STOCK
 from sglang_coserve.terminal import markdown_table
 
-__all__ = ["plot", "table"]
-
 Loaded = Mapping[str, Any]
 _COLUMNS: Final = (
     "traffic, load",

@@ -22,8 +22,6 @@ from common.results import write_json
 from gpu.steps import DRY_RUN_NOTE, GpuSetting, Step
 from sglang_coserve.terminal import markdown_table
 
-__all__ = ["AttemptRecord", "Driver", "StepStatus", "next_step"]
-
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
 _GRACE_S: Final = 45.0
 """Longer than the processes that a command starts are given by it."""

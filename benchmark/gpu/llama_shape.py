@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from sglang_coserve.small_model import train_tokenizer
 
-__all__ = ["CONFIG", "write_llama_shape"]
-
 CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["DRY_RUN_NOTE", "STEPS", "GpuSetting", "Step", "select"]
-
 DRY_RUN_NOTE: Final = (
     "Dry run on a CPU with a tiny model: no figure here says anything about a GPU."
 )

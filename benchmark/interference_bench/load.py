@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-__all__ = ["TRAFFIC", "Load", "OnlineArrival", "OnlineTraffic", "Traffic", "load_parser"]
-
 
 @dataclass(frozen=True, slots=True)
 class OnlineArrival:

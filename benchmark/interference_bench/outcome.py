@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["LiveRequest", "OnlineOutcome", "RunOutcome", "outcome_of"]
-
 
 @dataclass(slots=True)
 class RunOutcome:

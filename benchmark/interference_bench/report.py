@@ -15,8 +15,6 @@ from interference_bench.engine import RunOutcome
 from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
 from sglang_coserve.bench_serving.stock import best_setting
 
-__all__ = ["figures", "held_to_stock", "print_table"]
-
 
 def figures(outcome: RunOutcome) -> dict[str, Any]:
     """Return the figures of one run."""

@@ -23,8 +23,6 @@ from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import terminate_as_interrupt
 
-__all__ = ["RATES", "measured"]
-
 RATES: Final = "requests_per_s_at_full_load"
 """Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 

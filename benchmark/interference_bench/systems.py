@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
 
-__all__ = ["ALONE", "SEARCHED", "SYSTEMS", "EngineSystem"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSystem:

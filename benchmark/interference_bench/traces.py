@@ -16,8 +16,6 @@ from sglang_coserve.workload.shape import fit_to_context
 from sglang_coserve.workload.synthetic import gamma_arrivals, prompt_token_ids, synthesize
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
-__all__ = ["CONTEXT_TOKENS", "TRACES", "TraceTraffic", "fit_of", "traffic_of"]
-
 CONTEXT_TOKENS: Final = 32_000
 """Longer requests of a trace are cut: SGLang's table of requests, which has a place for each token
 of the context of each request, takes the host's memory. A few places are SGLang's own."""

@@ -14,8 +14,6 @@ from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["SYSTEMS", "OverheadSystem", "Pass", "TimedEngine"]
-
 ONLINE_SHARE: Final = 1 / 4
 """Of the requests that run."""
 

@@ -23,8 +23,6 @@ from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload
 
-__all__ = ["fig9_10"]
-
 SHAREGPT: Final = Lengths.of_deviation(222.76, 256.36, 234.51, 268.50)
 TTFT, TPOT = SloTargets(ttft_s=0.4), SloTargets(tpot_s=0.2)
 TARGETS: Final = SloTargets(ttft_s=0.4, tpot_s=0.2)

@@ -34,8 +34,6 @@ from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload
 
-__all__ = ["fig6"]
-
 ONLINE: Final = Lengths.fixed(4096, 256)
 DATASETS: Final = (
     Lengths(21776, 29306, 166, 754),  # DuReader

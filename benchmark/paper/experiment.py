@@ -8,8 +8,6 @@ from pathlib import Path
 
 from sglang_coserve.terminal import markdown_table
 
-__all__ = ["Cell", "Claim", "Conditions", "Experiment", "Findings", "to_markdown"]
-
 Cell = str | float | int
 
 

@@ -23,8 +23,6 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.run import Workload
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["fig6"]
-
 TESTBED: Final = Testbed(SimulatedMachine.named("llama-2-7b", "a100"), kv_tokens=42_000)
 """KV of 40 GB: 90% less 13.5 GB of weights, at 512 KiB a token."""
 

@@ -35,8 +35,6 @@ from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import SimulationSetup
 
-__all__ = ["fig6"]
-
 MACHINE: Final = SimulatedMachine.named("qwen2.5-7b", "ascend-910c")
 OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
 TARGETS: Final = SloTargets(ttft_s=2.0, tpot_s=0.05)

@@ -14,8 +14,6 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["Pools", "Pull", "length_preference"]
-
 Pull = Callable[["Pools"], list[str]]
 """Returns the decoding requests of the relaxed engine that the strict one takes over now."""
 

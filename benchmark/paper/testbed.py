@@ -29,20 +29,6 @@ from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
 from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
-__all__ = [
-    "Lengths",
-    "Requests",
-    "Testbed",
-    "azure_online",
-    "gamma_arriving",
-    "mixed",
-    "offline_backlog",
-    "offline_per_s",
-    "p99_itl_ms",
-    "p99_ttft_ms",
-    "run",
-]
-
 Requests = Callable[[], Iterable[SimRequest]]
 """Makes the same requests at each call."""
 

@@ -24,19 +24,6 @@ from glob import escape
 from pathlib import Path
 from typing import BinaryIO, Final
 
-__all__ = [
-    "MAX_UNSYNCED_BYTES",
-    "append",
-    "discard_unfinished",
-    "lock_file",
-    "make_directories",
-    "replace",
-    "settle",
-    "sync_names",
-    "unlock_file",
-    "write_all",
-]
-
 MAX_UNSYNCED_BYTES: Final = 4 << 20
 """A crash damages at most so many bytes at the end of a file that ``append`` has written: it syncs
 as often. It is also what a start has to read and write again; smaller ones cost more syncs."""

@@ -24,22 +24,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Final
 
-__all__ = [
-    "ConfigError",
-    "CoserveError",
-    "InputFileError",
-    "MissingExtraError",
-    "RequestError",
-    "ServerError",
-    "ServerGoneError",
-    "StartupError",
-    "StorageError",
-    "UnknownClassError",
-    "UnsupportedError",
-    "WorkloadError",
-    "require",
-]
-
 
 class CoserveError(Exception):
     """Base of everything this package raises on purpose."""

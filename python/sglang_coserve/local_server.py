@@ -21,8 +21,6 @@ import httpx
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["ChildServer", "LocalServer", "free_port"]
-
 _POLL_S = 0.2
 _GRACE_S = 15.0
 _LOG_TAIL_LINES = 30

@@ -12,8 +12,6 @@ from typing import Any, Final
 from asgi_correlation_id import CorrelationIdMiddleware
 from pythonjsonlogger.json import JsonFormatter
 
-__all__ = ["LOG_FORMATS", "RequestIdMiddleware", "json_formatter", "log_settings"]
-
 LOG_FORMATS: Final = ("text", "json")
 
 _ID: Final = re.compile(r"[!-~]{1,128}")

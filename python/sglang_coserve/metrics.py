@@ -17,22 +17,6 @@ from itertools import pairwise
 
 import numpy as np
 
-__all__ = [
-    "LatencyReport",
-    "Outcome",
-    "RequestTimeline",
-    "SloTargets",
-    "Summary",
-    "Throughput",
-    "attainment",
-    "goodput_per_s",
-    "latency_report",
-    "percentile",
-    "summarize",
-    "throughput",
-    "token_attainment",
-]
-
 
 class Outcome(Enum):
     """How a request stood when the measurement ended."""

@@ -15,14 +15,6 @@ import httpx
 
 from sglang_coserve.errors import ConfigError, StartupError
 
-__all__ = [
-    "OutboundTransport",
-    "check_listen_address",
-    "http_address",
-    "is_private_literal",
-    "is_public",
-]
-
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 """Leads to the IPv4 address in its last four bytes (RFC 6052)."""
 

@@ -24,15 +24,6 @@ from sglang_coserve.errors import ConfigError, require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "ARCHITECTURES",
-    "SmallModelSpec",
-    "draw_weights",
-    "make_small_model",
-    "tokens_without_text",
-    "train_tokenizer",
-]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _PROJECTION_GAIN = 2.0

@@ -15,15 +15,6 @@ from typing import Final, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-__all__ = [
-    "ProgressBar",
-    "StoppableBar",
-    "markdown_table",
-    "median_and_range",
-    "printable",
-    "terminate_as_interrupt",
-]
-
 _LINE_INTERVAL_S: Final = 10.0
 """Of lines that stand for a bar."""
 

@@ -16,8 +16,6 @@ from seams import NameUse, Seam, seams_of
 from sglang_coserve.srt.compat.versions import uses_v22
 from source_tree import Definition, SourceTree
 
-__all__ = ["imported_names", "problems"]
-
 _ROOT: Final = Path(sglang_coserve.__file__).parent
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -16,8 +16,6 @@ from seams import seams_of
 from sglang_coserve.srt.compat.versions import NEWEST, supported_text, version_key
 from source_tree import Definition, SourceTree
 
-__all__ = ["changes", "main"]
-
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -16,8 +16,6 @@ from typing import Final
 from sglang_coserve.srt.compat.requests import STATEFUL_FIELDS, STATEFUL_PARAMS
 from sglang_coserve.srt.compat.versions import OLDEST, uses_v22, version_key
 
-__all__ = ["SEAMS", "NameUse", "Seam", "seams_of"]
-
 
 class NameUse(StrEnum):
     """How a name is used."""

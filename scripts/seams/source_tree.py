@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-__all__ = ["Definition", "SourceTree"]
-
 _PACKAGE = "sglang"
 _MOST_IMPORTS = 8
 """How many modules a name may be handed on by; more is a circle."""

@@ -10,8 +10,6 @@ import torch
 
 from sglang_coserve.srt import compat
 
-__all__ = ["Rows", "new_request", "publish_settings", "tokens_of"]
-
 Req = Any
 
 

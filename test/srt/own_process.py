@@ -10,8 +10,6 @@ from typing import Any
 
 from forked_processes import Forked
 
-__all__ = ["printed_by"]
-
 TIMEOUT_S = 300
 
 

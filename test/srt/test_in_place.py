@@ -15,12 +15,12 @@ from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.http_lines.line_server import add_line_routes
+from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.srt.launch import STATUS_PATH, StartCheck, verify_app
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import WantedModelMiddleware
 from sglang_coserve.srt.monitoring.scheduler_query import replicas_info
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_drain_routes
-from sglang_coserve.srt.routes.engine_routes import LOAD_PATH
 
 
 def answer() -> None:

@@ -14,13 +14,6 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import CreateBatch
 from sglang_coserve.jsonl.request_line import endpoint_of
 
-__all__ = [
-    "new_batch",
-    "raise_if_window_too_short",
-    "window_s",
-    "window_text",
-]
-
 _UNITS_S: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]{1,9})([dhms])")
 _WINDOW = re.compile(r"(?:[0-9]{1,9}[dhms])+")

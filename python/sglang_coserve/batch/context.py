@@ -18,8 +18,6 @@ from sglang_coserve.lines.serve_line import LineContext
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["JobContext", "new_id", "open_engine_lines"]
-
 _log = logging.getLogger(__name__)
 
 

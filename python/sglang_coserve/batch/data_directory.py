@@ -29,8 +29,6 @@ from typing import Final
 from sglang_coserve.durable_files import lock_file, make_directories, sync_names, unlock_file
 from sglang_coserve.errors import StartupError
 
-__all__ = ["DataDirectory", "InUseError"]
-
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _PROBE_BYTES: Final = 1 << 16
 

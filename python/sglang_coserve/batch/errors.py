@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from sglang_coserve.errors import RequestError
 
-__all__ = [
-    "BatchRequestError",
-    "ConflictError",
-    "NotFoundError",
-    "QuotaError",
-    "RangeError",
-    "TooLargeError",
-    "TooManyError",
-]
-
 
 class BatchRequestError(RequestError):
     """One call of the Batch API cannot be served as asked."""

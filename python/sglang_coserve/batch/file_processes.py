@@ -23,8 +23,6 @@ from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.line_source import PrefixOrder
 from sglang_coserve.lines.worker_threads import run_module
 
-__all__ = ["FileProcesses"]
-
 _MOST: Final = 2
 """So that a small file does not wait for a large one."""
 

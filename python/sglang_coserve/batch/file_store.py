@@ -21,8 +21,6 @@ from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
 
-__all__ = ["FileStore", "Transfers", "UploadPace", "once"]
-
 
 class Transfers:
     """The places of transfers. An owner may take as many as are still free."""

@@ -21,20 +21,6 @@ from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.clock import Clock
 
-__all__ = [
-    "REMEMBERED",
-    "FinishEstimate",
-    "ForecastErrors",
-    "Forecaster",
-    "Headroom",
-    "JobForecast",
-    "RemainingWork",
-    "headroom",
-    "job_forecasts",
-    "remaining_tokens",
-    "served_before",
-]
-
 REMEMBERED: Final = 39
 """Past batches that count. The fewest of which P95 is a value with one beyond it, and P5 one with
 one below."""

@@ -28,8 +28,6 @@ from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.retry import backoff_s
 
-__all__ = ["BATCH_TASK", "JobDriver"]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

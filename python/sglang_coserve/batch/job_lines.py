@@ -29,8 +29,6 @@ from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["JobLines"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.jsonl.check_file import estimate_file
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = ["COUNT_INTERVAL_S", "JobSupervisor"]
-
 _LOOK_INTERVAL_S: Final = 1.0
 
 

@@ -9,8 +9,6 @@ from typing import Self
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["BatchLimits"]
-
 _MIB = 1 << 20
 _DAY_S = 86_400.0
 

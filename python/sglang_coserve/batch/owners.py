@@ -10,8 +10,6 @@ from hashlib import sha256
 from sglang_coserve.batch.errors import QuotaError
 from sglang_coserve.batch.store import Store, file_rows
 
-__all__ = ["OwnerStorage", "Upload", "owner_of", "raise_if_over", "raise_if_too_many"]
-
 
 def owner_of(api_key: str | None) -> str:
     """Return the owner behind an API key, one for all who need none.

@@ -10,8 +10,6 @@ from typing import Any, Final
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress
 
-__all__ = ["EXPORTED_STATES", "BatchEvent", "FileRecord", "JobRecord", "ServiceStatus", "Status"]
-
 
 class Status(StrEnum):
     """The state of a batch; the values are OpenAI's."""

@@ -19,8 +19,6 @@ from sglang_coserve.batch.schemas import (
     RequestCounts,
 )
 
-__all__ = ["batch_list", "batch_object", "file_object", "mixed_models"]
-
 
 def file_object(file: FileRecord) -> FileObject:
     """Return a file as the API shows it."""

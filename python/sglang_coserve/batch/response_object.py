@@ -11,16 +11,6 @@ from typing import Any, Final
 
 from sglang_coserve.batch.record import JobRecord, Status
 
-__all__ = [
-    "answer_events",
-    "batch_id_of",
-    "has_ended",
-    "opening_events",
-    "repeated_fields",
-    "response_id_of",
-    "response_object",
-]
-
 _REPEATED: Final = (
     *("model", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
     *("reasoning", "temperature", "tool_choice", "top_logprobs", "top_p", "truncation", "user"),

@@ -36,8 +36,6 @@ from sglang_coserve.jsonl.request_line import BadLineError, parse_request_line
 from sglang_coserve.jsonl.surrogates import mended_json
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = ["RESPONSES", "BackgroundResponses"]
-
 RESPONSES: Final = "/v1/responses"
 _WINDOW_S: Final = 86_400.0
 _LOOK_INTERVAL_S: Final = 0.5

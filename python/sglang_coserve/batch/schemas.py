@@ -8,30 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_coserve.jsonl.check_file import LineFault
 
-__all__ = [
-    "BatchErrors",
-    "BatchList",
-    "BatchObject",
-    "BatchStatus",
-    "BatchUsage",
-    "CompleteUpload",
-    "CoserveBatch",
-    "CoserveOptions",
-    "CreateBatch",
-    "CreateResponse",
-    "CreateUpload",
-    "ExpiresAfter",
-    "FileDeleted",
-    "FileList",
-    "FileObject",
-    "InputTokensDetails",
-    "OutputTokensDetails",
-    "RequestCounts",
-    "ResponseDeleted",
-    "UploadObject",
-    "UploadPart",
-]
-
 BatchStatus = Literal[
     "validating",
     "failed",

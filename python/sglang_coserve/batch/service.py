@@ -45,8 +45,6 @@ from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["BatchService", "FileContent"]
-
 _FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
 

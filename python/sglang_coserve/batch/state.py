@@ -21,21 +21,6 @@ from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress
 
-__all__ = [
-    "CancelAsked",
-    "DeadlinePassed",
-    "Event",
-    "Failed",
-    "Finalized",
-    "LinesFinished",
-    "PauseAsked",
-    "Progressed",
-    "ResumeAsked",
-    "ServedBy",
-    "Validated",
-    "transition",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Validated:

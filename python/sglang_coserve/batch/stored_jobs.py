@@ -15,8 +15,6 @@ from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.batch.store.database import open_database, transaction
 from sglang_coserve.errors import StartupError
 
-__all__ = ["StoredJobs"]
-
 
 class StoredJobs:
     """Shows batches and changes their states; the next start of a server carries it out.

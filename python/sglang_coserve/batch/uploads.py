@@ -24,8 +24,6 @@ from sglang_coserve.batch.schemas import (
 )
 from sglang_coserve.batch.store import file_rows
 
-__all__ = ["Uploads"]
-
 _LIFETIME_S: Final = 3600.0
 """As OpenAI's: what is not complete by then is deleted."""
 

@@ -31,8 +31,6 @@ from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.retry import backoff_s
 from sglang_coserve.network import OutboundTransport, is_private_literal
 
-__all__ = ["WebhookTarget", "Webhooks", "signed_headers"]
-
 _SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _SECRET_PREFIX: Final = "whsec_"
 _MIN_SECRET_BYTES: Final = 16

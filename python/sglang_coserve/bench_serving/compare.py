@@ -18,8 +18,6 @@ from sglang_coserve.demo.servers import System, make_server, module_of
 from sglang_coserve.errors import ServerError, StartupError
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Comparison", "Plan", "Repeat", "Run", "folder_name"]
-
 _MAX_NAME_CHARS: Final = 100
 """A file system allows 255 bytes."""
 

@@ -17,8 +17,6 @@ from typing import Any, Final, Self
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.metrics import Outcome, RequestTimeline
 
-__all__ = ["LoadProcess", "LoadResult", "with_body"]
-
 _POLL_S: Final = 0.1
 _LOG_TAIL_LINES: Final = 20
 _BODY_FLAG: Final = "--extra-request-body"

@@ -20,8 +20,6 @@ from sglang_coserve.demo.servers import System
 from sglang_coserve.errors import ServerError
 from sglang_coserve.metrics import Outcome, SloTargets, latency_report, throughput
 
-__all__ = ["Figures", "measure"]
-
 _IDLE_TIMEOUT_S: Final = 60.0
 _SEED: Final = 42
 """bench_serving's own."""

@@ -17,8 +17,6 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.start_defaults import as_flags
 
-__all__ = ["ALONE", "SECTIONS", "SYSTEMS", "Options", "make_parser", "parse_options", "tuned_stock"]
-
 SECTIONS: Final = ("--server", "--online", "--offline")
 """Words after which another program's flags come."""
 

@@ -16,8 +16,6 @@ from sglang_coserve.bench_serving.options import ALONE
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.terminal import markdown_table, median_and_range
 
-__all__ = ["Comparisons", "table", "write"]
-
 Comparisons = Mapping[float | None, Comparison]
 """By the rate of the online requests, a second; None where the flags of the load have it."""
 

@@ -17,18 +17,6 @@ from packaging.version import Version
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt.start_defaults import as_flags
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "REFINEMENTS",
-    "Candidate",
-    "best_setting",
-    "has_decode_interval",
-    "interleaved",
-    "require_decode_interval",
-    "search",
-    "tuned",
-]
-
 CHUNK_TOKENS: Final = (128, 256, 512, 1024, 2048)
 REFINEMENTS: Final[tuple[Mapping[str, Any], ...]] = (
     # Requests of the lowest priority lose their memory first, not those with the fewest outputs.

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from sglang_coserve.batch.stored_jobs import StoredJobs
     from sglang_coserve.client import Batch, BatchApi
 
-__all__ = [
-    "batch_row",
-    "cancel",
-    "jobs",
-    "list_batches",
-    "results",
-    "status",
-]
-
 T = TypeVar("T")
 
 _HASH_CHARS = 64

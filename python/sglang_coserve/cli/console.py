@@ -16,18 +16,6 @@ import typer
 from sglang_coserve.errors import CoserveError, ServerError
 from sglang_coserve.terminal import printable
 
-__all__ = [
-    "ExitCode",
-    "OperatorFlags",
-    "Quiet",
-    "ServerFlags",
-    "code_of_error",
-    "code_of_signal",
-    "flag",
-    "say",
-    "takes",
-]
-
 
 class ExitCode(IntEnum):
     """The exit codes of all commands."""

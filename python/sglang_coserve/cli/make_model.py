@@ -11,8 +11,6 @@ import typer
 from sglang_coserve.cli.console import flag, say, takes
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["make_model"]
-
 _CONTEXT_TOKENS: Final = 4096
 _EMULATED: Final = "Emulated"
 

@@ -11,8 +11,6 @@ import typer
 
 from sglang_coserve.cli.console import code_of_signal, flag, say, takes
 
-__all__ = ["PROFILE_SETTINGS", "profile"]
-
 PROFILE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command that leave unknown flags to SGLang."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang_coserve.recording.replay import ReplayedPlan
     from sglang_coserve.recording.scheduler import SchedulerSetup
 
-__all__ = ["replay"]
-
 _MAX_SHOWN = 10
 
 

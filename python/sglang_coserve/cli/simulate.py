@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sglang_coserve.simulator.observer import RunControl
     from sglang_coserve.simulator.options import SimulationOptions
 
-__all__ = ["SeveralSlosCommand", "simulate", "simulate_fleet"]
-
 TimeLimit = Annotated[
     float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
 ]

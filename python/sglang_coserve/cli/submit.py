@@ -18,8 +18,6 @@ from sglang_coserve.errors import ConfigError, CoserveError
 if TYPE_CHECKING:
     from sglang_coserve.client import AsyncJob, BatchApi, BatchOptions
 
-__all__ = ["submit"]
-
 _T = TypeVar("_T")
 
 

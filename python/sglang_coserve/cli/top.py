@@ -16,8 +16,6 @@ import typer
 from sglang_coserve.cli.console import OperatorFlags, code_of_signal, flag, say, takes
 from sglang_coserve.errors import ServerError, ServerGoneError
 
-__all__ = ["top"]
-
 _HISTORY_S: Final = 120.0
 _TIMEOUT_S: Final = 10.0
 _PATH: Final = "/coserve/view"

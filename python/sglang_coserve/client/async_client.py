@@ -24,8 +24,6 @@ from sglang_coserve.lines.retry import EngineHealth
 from sglang_coserve.lines.serve_line import LineContext
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["DEFAULT_BASE_URL", "AsyncCoserveClient", "AsyncJob"]
-
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 
 _POLL_S = 0.2

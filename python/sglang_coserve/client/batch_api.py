@@ -25,8 +25,6 @@ from sglang_coserve.errors import InputFileError, ServerError
 from sglang_coserve.lines.retry import RetryPolicy
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = ["FINAL_STATUSES", "Batch", "BatchApi", "batch_of"]
-
 Batch: TypeAlias = Mapping[str, Any]
 """A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""
 

@@ -17,17 +17,6 @@ from sglang_coserve.errors import ConfigError, RequestError, ServerError, Server
 from sglang_coserve.lines.retry import RetryPolicy, backoff_s
 from sglang_coserve.network import http_address
 
-__all__ = [
-    "CONNECT_TIMEOUT_S",
-    "Caller",
-    "Outage",
-    "error_code",
-    "json_object",
-    "raise_if_refused",
-    "server_address",
-    "unusable",
-]
-
 CONNECT_TIMEOUT_S: Final = 10.0
 
 _PASSING: Final = frozenset({408, 429, 502, 503, 504})

@@ -18,8 +18,6 @@ from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, 
 from sglang_coserve.lines.result_record import error_message
 from sglang_coserve.lines.retry import retry_after_s
 
-__all__ = ["LineServer", "offline_body"]
-
 _KEEPALIVE_S: Final = 4.0
 """Shorter than the 5 s after which uvicorn closes an idle connection, so that a request seldom
 meets a connection that is being closed."""

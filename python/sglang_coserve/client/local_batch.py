@@ -34,8 +34,6 @@ from sglang_coserve.lines.serve_line import LineContext
 if TYPE_CHECKING:
     from sglang_coserve.client.line_server import LineServer
 
-__all__ = ["ClientOptions", "LineChecker", "LocalBatch"]
-
 _MIB: Final = 1 << 20
 
 

@@ -14,15 +14,6 @@ from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, read_lines
 from sglang_coserve.lines.result_log import ResultLog
 
-__all__ = [
-    "FinishedLines",
-    "ResultFiles",
-    "errors_path",
-    "file_errors",
-    "lock_output",
-    "open_input",
-]
-
 _READ_BYTES = 1 << 20
 
 

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from sglang_coserve.terminal import ProgressBar, printable
 
-__all__ = ["JobState", "JobStatus", "showing"]
-
 _POLL_S = 0.2
 
 _T = TypeVar("_T")

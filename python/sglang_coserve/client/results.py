@@ -14,8 +14,6 @@ from sglang_coserve.client.output_files import errors_path
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.lines.result_record import error_message, record_identity, usage_of
 
-__all__ = ["BatchResult", "LineError", "Response", "ResultStream", "decode_record", "read_results"]
-
 _READ_RECORDS: Final = 256
 
 

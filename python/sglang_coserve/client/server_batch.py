@@ -20,17 +20,6 @@ from sglang_coserve.lines.result_log import ResultLog
 from sglang_coserve.lines.result_record import batch_tag
 from sglang_coserve.lines.worker_threads import to_its_end
 
-__all__ = [
-    "BatchOptions",
-    "ServerBatch",
-    "batch_status",
-    "begin_batch",
-    "check_outcome",
-    "fetch_results",
-    "follow_batch",
-    "recover_results",
-]
-
 _FIRST_POLL_S: Final = 0.05
 _SHOW_POLL_S: Final = 0.5
 _MAX_POLL_S: Final = 2.0

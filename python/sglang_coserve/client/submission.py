@@ -22,8 +22,6 @@ from sglang_coserve.client.output_files import lock_output
 from sglang_coserve.durable_files import append, settle, sync_names, unlock_file
 from sglang_coserve.errors import InputFileError
 
-__all__ = ["Submission", "SubmissionFile", "file_digest", "submission_path"]
-
 _START: Final = b'{"input_digest": "'
 _MOST_BYTES: Final = 1 << 16
 """A batch takes two lines of 200 bytes."""

@@ -17,8 +17,6 @@ from sglang_coserve.client.progress import JobStatus
 from sglang_coserve.client.results import BatchResult
 from sglang_coserve.client.server_batch import BatchOptions
 
-__all__ = ["CoserveClient", "Job"]
-
 _T = TypeVar("_T")
 
 

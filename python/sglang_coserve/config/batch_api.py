@@ -10,8 +10,6 @@ from typing import Annotated
 from sglang_coserve.config.flags import POSITIVE, FlagSettings, flag, setting
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["BatchApiConfig"]
-
 _NEEDS: Mapping[str, str] = MappingProxyType(
     {
         "safepoint_decode_graphs": "safepoint_interval",

@@ -18,8 +18,6 @@ from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.logs import LOG_FORMATS
 
-__all__ = ["FIELDS_WITHOUT_EFFECT", "OFFLINE_POLICIES", "CoserveConfig"]
-
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 

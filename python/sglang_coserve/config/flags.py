@@ -14,8 +14,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sglang_coserve.core.validation import STRICT, explain
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["NOT_NEGATIVE", "POSITIVE", "SHARE", "FlagSettings", "add_flags", "flag", "setting"]
-
 POSITIVE: Final = Field(gt=0)
 NOT_NEGATIVE: Final = Field(ge=0)
 SHARE: Final = Field(ge=0, le=1)

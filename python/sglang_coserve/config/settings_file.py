@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["with_settings"]
-
 _PREFIX: Final = "COSERVE_"
 _OWN: Final = "coserve_"
 """Left out of names: --coserve-data-dir is data_dir, and COSERVE_DATA_DIR."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Advisory"]
-
 
 class Advisory:
     """Calls advisory parts. One that raises is reported once, and not called again.

@@ -7,8 +7,6 @@ from typing import Final
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["fixed_s", "is_compute_saturated", "least_offline_s", "saturated_batch_size"]
-
 _MAX_BATCH_SIZE: Final = 4096
 _SATURATED_GROWTH: Final = 1.5
 

@@ -20,20 +20,6 @@ from sglang_coserve.core.migration import LengthPreference, preferred_length, st
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
-__all__ = [
-    "ClassLoad",
-    "EngineLoad",
-    "KvFormat",
-    "LinesLoad",
-    "OnlineShare",
-    "Pool",
-    "ReplicaLoad",
-    "Versions",
-    "WantedLines",
-    "total",
-    "wanted_lines",
-]
-
 _Count = Annotated[int, Field(ge=0)]
 _Amount = Annotated[float, Field(ge=0)]
 _Some = Annotated[int, Field(ge=1)]

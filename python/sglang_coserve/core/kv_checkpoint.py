@@ -13,18 +13,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = [
-    "Backoff",
-    "CheckpointMode",
-    "CheckpointPolicy",
-    "PageCopy",
-    "RequestToSave",
-    "most_loaded_tokens",
-    "plan_copies",
-    "reclaim_tokens",
-]
-
-
 _LOADED_TOKENS: Final = 4096
 _LOADED_SHARE: Final = 0.25
 """Most tokens loaded at a time, absolute and as a share of the device's KV: that much is lost if

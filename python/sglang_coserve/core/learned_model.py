@@ -9,8 +9,6 @@ from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.core.latency_model.refiner import Refiner
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["LearnedModel", "PredictionError", "pipelined"]
-
 _REFINED_AT_ONCE: Final = 16
 """Samples per refinement. Refining costs more than planning, but hardly more for many samples than
 for one."""

@@ -13,8 +13,6 @@ from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["ResumeCost", "ServiceTime", "expected_tokens_per_s", "lines_at_a_time"]
-
 _RESUME_WEIGHT: Final = 1 / 64
 """Weight of one step in the moving average: as many as average an error of the latency model of
 twice the cost down to a quarter of it."""

@@ -10,8 +10,6 @@ from typing import TypeVar
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["LengthPreference", "preferred_length", "requests_to_pull", "step_bound_s"]
-
 _Request = TypeVar("_Request", bound=Hashable)
 
 

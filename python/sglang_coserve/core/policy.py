@@ -14,8 +14,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 
-__all__ = ["Policy", "yields_first"]
-
 _RANK: Final = MappingProxyType(
     {
         RequestState.PARKED: 0,

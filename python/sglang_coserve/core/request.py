@@ -8,8 +8,6 @@ from typing import Final
 
 from sglang_coserve.errors import UnknownClassError
 
-__all__ = ["LEGAL_TRANSITIONS", "Ending", "RequestClass", "RequestState", "check_transition"]
-
 
 class RequestClass(Enum):
     """The priority class of a request.

@@ -30,8 +30,6 @@ from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInf
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Plans each step, and learns from its result.

@@ -8,8 +8,6 @@ from enum import Enum
 
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["Overload", "SchedulerConfig"]
-
 
 class Overload(Enum):
     """What to do when online requests alone cannot meet their targets (OOCO §3.4.4)."""

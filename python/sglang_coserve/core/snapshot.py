@@ -20,8 +20,6 @@ from typing import Final, NamedTuple, Protocol
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["EngineSnapshot", "PrefixCache", "Request", "RequestInfo", "SuspendedStep"]
-
 _ONLINE: Final = RequestClass.ONLINE
 """Asked for of every request in every step, where looking up a member of an enum takes longer than
 all the rest of ``is_online``."""

@@ -13,17 +13,6 @@ from typing import NamedTuple
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = [
-    "ExpectedResult",
-    "JobTokens",
-    "Lane",
-    "PrefillChunk",
-    "Retraction",
-    "ServedRequest",
-    "StepPlan",
-    "StepResult",
-]
-
 
 class Lane(Enum):
     """The kind of a step: which requests it may have, and whether it can be suspended."""

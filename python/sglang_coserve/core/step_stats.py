@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["StepStats"]
-
 
 class StepStats(NamedTuple):
     """Sums over the requests of the batch of one step.

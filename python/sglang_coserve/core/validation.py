@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from sglang_coserve.errors import InputFileError
 
-__all__ = ["STRICT", "JsonDocument", "explain", "read_json"]
-
 T = TypeVar("T")
 
 STRICT: Final = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)

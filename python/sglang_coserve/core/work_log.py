@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 
-__all__ = ["Decision", "DecisionLog", "Subject", "WorkLog"]
-
 _SPAN_S: Final = 5.0
 """Decisions of one kind within it are one entry: an engine takes hundreds of steps meanwhile."""
 

@@ -25,8 +25,6 @@ from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.workload.synthetic import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["StreamedLoad", "replayed", "write_offline_load"]
-
 _LINES_PER_S: Final = 500
 """Twenty times what four CPU cores serve of the bundled sample with the small model."""
 

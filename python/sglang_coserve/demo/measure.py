@@ -16,8 +16,6 @@ from sglang_coserve.demo.report import OfflineResult, SystemResult
 from sglang_coserve.demo.servers import LABELS, System
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["Window", "measure"]
-
 _CONCURRENCY: Final = 64
 _DRAIN_S: Final = 20.0
 _POLL_S: Final = 0.25

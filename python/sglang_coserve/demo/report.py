@@ -21,17 +21,6 @@ from sglang_coserve.metrics import (
     latency_report,
 )
 
-__all__ = [
-    "DemoResult",
-    "OfflineResult",
-    "SystemResult",
-    "as_json",
-    "as_table",
-    "draw",
-    "sentence",
-    "write_json",
-]
-
 _BIN_S: Final = 1.0
 _TTFT, _GAP, _OFFLINE = "tab:blue", "tab:red", "tab:orange"
 

@@ -44,8 +44,6 @@ from sglang_coserve.terminal import printable, terminate_as_interrupt
 from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, window
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
-__all__ = ["DemoOptions", "LoadScale", "run_demo"]
-
 # Small enough for two CPU cores to serve both workloads.
 _MODEL: Final = SmallModelSpec(hidden=128, layers=2)
 

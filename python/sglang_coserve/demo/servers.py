@@ -13,19 +13,6 @@ from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.start_defaults import is_emulated, model_path_in
 
-__all__ = [
-    "ALONE",
-    "LABELS",
-    "OURS",
-    "PRIORITIES",
-    "STOCK",
-    "System",
-    "has_gpu_pace",
-    "make_server",
-    "module_of",
-    "stock_chunk_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class System:

@@ -21,8 +21,6 @@ from sglang_coserve.fleet.options import GatewayOptions, parse_options
 from sglang_coserve.logs import log_settings
 from sglang_coserve.network import check_listen_address
 
-__all__ = ["main", "serve_gateway"]
-
 _INTERRUPTED: Final = 130
 _GRACE_S: Final = 5
 """For calls under way when the gateway is stopped; batches are kept in any case."""

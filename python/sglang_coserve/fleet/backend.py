@@ -37,8 +37,6 @@ from sglang_coserve.lines.backend import (
 from sglang_coserve.lines.result_record import error_message
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
-__all__ = ["FleetBackend"]
-
 _LOOK_INTERVAL_S: Final = 0.5
 """How often an engine's load is asked for. A window grows by ``LINES_AHEAD`` each time."""
 

@@ -16,8 +16,6 @@ import httpx
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.network import http_address
 
-__all__ = ["DnsName", "EngineList", "EngineSource", "Router", "follow"]
-
 _LOOK_INTERVAL_S: Final = 5.0
 """Engines come and go by the minute: they load a model first."""
 

@@ -22,8 +22,6 @@ from sglang_coserve.http_lines.messages import (
 )
 from sglang_coserve.lines.backend import TokenRate
 
-__all__ = ["EngineState", "FleetDelays", "RemoteEngine"]
-
 
 class FleetDelays:
     """Sums since this gateway began. Pure.

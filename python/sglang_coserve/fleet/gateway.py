@@ -55,8 +55,6 @@ from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import LEVELS, fleet_standing
 
-__all__ = ["gateway_app"]
-
 _STANDBY_S: Final = 0.5
 """How often a standby gateway tries to take the directory over."""
 

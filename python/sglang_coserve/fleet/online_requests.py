@@ -20,8 +20,6 @@ from yarl import URL
 from sglang_coserve.asgi import ENGINE_PATHS, Message, Receive, Scope, Send, send_json
 from sglang_coserve.errors import ServerError
 
-__all__ = ["ONLINE_PATHS", "RouterConnection", "online_routes"]
-
 ONLINE_PATHS: Final = (
     *ENGINE_PATHS,
     *("/v1/audio/translations", "/rerank"),

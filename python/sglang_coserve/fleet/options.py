@@ -16,8 +16,6 @@ from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Ro
 from sglang_coserve.logs import LOG_FORMATS
 from sglang_coserve.network import http_address
 
-__all__ = ["ENGINE_KEY_VARIABLE", "GatewayOptions", "parse_options"]
-
 ENGINE_KEY_VARIABLE: Final = "COSERVE_ENGINE_ADMIN_KEY"
 _ROUTER_KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
 

@@ -21,8 +21,6 @@ from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 from sglang_coserve.http_lines.messages import decode_message
 
-__all__ = ["EngineViews", "OnlineUsers", "fleet_metrics", "fleet_status"]
-
 _PATH: Final = f"{VIEW_PATH}?since={1 << 40}"
 """Without the history, which is of a time before."""
 

@@ -16,8 +16,6 @@ from fastapi.responses import JSONResponse
 from sglang_coserve import durable_files
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
-__all__ = ["ServedModel", "keep_remembered", "model_routes", "remembered"]
-
 _FILE: Final = "served_model.json"
 """In the data directory of a gateway."""
 

@@ -43,19 +43,6 @@ from sglang_coserve.asgi import (
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 from sglang_coserve.jsonl.surrogates import mended_json
 
-__all__ = [
-    "FailFast",
-    "PacedProtocol",
-    "RequestGateMiddleware",
-    "body_bytes",
-    "body_limits",
-    "install_body_errors",
-    "install_fail_fast",
-    "install_paced_protocol",
-    "max_tokens",
-    "set_body_limits",
-]
-
 # --- How large a body may be -----------------------------------------------------------------
 
 _BYTES_PER_TOKEN: Final = 16

@@ -12,8 +12,6 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.errors import RequestError
 
-__all__ = ["FIELD_BOUNDS", "PARAM_BOUNDS", "Bound", "check_number", "excerpt"]
-
 
 class Bound(NamedTuple):
     """The values that a field may have, both ends included."""

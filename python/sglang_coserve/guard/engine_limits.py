@@ -25,14 +25,6 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
 from sglang_coserve.guard.replacements import replace
 
-__all__ = [
-    "LinearSearch",
-    "check_request",
-    "check_stop_pattern",
-    "check_values",
-    "install_stop_patterns",
-]
-
 _MOST_STATES: Final = 2000
 """Largest number of states of a pattern with its repetitions expanded. At worst each is visited for
 each character, which takes 10 ms for the 16,000 characters of a long output."""

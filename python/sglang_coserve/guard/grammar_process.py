@@ -24,8 +24,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["GrammarSettings", "TrialCompiler", "main", "serve_trials"]
-
 _WALK_TOKENS: Final = 24
 _MOST_STEP_S: Final = 0.25
 """Time limit for the mask of one token: the scheduler makes it while all other requests wait."""

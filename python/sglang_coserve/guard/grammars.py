@@ -25,8 +25,6 @@ from typing import Any, Final
 from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.replacements import replace
 
-__all__ = ["GrammarCache", "GrammarTrials", "install_compiler_bound"]
-
 logger = logging.getLogger(__name__)
 
 _MODULE = "sglang_coserve.guard.grammar_process"

@@ -16,8 +16,6 @@ from sglang_coserve.guard.bodies import (
     set_body_limits,
 )
 
-__all__ = ["MIDDLEWARE", "install_in_scheduler", "install_in_server"]
-
 MIDDLEWARE = (RequestGateMiddleware, UnreadBodyMiddleware)
 """What ``install_in_server`` adds to the app; the last runs first."""
 

@@ -21,8 +21,6 @@ import httpx
 
 from sglang_coserve.network import OutboundTransport
 
-__all__ = ["MediaSources"]
-
 _MAX_BYTES: Final = 64 << 20
 """Largest file to fetch, the same limit as for all lines in flight together; larger ones must be
 sent inline."""

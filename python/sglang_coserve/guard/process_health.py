@@ -24,15 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = [
-    "end_with_children",
-    "fatal_signals_recorded_in",
-    "freeze_imports",
-    "freeze_start_up_objects",
-    "is_stop_asked",
-    "uvicorn_server",
-]
-
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 1.0

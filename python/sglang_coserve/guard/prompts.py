@@ -24,17 +24,6 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_coserve.guard.bodies import body_bytes, max_tokens
 
-__all__ = [
-    "BoundedManager",
-    "PromptLimit",
-    "ThreadedChat",
-    "ThreadedTokenizerManager",
-    "finished",
-    "is_large",
-    "prompt_limit",
-    "thread_loop",
-]
-
 _CHARS_PER_TOKEN: Final = 4
 """Texts with at most this many characters per token of the context are tokenized as a whole.
 English prose has about as many characters per token."""

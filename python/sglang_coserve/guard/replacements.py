@@ -8,8 +8,6 @@ from typing import Any
 
 from sglang_coserve.errors import StartupError
 
-__all__ = ["replace"]
-
 
 def replace(name: str, value: Any) -> Any:
     """Set a module-level name of SGLang to ``value``; return the old value.

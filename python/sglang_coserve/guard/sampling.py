@@ -26,8 +26,6 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_coserve.guard.replacements import replace
 
-__all__ = ["end_unusable", "install_eager_sampling", "install_guarded_sampler"]
-
 logger = logging.getLogger(__name__)
 
 

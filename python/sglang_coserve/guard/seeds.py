@@ -18,8 +18,6 @@ from typing import Any, Final
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-__all__ = ["give_each_choice_its_seed", "install_seeds"]
-
 _NUM_SEEDS: Final = 2**63
 """SGLang's seeds are signed and of 64 bits."""
 

@@ -21,8 +21,6 @@ from sglang.srt.entrypoints.openai.serving_tokenize import (
 
 from sglang_coserve.guard.prompts import BoundedManager, finished, is_large, prompt_limit
 
-__all__ = ["replace_handlers"]
-
 
 def replace_handlers(state: Any) -> None:
     """Replace SGLang's handlers by ours in the state of its app, which has created them."""

@@ -26,8 +26,6 @@ from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.prompts import ThreadedTokenizerManager
 from sglang_coserve.guard.seeds import give_each_choice_its_seed
 
-__all__ = ["GuardedTokenizerManager"]
-
 _MALFORMED: Final = (
     *(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError),
 )

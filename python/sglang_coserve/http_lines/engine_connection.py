@@ -36,8 +36,6 @@ from sglang_coserve.http_lines.messages import (
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.network import http_address
 
-__all__ = ["EngineConnection", "EngineStream"]
-
 _CONNECT_TIMEOUT_S: Final = 5.0
 _ASK_TIMEOUT_S: Final = 10.0
 """For what an engine answers at once; its event loop may be late by some seconds."""

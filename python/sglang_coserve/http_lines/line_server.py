@@ -22,8 +22,6 @@ from sglang_coserve.http_lines.messages import (
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, MovedKv
 
-__all__ = ["HEARTBEAT_S", "LineServer", "add_line_routes", "line_endpoints", "set_line_server"]
-
 HEARTBEAT_S: Final = 5.0
 """How long an engine that has nothing to say is silent."""
 

@@ -28,8 +28,6 @@ from sglang_coserve.http_lines.messages import (
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 from sglang_coserve.lines.backend import Backend, LineHandedBackError, LineRequest, LineResult
 
-__all__ = ["BadCallError", "CallReader", "LineStream"]
-
 _HEAD_BYTES: Final = 64
 """Of a call that is too large: its id is in them."""
 

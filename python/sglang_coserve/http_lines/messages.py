@@ -19,28 +19,6 @@ from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
-__all__ = [
-    "DELAYS_PATH",
-    "GATHER_S",
-    "HEARTBEAT",
-    "LINES_PATH",
-    "LOAD_PATH",
-    "EngineDelays",
-    "EngineDescription",
-    "EngineLostError",
-    "EngineRefusesError",
-    "LineAttempt",
-    "LineCall",
-    "LineEvent",
-    "LineMovedError",
-    "attempt_of",
-    "call_id",
-    "decode_message",
-    "encode_message",
-    "refusal_text",
-    "request_of",
-]
-
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 _KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)

@@ -32,8 +32,6 @@ from sglang_coserve.jsonl.request_line import (
     served_name,
 )
 
-__all__ = ["CheckLimits", "FileReport", "LineFault", "check_file", "estimate_file", "main"]
-
 _READ_BYTES = 1 << 20
 _UTF8_BOM = b"\xef\xbb\xbf"
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["UTF16_BOMS", "FileLine", "SeenIds", "is_blank", "read_lines"]
-
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 """How a file begins that is not UTF-8."""
 

@@ -27,8 +27,6 @@ from sglang_coserve.durable_files import replace
 from sglang_coserve.jsonl.lines import SeenIds, is_blank, read_lines
 from sglang_coserve.jsonl.request_line import custom_id_of, parse_json, prefix_key
 
-__all__ = ["OrderedLine", "has_order", "main", "read_order", "write_order"]
-
 _ENTRY: Final = Struct("<QI")
 """Offset and number of a line. Before the first comes how many there are, and a CRC-32 of all."""
 

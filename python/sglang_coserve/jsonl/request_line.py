@@ -15,25 +15,6 @@ import orjson
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 from sglang_coserve.jsonl.surrogates import mended_json
 
-__all__ = [
-    "KEY_BLOCK_BYTES",
-    "MOST_KEY_BYTES",
-    "BadLineError",
-    "LineTooLargeError",
-    "RequestLine",
-    "custom_id_of",
-    "endpoint_of",
-    "estimate_tokens",
-    "line_head",
-    "not_served",
-    "output_limit",
-    "parse_json",
-    "parse_request_line",
-    "prefix_key",
-    "request_of",
-    "served_name",
-]
-
 _ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _ENDPOINTS: Final = (*_ANY_ENDPOINT, "/v1/responses")
 _FIELDS: Final = ("custom_id", "method", "url", "body")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["mended_json"]
-
 _STARTS: Final = (b"\\ud", b"\\uD")
 _ESCAPE_BYTES: Final = 6
 _PIECE_BYTES: Final = 1 << 20

@@ -14,20 +14,6 @@ from typing import Any, Final, Protocol, Self
 from sglang_coserve.errors import ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
-__all__ = [
-    "Backend",
-    "BackendLoad",
-    "ChangeListeners",
-    "FailureKind",
-    "LineBackend",
-    "LineHandedBackError",
-    "LineRequest",
-    "LineResult",
-    "MovedKv",
-    "TokenRate",
-]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """The system clock."""

@@ -17,8 +17,6 @@ from typing import Final
 
 from sglang_coserve.errors import StorageError
 
-__all__ = ["MAX_DEATHS", "EngineLines", "InFlightFile", "LastRun", "LineTurns"]
-
 _TURN_S: Final = 60.0
 """Duration of a turn while lines of the other kind wait. Short compared with completion windows of
 hours; long compared with the wait for lines in flight at the beginning of a turn."""

@@ -16,8 +16,6 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["FairSlots", "JobShare", "SlotShare"]
-
 
 class SlotShare:
     """The tokens that an owner or a job has taken so far."""

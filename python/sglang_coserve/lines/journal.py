@@ -17,8 +17,6 @@ from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["LineTokens", "TokenJournal"]
-
 _MAGIC: Final = b"coserve journal 1\n"
 _HEADER: Final = struct.Struct("<III")
 """Line number, number of tokens, CRC-32 of the two and of the tokens."""

@@ -21,8 +21,6 @@ from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import encode_record, usage_of
 from sglang_coserve.lines.serve_line import LineContext, serve_line
 
-__all__ = ["LineJob", "LineRun", "OutputLengths", "UnservedLine"]
-
 _log = logging.getLogger(__name__)
 
 

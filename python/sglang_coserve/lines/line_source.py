@@ -17,8 +17,6 @@ from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 from sglang_coserve.jsonl.prefix_order import has_order, read_order
 from sglang_coserve.lines.worker_threads import WorkerThreads, run_module
 
-__all__ = ["InputLine", "LineBitmap", "LineSource", "PrefixOrder"]
-
 
 class LineBitmap:
     """1-based line numbers; a million of them take 125 kB."""

@@ -24,8 +24,6 @@ from sglang_coserve.lines.result_record import (
 )
 from sglang_coserve.lines.worker_threads import WorkerThreads, to_its_end
 
-__all__ = ["ResultLog", "ResultWriter"]
-
 _READ_BYTES: Final = 1 << 20
 
 

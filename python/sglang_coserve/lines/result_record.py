@@ -12,18 +12,6 @@ import orjson
 
 from sglang_coserve.lines.backend import LineResult
 
-__all__ = [
-    "RECORD_START",
-    "Progress",
-    "Usage",
-    "batch_tag",
-    "encode_record",
-    "error_message",
-    "record_identity",
-    "usage_in_record",
-    "usage_of",
-]
-
 RECORD_START: Final = b'{"id":"batch_req_'
 """The first bytes of every record."""
 

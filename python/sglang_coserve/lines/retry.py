@@ -15,8 +15,6 @@ from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineResult
 from sglang_coserve.lines.result_record import error_message
 
-__all__ = ["EngineHealth", "LineRetries", "RetryPolicy", "backoff_s", "retry_after_s"]
-
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:

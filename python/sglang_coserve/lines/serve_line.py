@@ -19,8 +19,6 @@ from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.retry import EngineHealth, LineRetries, RetryPolicy
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["AttemptContext", "LineContext", "serve_line"]
-
 _log = logging.getLogger(__name__)
 
 

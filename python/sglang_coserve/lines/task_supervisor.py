@@ -21,8 +21,6 @@ from sglang_coserve.errors import CoserveError
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.retry import backoff_s
 
-__all__ = ["TaskSupervisor"]
-
 _FIRST_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 10.0
 """What a task does is late by so much once its cause of failure has gone; until then, to start it

@@ -16,8 +16,6 @@ import orjson
 
 from sglang_coserve.errors import StorageError
 
-__all__ = ["WorkerThreads", "run_module", "to_its_end"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["ExecutorLimits", "ShapeExecutor", "ShapeKind", "StepShape"]
-
 
 class ShapeKind(Enum):
     """The kinds of requests in a batch."""

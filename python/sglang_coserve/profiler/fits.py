@@ -19,8 +19,6 @@ from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.errors import CoserveError, InputFileError
 from sglang_coserve.profiler.profile_file import ProfiledMachine
 
-__all__ = ["BEST", "KINDS", "FitAttempt", "choose", "fit_all", "to_profile"]
-
 BEST: Final = "best"
 """Stands for the kind with the smallest error."""
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from sglang_coserve.profiler.executor import ExecutorLimits, ShapeKind, StepShape
 
-__all__ = ["plan_grid"]
-
 _MAX_DECODES: Final = 256
 _MAX_PREFILLS: Final = 16
 _MAX_CANDIDATES: Final = 1200

@@ -18,8 +18,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.executor import ShapeExecutor, StepShape
 from sglang_coserve.profiler.grid import plan_grid
 
-__all__ = ["CostBound", "ShapeTiming", "measure", "measure_grid", "quick_samples", "repeat_error"]
-
 MIN_RUNS: Final = 3
 """Least number of timed runs of a shape, if its time budget allows them."""
 

@@ -13,8 +13,6 @@ from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file
 from sglang_coserve.errors import InputFileError
 
-__all__ = ["ProfiledMachine", "load_profile", "write_profile"]
-
 # Start values for fitting a roofline on a device without a known datasheet.
 _ANY_CPU: Final = Hardware(
     name="cpu",

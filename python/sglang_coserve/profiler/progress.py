@@ -8,8 +8,6 @@ from collections.abc import Callable
 from sglang_coserve.profiler.latency import ShapeTiming
 from sglang_coserve.terminal import StoppableBar
 
-__all__ = ["ProfileProgress"]
-
 
 class ProfileProgress(StoppableBar):
     """A bar that shows the shapes done, or the time if that ends first."""

@@ -12,8 +12,6 @@ from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
 from sglang_coserve.profiler.latency import ShapeTiming, repeat_error
 
-__all__ = ["report_text", "write_plot"]
-
 _COLORS: Final = {
     ShapeKind.PREFILL: "tab:blue",
     ShapeKind.DECODE: "tab:orange",

@@ -12,8 +12,6 @@ from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.profiler.latency import ShapeTiming
 from sglang_coserve.profiler.profile_file import ProfiledMachine
 
-__all__ = ["SampleFile"]
-
 _SCHEMA_VERSION: Final = 2
 
 T = TypeVar("T")

@@ -25,8 +25,6 @@ from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.lines.result_record import error_message
 from sglang_coserve.ray.fleet_lines import Answer, FleetLines
 
-__all__ = ["LINE", "REQUEST", "complete", "read_requests"]
-
 _RESULT: Final = pa.schema(
     [
         ("custom_id", pa.string()),

@@ -32,8 +32,6 @@ from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
 from sglang_coserve.lines.serve_line import AttemptContext, serve_line
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
-__all__ = ["Answer", "FleetLines"]
-
 _LOOK_INTERVAL_S: Final = 0.5
 """As often as the fleet looks at its engines."""
 

@@ -12,19 +12,6 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
 
-__all__ = [
-    "Arrived",
-    "Cached",
-    "Event",
-    "Finished",
-    "NoRoom",
-    "OfflineAdded",
-    "Planned",
-    "Restored",
-    "Started",
-    "Updated",
-]
-
 
 class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="event"):
     """A call, named by its tag where it is written as it is."""

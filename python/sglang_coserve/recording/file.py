@@ -39,8 +39,6 @@ from sglang_coserve.recording.events import (
 )
 from sglang_coserve.recording.scheduler import SchedulerSetup
 
-__all__ = ["FORMAT", "VERSION", "EventEncoder", "encode_setup", "read_recording"]
-
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"

@@ -23,8 +23,6 @@ from sglang_coserve.recording.events import (
     Updated,
 )
 
-__all__ = ["ReplayedPlan", "plan_text", "replay"]
-
 _TIME_TOLERANCE: Final = 1e-9
 """Relative tolerance: refining a model may round differently on another machine."""
 

@@ -29,8 +29,6 @@ from sglang_coserve.recording.events import (
     Updated,
 )
 
-__all__ = ["RecordingScheduler", "SchedulerSetup"]
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup:

@@ -26,8 +26,6 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import fit_to_context
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
-__all__ = ["SimulatedMachine", "find_shape", "offline_requests"]
-
 _LENGTHS = re.compile(r"(\d+)x(\d+)", re.ASCII)
 
 

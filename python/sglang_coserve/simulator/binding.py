@@ -20,8 +20,6 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.synthetic import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["TrafficSource", "from_jsonl", "from_trace"]
-
 
 class TrafficSource:
     """Timed arrivals in order, and a backlog that keeps the offline queue filled."""

@@ -18,8 +18,6 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import Counters
 from sglang_coserve.simulator.running_step import RunningStep
 
-__all__ = ["SimEngine"]
-
 _ROUNDING: Final = 1e-9
 """Tolerance for shares that are multiples of a safepoint's share."""
 

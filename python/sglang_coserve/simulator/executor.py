@@ -22,8 +22,6 @@ from sglang_coserve.simulator.request import DecodingRequests, SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 from sglang_coserve.simulator.running_step import RunningStep, StepDuration
 
-__all__ = ["SimulatedExecutor"]
-
 _DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestState.PAUSED}
 
 

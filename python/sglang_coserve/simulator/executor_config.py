@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["ExecutorConfig", "SafepointConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class SafepointConfig:

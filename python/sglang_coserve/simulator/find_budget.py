@@ -20,8 +20,6 @@ from sglang_coserve.simulator.report import text_table
 from sglang_coserve.simulator.result import LABEL
 from sglang_coserve.simulator.run import Workload, simulate
 
-__all__ = ["BudgetSearch", "Trial"]
-
 _ALONE: Final = "online_only"
 _POLICIES: Final = ("coserve", "hygen")
 """Policies that observe a step budget."""

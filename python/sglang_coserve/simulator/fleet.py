@@ -25,8 +25,6 @@ from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["Fleet", "FleetEngine", "Mailbox"]
-
 _LOOK_S: Final = 0.5
 """How often the gateway asks for loads."""
 

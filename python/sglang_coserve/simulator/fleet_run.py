@@ -26,8 +26,6 @@ from sglang_coserve.simulator.result import RunResult
 from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup, simulate
 from sglang_coserve.workload.trace import TraceRequest
 
-__all__ = ["FleetOptions", "FleetResult", "fleet_table_text", "simulate_fleets", "strict_engine"]
-
 _PROGRESS_STEPS: Final = 256
 
 

@@ -16,8 +16,6 @@ from sglang_coserve.simulator.prefix_cache import Node
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 
-__all__ = ["HostKv"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Load:

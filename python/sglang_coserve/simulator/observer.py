@@ -13,15 +13,6 @@ from typing import Final, NamedTuple, TextIO
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.terminal import StoppableBar
 
-__all__ = [
-    "EventLog",
-    "LoadCurve",
-    "RequestEvent",
-    "RunControl",
-    "SimulationObserver",
-    "StepRecord",
-]
-
 
 class RequestEvent(Enum):
     """An event in the life of a request."""

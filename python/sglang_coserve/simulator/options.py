@@ -27,8 +27,6 @@ from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, s
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
-__all__ = ["SimulationOptions", "compare"]
-
 
 @dataclass(frozen=True)
 class SimulationOptions:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["latency_cdfs", "load_over_time"]
-
 _CDF_POINTS: Final = 400
 _CDF_SHOWN: Final = 0.995
 """Least share of each distribution that is inside of the frame."""

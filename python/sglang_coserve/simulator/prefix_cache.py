@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
 
-__all__ = ["Node", "SimulatedPrefixCache"]
-
 
 @dataclass(eq=False, slots=True)
 class Node:

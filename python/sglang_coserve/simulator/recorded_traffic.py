@@ -21,8 +21,6 @@ from sglang_coserve.recording.file import read_recording
 from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.workload.trace import BLOCK_TOKENS
 
-__all__ = ["RecordedTraffic", "read_traffic"]
-
 
 @dataclass(slots=True)
 class _Request:

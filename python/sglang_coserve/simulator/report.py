@@ -13,8 +13,6 @@ from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
 from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
 from sglang_coserve.terminal import markdown_table
 
-__all__ = ["ms_text", "percent_text", "table_text", "text_table", "write_report"]
-
 _COLUMNS: Final = (
     "policy",
     "TTFT P50 ms",

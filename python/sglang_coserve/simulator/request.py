@@ -14,8 +14,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.simulator.prefix_cache import Node
 
-__all__ = ["DecodingRequests", "SimRequest"]
-
 
 @dataclass(slots=True, eq=False)
 class SimRequest:

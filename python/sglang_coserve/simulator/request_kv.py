@@ -8,8 +8,6 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["RequestKv"]
-
 
 class KvPool:
     """Whole pages, each free, covered by the prefix cache, or private to one request.

@@ -20,8 +20,6 @@ from sglang_coserve.metrics import (
 )
 from sglang_coserve.simulator.observer import LoadCurve
 
-__all__ = ["LABEL", "Counters", "RunResult", "SimulationResult", "write_results"]
-
 
 @dataclass(slots=True)
 class Counters:

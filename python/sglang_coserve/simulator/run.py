@@ -22,8 +22,6 @@ from sglang_coserve.simulator.observer import LoadCurve, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 
-__all__ = ["BASELINES", "DRAIN_S", "SimulationSetup", "Workload", "simulate"]
-
 BASELINES: Final = frozenset({"fcfs", "non_preemptive", "online_only", "priority", "sarathi"})
 """Policies that model systems without safepoints and checkpoints; none looks at latencies."""
 

@@ -14,8 +14,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 
-__all__ = ["RunningStep", "StepDuration"]
-
 
 @dataclass(slots=True)
 class RunningStep:

@@ -26,8 +26,6 @@ from sglang.benchmark import serving
 
 from sglang_coserve.srt.compat import replace, steady_state
 
-__all__: list[str] = []
-
 _NOT_SENT: Final = "not sent: the load was told to end"
 
 

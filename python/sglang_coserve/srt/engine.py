@@ -23,8 +23,6 @@ from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info  # noqa: E402
 from sglang_coserve.srt.start_defaults import check_settings, start_defaults  # noqa: E402
 
-__all__ = ["CoserveEngine"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
 from sglang_coserve.srt.start_defaults import model_path_in, start_defaults
 
-__all__ = ["ExecutorProcesses"]
-
 
 class ExecutorProcesses:
     """A ``profiler.Executor`` that starts SGLang with the given command-line flags.

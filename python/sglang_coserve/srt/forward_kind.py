@@ -10,17 +10,6 @@ import torch
 
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = [
-    "EMULATED",
-    "ForwardKind",
-    "is_emulated",
-    "kind_of",
-    "num_decodes",
-    "prefilled",
-    "runs_beside_host",
-    "stats_of",
-]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -31,7 +31,7 @@ from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import MIDDLEWARE, install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
-from sglang_coserve.http_lines.messages import LINES_PATH
+from sglang_coserve.http_lines.messages import LINES_PATH, LOAD_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
@@ -55,15 +55,13 @@ from sglang_coserve.srt.routes.batch_api import (
     open_routes_warning,
 )
 from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_health
-from sglang_coserve.srt.routes.engine_routes import LOAD_PATH, View, has_room, install_load_route
+from sglang_coserve.srt.routes.engine_routes import View, has_room, install_load_route
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,
     model_path_in,
     start_defaults,
 )
-
-__all__ = ["STATUS_PATH", "StartCheck", "launch_server", "parse_server_args", "verify_app"]
 
 STATUS_PATH: Final = "/coserve/status"
 

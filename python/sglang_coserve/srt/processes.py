@@ -24,15 +24,6 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
 
-__all__ = [
-    "init_tokenizer_manager",
-    "logs_as",
-    "run_data_parallel_controller_process",
-    "run_detokenizer_process",
-    "run_scheduler_process",
-    "watch_replicas",
-]
-
 
 def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""

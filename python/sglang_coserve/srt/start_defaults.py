@@ -13,15 +13,6 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
 
-__all__ = [
-    "StartDefaults",
-    "as_flags",
-    "check_settings",
-    "is_emulated",
-    "model_path_in",
-    "start_defaults",
-]
-
 _EMULATED: Final = ["EmulatedForCausalLM"]
 
 

@@ -11,8 +11,6 @@ import os
 import sys
 from typing import Any
 
-__all__: list[str] = []
-
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process; takes its arguments."""

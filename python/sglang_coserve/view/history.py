@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["History"]
-
 _SAMPLES: Final = 300
 """Five minutes; as JSON about 40 KB."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Final
 
-__all__ = ["Page"]
-
 _STYLE: Final = "<style></style>"
 _SCRIPT: Final = '<script type="module"></script>'
 

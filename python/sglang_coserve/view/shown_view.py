@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-__all__ = ["shown_view"]
-
 
 class _Bill(Struct):
     requests: float = 0.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["LEVELS", "fleet_standing", "standing"]
-
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
 _STATISTICS: Final = {"mean": "mean"}
 

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from sglang_coserve.terminal import printable
 
-__all__ = ["as_line", "as_screen"]
-
 _STYLES: Final = {"ok": "green", "harmed": "bold red", "overloaded": "yellow", "unknown": "dim"}
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _BAR_COUNT: Final = 60

@@ -15,13 +15,6 @@ from typing import Final
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
-__all__ = [
-    "RESERVED_TOKENS",
-    "fit_to_context",
-    "scale_rate",
-    "window",
-]
-
 RESERVED_TOKENS: Final = 8
 """Positions of a model's context that SGLang keeps for itself, and a few to spare."""
 

@@ -17,12 +17,6 @@ from numpy.typing import NDArray
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
-__all__ = [
-    "gamma_arrivals",
-    "prompt_token_ids",
-    "synthesize",
-]
-
 
 def gamma_arrivals(rate_per_s: float, cv: float, seed: int) -> Iterator[float]:
     """Return endless arrival times in seconds whose gaps are independent Gamma draws.

@@ -20,8 +20,6 @@ from typing import Any, Final, Literal, NoReturn
 
 from sglang_coserve.errors import InputFileError, WorkloadError
 
-__all__ = ["BLOCK_TOKENS", "TraceRequest", "detect_format", "read_trace", "sample_path"]
-
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks_of"]
-
 ROOT = Path(__file__).parents[3]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),

@@ -14,8 +14,6 @@ from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
 from srt.emulation.observed_plans import Planned, watch_plans
 
-__all__ = ["TARGETS_MS", "Given", "Observed", "ObservedEngine", "Suspensible", "Work"]
-
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
 """Of ours."""
 

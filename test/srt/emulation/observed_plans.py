@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import Lane
 
-__all__ = ["Planned", "watch_plans"]
-
 
 class Planned(NamedTuple):
     """A plan."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-__all__ = ["CHAT", "COMPLETIONS", "GENERATE", "HostileRequest", "corpus"]
-
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 
 INF, NAN = float("inf"), float("nan")

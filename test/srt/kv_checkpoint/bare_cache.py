@@ -17,8 +17,6 @@ from sglang_coserve.srt import compat
 from srt.kv_checkpoint.kv_pools import CacheEngine, KvShape
 from srt.kv_rows import tokens_of
 
-__all__ = ["BareEngine"]
-
 Req = Any
 
 _LAYERS = 2

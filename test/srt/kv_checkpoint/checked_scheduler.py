@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["checking_checkpoints"]
-
 
 def checking_checkpoints(base: type) -> type:
     class CheckingScheduler(base):  # type: ignore[valid-type,misc]

@@ -18,8 +18,6 @@ from sglang_coserve.srt.kv_checkpoint.settings import server_settings
 from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_rows import Rows, publish_settings
 
-__all__ = ["CacheEngine", "KvShape"]
-
 Req = Any
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-__all__ = ["Collector", "collecting"]
-
 
 class Collector:
     """Keeps what was sent to it: the last value of each metric, and every span."""

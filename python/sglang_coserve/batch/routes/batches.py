@@ -11,8 +11,6 @@ from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute
 from sglang_coserve.batch.schemas import BatchList, BatchObject, CreateBatch
 
-__all__ = ["router"]
-
 router = APIRouter(
     prefix="/v1/batches", tags=["batches"], route_class=JsonRoute, responses=ERROR_RESPONSES
 )

@@ -13,15 +13,6 @@ from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOf
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import StorageError
 
-__all__ = [
-    "Owner",
-    "Service",
-    "batch_api_status",
-    "find_service",
-    "set_not_ready",
-    "set_service",
-]
-
 _STATE: Final = "coserve_batch_service"
 _OFF: Final = (
     "the Batch API is off: start the server with --coserve-data-dir DIRECTORY, where it keeps "

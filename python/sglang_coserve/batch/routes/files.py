@@ -31,8 +31,6 @@ from sglang_coserve.batch.schemas import (
 )
 from sglang_coserve.batch.service import FileContent
 
-__all__ = ["part_router", "router", "upload_router"]
-
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
 
 router = APIRouter(

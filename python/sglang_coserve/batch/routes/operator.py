@@ -19,8 +19,6 @@ from sglang_coserve.batch.routes.errors import (
 )
 from sglang_coserve.batch.schemas import BatchList, BatchObject, BatchStatus
 
-__all__ = ["endpoints_of", "operator_router", "router", "set_admin_key"]
-
 _STATE: Final = "coserve_admin_key"
 
 

@@ -27,8 +27,6 @@ from sglang_coserve.batch.routes.errors import (
 from sglang_coserve.batch.schemas import CreateResponse, ResponseDeleted
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 
-__all__ = ["router"]
-
 _OUR_ID: Final = re.compile(r"resp_[0-9a-f]{24}")
 """SGLang's have 32 digits."""
 

@@ -19,8 +19,6 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.errors import CoserveError
 
-__all__ = ["DownloadResponse", "SlowClientError", "UploadForm", "form_of", "received"]
-
 
 class SlowClientError(CoserveError):
     """A body has stopped coming, or comes too slowly (HTTP 408)."""

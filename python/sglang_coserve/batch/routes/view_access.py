@@ -17,8 +17,6 @@ from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOf
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import RequestError, StorageError
 
-__all__ = ["PAGE_PATH", "VIEW_PATH", "Caller", "Keys", "shown_batches", "view_answer"]
-
 PAGE_PATH: Final = "/coserve"
 VIEW_PATH: Final = "/coserve/view"
 

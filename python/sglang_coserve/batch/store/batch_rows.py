@@ -27,27 +27,6 @@ from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.engine_lines import LastRun
 from sglang_coserve.lines.result_record import Progress, Usage
 
-__all__ = [
-    "add_online_delays",
-    "apply",
-    "count_death",
-    "count_events",
-    "create",
-    "delete_expired_responses",
-    "delete_response",
-    "due_events",
-    "find",
-    "find_earlier",
-    "find_response",
-    "page",
-    "past_forecasts",
-    "postpone_event",
-    "settle_event",
-    "suspects",
-    "unfinished",
-    "void_forecasts",
-]
-
 _NESTED: Final = ("progress", "faults", "metadata", "response")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
 _PROGRESS: Final = (

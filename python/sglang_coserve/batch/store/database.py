@@ -14,8 +14,6 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.lines.worker_threads import WorkerThreads
 
-__all__ = ["MIGRATIONS", "Store", "open_database", "transaction"]
-
 _T = TypeVar("_T")
 
 _FILES = """

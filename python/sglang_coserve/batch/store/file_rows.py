@@ -9,11 +9,6 @@ from typing import Any
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
 from sglang_coserve.batch.record import FileRecord
 
-__all__ = [
-    *("UPLOAD", "part_of", "parts"),
-    *("delete", "exists", "expire", "expired", "find", "insert", "page", "put_output", "stored"),
-]
-
 UPLOAD = "upload"
 """The purpose of an upload that is not complete; those of its parts begin with it. None of them is
 listed."""

@@ -17,8 +17,6 @@ from sglang_coserve.core.control.slo import Latency, Slo, Statistic
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
 
-__all__ = ["Allowance"]
-
 _WINDOW_S: Final = 300.0
 """The baseline's latencies of the last five minutes count, at least so many that four are in the
 tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md, "Changing

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["Baseline", "BaselineToken", "EngineSize"]
-
 _MOST_WAIT_S: Final = 60.0
 """Longest that the clock stands still for one request. Between two of a request's tokens the real
 engine takes less, even where it retracts requests; what takes longer is no latency to compare."""

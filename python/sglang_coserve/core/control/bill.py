@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.core.step import JobTokens
 
-__all__ = ["Bill", "BillReport", "Delay", "WorkMark"]
-
 _MOST_JOBS: Final = 1024
 """Jobs whose sums are kept, those that were billed last: four times as many as may be unfinished by
 default. So a server that runs for months does not fill its memory."""

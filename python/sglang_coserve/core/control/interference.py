@@ -19,8 +19,6 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import JobTokens
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["Interference"]
-
 
 @dataclass(slots=True, eq=False)
 class _Watched:

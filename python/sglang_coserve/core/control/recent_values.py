@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from sglang_coserve.core.control.slo import Statistic
 
-__all__ = ["RecentValues"]
-
 _LEAST_S: Final = 1e-5
 _MOST_S: Final = 1e4
 """Values beyond these count as these."""

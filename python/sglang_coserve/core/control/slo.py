@@ -12,15 +12,6 @@ from typing import Final
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import LatencyReport, SloTargets, Summary
 
-__all__ = [
-    "Latency",
-    "Slo",
-    "Statistic",
-    "format_slo",
-    "parse_slo",
-    "request_targets",
-]
-
 
 class Latency(Enum):
     """The latency that an SLO bounds."""

@@ -12,8 +12,6 @@ from sglang_coserve.core.control.slo import Latency, Slo, format_slo
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets, summarize
 
-__all__ = ["SloMonitor", "SloReport", "TokenTimes"]
-
 _LEAST_MISSES: Final = 5
 """Least number of values above the limit in the baseline for an SLO to count as infeasible; fewer
 may be chance."""

@@ -25,16 +25,6 @@ from sglang_coserve.core.latency_model.model import (
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
-__all__ = [
-    "BROS",
-    "CONSERVE",
-    "FEATURE_SETS",
-    "HYGEN",
-    "FeatureSet",
-    "LinearModel",
-    "fit_relative",
-]
-
 SUMS: Final = (
     "prefill_requests",
     "prefill_tokens",

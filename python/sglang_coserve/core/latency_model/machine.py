@@ -12,18 +12,6 @@ from pydantic import PositiveFloat, PositiveInt, ValidationError
 from sglang_coserve.core.validation import JsonDocument, explain
 from sglang_coserve.errors import ConfigError
 
-__all__ = [
-    "HARDWARE",
-    "MODELS",
-    "Hardware",
-    "ModelShape",
-    "find_hardware",
-    "find_model",
-    "kv_bytes_per_token",
-    "kv_capacity_tokens",
-    "weight_bytes",
-]
-
 T = TypeVar("T")
 
 

@@ -16,18 +16,6 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
-__all__ = [
-    "Fit",
-    "FitReport",
-    "Floats",
-    "Ints",
-    "LatencyModel",
-    "Sample",
-    "SampleTable",
-    "longest_prefill",
-    "solve_chunk",
-]
-
 _HELD_OUT_FRACTION: Final = 0.2
 
 Ints = NDArray[np.int64]

@@ -8,8 +8,6 @@ from typing import Final
 from sglang_coserve.core.latency_model.machine import ModelShape
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["Attention", "Gemm", "Operators"]
-
 _VALUE_BYTES: Final = 2
 _ALL_REDUCES_PER_LAYER: Final = 2
 

@@ -15,8 +15,6 @@ from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
 
-__all__ = ["LatencyProfile"]
-
 _SCHEMA_VERSION: Final = 1
 
 

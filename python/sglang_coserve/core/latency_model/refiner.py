@@ -13,8 +13,6 @@ import numpy as np
 
 from sglang_coserve.core.latency_model.model import Floats, LatencyModel, Sample, SampleTable
 
-__all__ = ["Refiner", "fit_rescaled"]
-
 M = TypeVar("M", bound=LatencyModel)
 
 # Weight of the start values, in samples: enough to keep a coefficient that no

@@ -22,8 +22,6 @@ from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.refiner import fit_rescaled
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["RooflineModel"]
-
 # Assumed share of each peak that is achieved, for unfitted models and as the start of a fit.
 # The two compute shares give ConServe's published prefill times for Llama-3.1-8B on an H100
 # (§4.2: 51 ms for 2048 tokens, 124 ms after 40K of context). Shares of memory and the cost of an

@@ -19,15 +19,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FAILURES_IN_A_ROW",
-    "LINES_AHEAD",
-    "FailureStreak",
-    "Rendezvous",
-    "line_window",
-    "model_of_most",
-]
-
 _MIXING: Final = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 from sglang_coserve.core.line_placement.engines import Rendezvous
 from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES
 
-__all__ = ["DEATHS_BEFORE_ALONE", "LinePlacement", "Placed", "PrefixGroups"]
-
 DEATHS_BEFORE_ALONE: Final = 2
 """Engines that may end with a line in them before it is served alone. One end says nothing of
 any of the dozens of lines in an engine; two make it worth an engine's time to find out."""

@@ -15,8 +15,6 @@ from typing import Final, NamedTuple
 from sglang_coserve.core.engine_load import Pool, WantedLines
 from sglang_coserve.core.migration import requests_to_pull
 
-__all__ = ["LinePools", "Move"]
-
 _ARRIVES_S: Final = 10.0
 """A line that was taken over may be silent for so long: an engine gives up reading its KV then
 (``srt.kv_checkpoint.kv_moves``). Later it waits for room like any other."""

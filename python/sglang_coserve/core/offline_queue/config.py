@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["OfflineQueueConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineQueueConfig:

@@ -11,8 +11,6 @@ from sglang_coserve.core.offline_queue.request import (
     common_prefix_bytes,
 )
 
-__all__ = ["PrefixTrie", "TrieLeaf"]
-
 
 class TrieLeaf:
     """A request in the trie; it keeps its position while it waits and while it runs."""

@@ -20,8 +20,6 @@ from sglang_coserve.core.offline_queue.request import (
 from sglang_coserve.core.offline_queue.time_order import TimeOrder
 from sglang_coserve.errors import RequestError
 
-__all__ = ["OfflineQueue"]
-
 _EQUAL: Final = 1e-6
 """Relative rounding error allowed when sums are compared."""
 

@@ -10,15 +10,6 @@ from typing import Final, NewType
 
 from sglang_coserve.errors import RequestError
 
-__all__ = [
-    "TOKEN_BYTES",
-    "PackedTokens",
-    "QueuedRequest",
-    "common_prefix_bytes",
-    "pack_tokens",
-    "unpack_tokens",
-]
-
 _TYPE: Final = "Q"
 """Images and sounds have placeholders of up to 62 bits in a prompt."""
 

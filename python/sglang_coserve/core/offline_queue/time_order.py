@@ -9,8 +9,6 @@ from sortedcontainers import SortedList
 from sglang_coserve.core.offline_queue.prefix_trie import TrieLeaf
 from sglang_coserve.core.offline_queue.request import QueuedRequest
 
-__all__ = ["TimeOrder"]
-
 
 class TimeOrder:
     """Leaves sorted by a key of their request, smallest first; ties by insertion number.

@@ -9,8 +9,6 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["is_stuck", "longest_s", "offline_left_s", "reaches_safepoint", "stop_share"]
-
 
 def offline_left_s(batch: StepBuilder) -> float | None:
     """Return how long a step of the offline lane may run now; None if online work is next.

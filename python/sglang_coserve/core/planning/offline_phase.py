@@ -16,9 +16,6 @@ from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["decode_offline", "longest_prefix", "prefill_offline", "serve_offline"]
-
-
 _ENOUGH: Final = 0.95
 """Share of the highest throughput that is enough. A longer step gains little, and stretches the
 gaps of everyone in it: slower decodes leave more requests in flight. Simulated on an H100

@@ -10,8 +10,6 @@ from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.step import Lane
 
-__all__ = ["decode_online", "prefill_online", "serve_online"]
-
 
 def serve_online(batch: StepBuilder, budget_s: float) -> None:
     """Add online work: prompts alone as plain SGLang does, or as much of them as decodes can wait.

@@ -9,8 +9,6 @@ from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import PrefixCache
 
-__all__ = ["PlanContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:

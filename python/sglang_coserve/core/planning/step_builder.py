@@ -15,8 +15,6 @@ from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["StepBuilder"]
-
 _DECODING = RequestState.DECODING
 _PAUSED = RequestState.PAUSED
 _PREFILLING = RequestState.PREFILLING

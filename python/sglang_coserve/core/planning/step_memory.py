@@ -11,8 +11,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.core.step import PrefillChunk, Retraction
 
-__all__ = ["Prompt", "StepMemory"]
-
 _HEADROOM_OF: Final = 8
 """An engine with little KV keeps this part of it free, not all."""
 

@@ -21,14 +21,6 @@ from sglang_coserve.core.planning.step_memory import Prompt
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.snapshot import Request
 
-__all__ = [
-    "FcfsPolicy",
-    "NonPreemptivePolicy",
-    "OnlineOnlyPolicy",
-    "PriorityPolicy",
-    "SarathiPolicy",
-]
-
 
 @dataclass
 class FcfsPolicy(Policy):

@@ -17,8 +17,6 @@ from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step import StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["BrosPolicy"]
-
 _MAX_BATCH_REQUESTS: Final = 1 << 16
 _ITERATION_WEIGHT: Final = 0.1
 

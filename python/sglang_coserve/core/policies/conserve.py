@@ -11,8 +11,6 @@ from sglang_coserve.core.planning.online_phase import decode_online, prefill_onl
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 
-__all__ = ["ConservePolicy"]
-
 
 @dataclass
 class ConservePolicy(Policy):

@@ -12,8 +12,6 @@ from sglang_coserve.core.planning.online_phase import serve_online
 from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policy import Policy
 
-__all__ = ["CoservePolicy"]
-
 
 @dataclass
 class CoservePolicy(Policy):

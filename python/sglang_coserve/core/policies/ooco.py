@@ -21,9 +21,6 @@ from sglang_coserve.core.policy import Policy, yields_first
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 
-__all__ = ["OocoPolicy", "Role"]
-
-
 _RETRACTION_WEIGHT: Final = 1 / 32
 
 

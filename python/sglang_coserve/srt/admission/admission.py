@@ -38,8 +38,6 @@ from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
 
-__all__ = ["OFFLINE_EVENTS", "Admission", "FailedPlan"]
-
 Req = Any
 ScheduleBatch = Any
 

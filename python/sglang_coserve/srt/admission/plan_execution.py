@@ -14,8 +14,6 @@ from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 
-__all__ = ["Executed", "PlanExecution"]
-
 Req = Any
 ScheduleBatch = Any
 

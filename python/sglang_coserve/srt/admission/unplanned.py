@@ -29,8 +29,6 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 
-__all__ = ["NotedPass", "OfflineWaiting", "UnplannedPasses", "queued_request"]
-
 
 class OfflineWaiting:
     """First come, first served, but those that ran and were released come first.

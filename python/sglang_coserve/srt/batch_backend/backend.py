@@ -42,8 +42,6 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave, sum_of_delays_s
 
-__all__ = ["BatchBackend", "engine_failure", "invalid_request", "line_result"]
-
 _STREAM_INTERVAL_TOKENS = 16
 """Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
 a message between processes."""

@@ -26,8 +26,6 @@ from sglang_coserve.guard.prompts import thread_loop
 from sglang_coserve.lines.worker_threads import WorkerThreads
 from sglang_coserve.srt.marks.request_marks import check_line_marks
 
-__all__ = ["Endpoint", "HandlerThread", "OnLoop", "model_endpoints"]
-
 _MOST_FAULTS = 3
 """Faults of a body that are shown: a bad member of a union has one for each alternative."""
 

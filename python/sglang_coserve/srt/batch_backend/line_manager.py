@@ -23,8 +23,6 @@ from sglang_coserve.srt.compat.requests import can_continue
 from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
 
-__all__ = ["LineManager", "LineTask"]
-
 _LAST_TOKENS_S: Final = 10.0
 """How long to wait for the tokens of a line that is taken out: the engine gives them at the end of
 its step, and no step that was measured takes so long."""

@@ -25,16 +25,6 @@ from typing import Any, Final
 from sglang_coserve.core.engine_load import KvFormat
 from sglang_coserve.srt import compat
 
-__all__ = [
-    "fingerprint",
-    "kv_fingerprint",
-    "kv_format",
-    "loaded_fingerprint",
-    "model_in_use",
-    "model_names",
-    "sampled_ranges",
-]
-
 logger = logging.getLogger(__name__)
 
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})

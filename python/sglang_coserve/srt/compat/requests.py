@@ -8,20 +8,6 @@ from typing import Any, Final
 
 from sglang_coserve.srt.compat.by_version import release_kv, set_computed_tokens, slot_of
 
-__all__ = [
-    "STATEFUL_FIELDS",
-    "STATEFUL_PARAMS",
-    "can_continue",
-    "check_logit_processor",
-    "fill_token_ids_logprobs",
-    "lowest_priority",
-    "refuse",
-    "release_aborted",
-    "release_for_requeue",
-    "send_abort",
-    "undo_allocation",
-]
-
 
 def fill_token_ids_logprobs(logits_output: Any) -> None:
     """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.

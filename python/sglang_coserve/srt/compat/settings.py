@@ -15,13 +15,6 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.srt.compat.by_version import model_config_of, settings_of
 
-__all__ = [
-    "check_one_replica",
-    "check_server_args",
-    "check_window_cache",
-    "refusals_of_sglang",
-]
-
 logger = logging.getLogger(__name__)
 
 

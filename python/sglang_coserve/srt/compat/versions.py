@@ -10,21 +10,6 @@ from typing import Final
 
 from sglang_coserve.errors import UnsupportedError
 
-__all__ = [
-    "NEWEST",
-    "OLDEST",
-    "OVERRIDE_VARIABLE",
-    "SUPPORTED",
-    "TESTED",
-    "check_version",
-    "installed_version",
-    "is_supported",
-    "start_up_line",
-    "supported_text",
-    "uses_v22",
-    "version_key",
-]
-
 SUPPORTED: Final = ("0.5.17", "0.5.22", "0.5.23")
 """The versions that the seams were checked against. The first one is that of a stack with torch
 2.11."""

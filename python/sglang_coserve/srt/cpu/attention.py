@@ -27,8 +27,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from sglang_coserve.srt import compat
 
-__all__ = ["NewTokensAttention", "install_attention", "install_linear_attention"]
-
 _BLOCK_TOKENS: Final = 256
 
 

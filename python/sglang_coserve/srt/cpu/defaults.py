@@ -12,14 +12,6 @@ from typing import Any
 
 from sglang_coserve.srt import compat
 
-__all__ = [
-    "FLAG_DEFAULTS",
-    "cores_for",
-    "divided_cores",
-    "has_cuda",
-    "set_environment_defaults",
-]
-
 FLAG_DEFAULTS = {
     "device": "cpu",
     # Becomes torch_native if the processor or the kernels lack AMX, after SGLang has checked

@@ -11,8 +11,6 @@ from typing import Any
 
 from sglang_coserve.srt import compat
 
-__all__ = ["install_replacements"]
-
 
 def install_replacements() -> None:
     """Replace the parts of SGLang that need CUDA or are slow without it, in this process.

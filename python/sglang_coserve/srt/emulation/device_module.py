@@ -19,15 +19,6 @@ import torch
 
 from sglang_coserve.srt.forward_kind import EMULATED, is_emulated
 
-__all__ = [
-    "EmulatedDevice",
-    "EmulatedStream",
-    "RealTime",
-    "VirtualTime",
-    "emulated_device",
-    "install",
-]
-
 _QUERY_S: Final = 1e-6
 """What asking for an event takes on the virtual clock; about what it takes on CUDA. Without it, a
 loop that asks until the event has occurred would never end where host work takes no time."""

@@ -22,8 +22,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.emulation.device_module import EmulatedDevice, emulated_device
 from sglang_coserve.srt.emulation.settings import PLACES, Emulation
 
-__all__ = ["EmulatedForCausalLM", "EntryClass", "StepTimes", "stats_of"]
-
 logger = logging.getLogger(__name__)
 
 ForwardBatch = Any

@@ -14,15 +14,6 @@ from sglang_coserve.small_model import tokens_without_text, train_tokenizer
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.emulation.settings import PLACES, Emulation
 
-__all__ = [
-    "CONTEXT_TOKENS",
-    "flag_defaults",
-    "make_emulated_model",
-    "read_emulation",
-    "set_environment_defaults",
-    "stock_command",
-]
-
 CONTEXT_TOKENS: Final = 32768
 """The usual longest prompt plus output. SGLang's table of requests has a row of so many places for
 each that may run, and the host's memory takes it."""

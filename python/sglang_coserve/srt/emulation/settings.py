@@ -20,8 +20,6 @@ from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.errors import ConfigError
 
-__all__ = ["PLACES", "Emulation", "SlowSpells"]
-
 PLACES: Final = 4093
 """Positions that the model tells apart; a prime, so that no period of a text goes with it."""
 

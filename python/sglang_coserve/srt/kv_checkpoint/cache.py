@@ -37,8 +37,6 @@ from sglang_coserve.srt.kv_checkpoint.reclaim import Prefetches, Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover, HostSpace
 from sglang_coserve.srt.marks.request_marks import is_offline
 
-__all__ = ["CheckpointCache"]
-
 Req = Any
 
 

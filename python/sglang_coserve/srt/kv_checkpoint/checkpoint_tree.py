@@ -13,21 +13,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from sglang_coserve.core.request import RequestClass
 
-__all__ = [
-    "EVICTION_RANK",
-    "TREE_BACKEND",
-    "CheckpointTree",
-    "EvictionOrder",
-    "can_save",
-    "device_slots",
-    "full",
-    "host_slots",
-    "is_offline_node",
-    "path_to",
-    "subtree",
-    "unsaved_path",
-]
-
 Node = Any
 
 EVICTION_RANK: Final = {RequestClass.OFFLINE: 0, RequestClass.ONLINE: 1}

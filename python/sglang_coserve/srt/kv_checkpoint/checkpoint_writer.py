@@ -20,8 +20,6 @@ from sglang_coserve.srt.kv_checkpoint.request_checkpoint import (
     slots_of_runs,
 )
 
-__all__ = ["CheckpointWriter"]
-
 Node = Any
 Req = Any
 Target = tuple[Node | RequestCheckpoint, int]

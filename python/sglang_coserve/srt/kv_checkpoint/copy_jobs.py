@@ -15,8 +15,6 @@ from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
 
-__all__ = ["CopyJobs", "NodeCopy", "PendingCopy", "Piece", "RequestCopy"]
-
 _POLL_S = 0.0002
 
 

@@ -21,15 +21,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import EMULATED, is_emulated
 
-__all__ = [
-    "Event",
-    "Stream",
-    "ThreadStream",
-    "current_stream",
-    "device_module",
-    "install_cpu_copies",
-]
-
 logger = logging.getLogger(__name__)
 
 

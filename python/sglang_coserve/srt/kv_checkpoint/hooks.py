@@ -25,8 +25,6 @@ from sglang_coserve.srt.forward_kind import prefilled
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
-__all__ = ["COUNTED", "KvCheckpointing"]
-
 Req = Any
 ScheduleBatch = Any
 

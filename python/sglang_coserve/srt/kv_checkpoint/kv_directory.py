@@ -27,8 +27,6 @@ from safetensors.torch import save_file
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
-__all__ = ["KvDirectory", "KvJob", "KvThreads", "is_kv_name"]
-
 EXPIRES_S: Final = 4 * 3600.0
 """A line goes on within seconds, or when there is an engine for it again. After so long even that
 is no more to be expected."""

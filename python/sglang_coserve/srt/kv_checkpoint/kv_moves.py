@@ -24,8 +24,6 @@ from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, KvJob, KvThreads, is_kv_name
 
-__all__ = ["KvLocation", "KvMoves", "Left"]
-
 Req = Any
 
 _SWEEP_INTERVAL_S: Final = 600.0

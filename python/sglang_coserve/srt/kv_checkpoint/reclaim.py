@@ -25,8 +25,6 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
 
-__all__ = ["Prefetches", "Reclaimer"]
-
 Node = Any
 
 _LAZY_TIMEOUT_S: Final = 1.0

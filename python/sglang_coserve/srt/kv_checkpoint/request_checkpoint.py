@@ -15,8 +15,6 @@ from sglang_coserve.core.kv_checkpoint import Backoff
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots, path_to
 
-__all__ = ["Handover", "HostSpace", "RequestCheckpoint", "Run", "slots_of_runs"]
-
 Req = Any
 
 Run = tuple[int, int, int]

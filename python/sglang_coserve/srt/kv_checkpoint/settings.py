@@ -11,17 +11,6 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt import compat
 
-__all__ = [
-    "BACKEND",
-    "check_combination",
-    "check_in_place",
-    "check_model",
-    "check_move_dir",
-    "register_cache",
-    "server_settings",
-    "why_off",
-]
-
 BACKEND: Final = "coserve_checkpoint"
 """Name of the cache for SGLang's ``--radix-cache-backend``."""
 

@@ -24,8 +24,6 @@ from sglang_coserve.asgi import Message, Send, send_error, send_json
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER, duration_s
 
-__all__ = ["HasRoom", "OverloadAnswer", "TierWriter", "is_refused", "kept_alive"]
-
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _EVENT: Final = b"data: "
 _RETRY_AFTER: Final = (b"retry-after", b"1")

@@ -18,16 +18,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, GatewayHints
 
-__all__ = [
-    "SERVICE_TIER",
-    "SERVICE_TIERS",
-    "class_of_body",
-    "duration_s",
-    "marks_of_body",
-    "marks_of_headers",
-    "tier_used",
-]
-
 SERVICE_TIER: Final = "service_tier"
 
 SERVICE_TIERS: Final[Mapping[str, RequestClass]] = MappingProxyType(

@@ -47,8 +47,6 @@ from sglang_coserve.srt.marks.http_marks import (
 )
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, said_by_client
 
-__all__ = ["CLASS_HEADER", "MARKED_PATHS", "STRICT_PATHS", "MarksMiddleware"]
-
 _OPENAI_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 """Routes whose answers have a ``service_tier``."""
 

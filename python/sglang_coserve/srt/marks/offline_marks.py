@@ -20,20 +20,6 @@ from typing import Any, Final
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY
 
-__all__ = [
-    "attach_marks",
-    "deadline_of",
-    "expected_tokens_of",
-    "go_on_after",
-    "job_of",
-    "mark_arrival",
-    "marked_arrival_s",
-    "offline_marks",
-    "restore_generated",
-    "sent_with",
-    "take_moved_kv",
-]
-
 _ARRIVAL_KEY: Final = "_coserve_arrival_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
 _EXPECTED_KEY: Final = "_coserve_expected_tokens"

@@ -20,22 +20,6 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bounds import Bound, check_number
 
-__all__ = [
-    "CLASS_KEY",
-    "DEADLINE_KEY",
-    "MARK_PREFIX",
-    "TPOT_KEY",
-    "TTFT_KEY",
-    "GatewayHints",
-    "arrival_s",
-    "check_line_marks",
-    "check_marks",
-    "is_offline",
-    "said_by_client",
-    "targets_of",
-    "with_client_marks",
-]
-
 MARK_PREFIX = "coserve_"
 """Prefix of the keys in ``custom_params`` and in bodies that are marks."""
 

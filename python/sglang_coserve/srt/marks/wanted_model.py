@@ -18,8 +18,6 @@ from fastapi.responses import JSONResponse
 from sglang_coserve.asgi import ENGINE_PATHS, App, Receive, Scope, Send, is_form, replay
 from sglang_coserve.jsonl.request_line import not_served, served_name
 
-__all__ = ["MODEL_PATHS", "WantedModelMiddleware", "check_models_of_forms", "set_model_names"]
-
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
 _ANTHROPIC_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 

@@ -16,8 +16,6 @@ from sglang_coserve.srt.monitoring.latencies import (
     LatencyHistograms,
 )
 
-__all__ = ["BackgroundFailures", "Exporter"]
-
 _INTERVAL_S = 1.0
 
 

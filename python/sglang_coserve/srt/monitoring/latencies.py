@@ -14,8 +14,6 @@ from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.monitoring.step_trace import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["DELAY_BUCKETS_S", "GAP_BUCKETS_S", "WAIT_BUCKETS_S", "Buckets", "LatencyHistograms"]
-
 WAIT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0),

@@ -30,14 +30,6 @@ from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import BatchResults
 
-__all__ = [
-    "CoserveLoadSnapshot",
-    "OnlineLoad",
-    "ReportingLoadInquirer",
-    "count_offline_in_snapshots",
-    "read_our_snapshots",
-]
-
 Req = Any
 
 _DECODER: Final = "sglang.srt.managers.load_snapshot.snapshot_decoder"

@@ -15,18 +15,6 @@ from typing import Any, Final
 from sglang_coserve.errors import ConfigError, require
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 
-__all__ = [
-    "DURATION_BUCKETS_S",
-    "TPOT_BUCKETS_S",
-    "TTFT_BUCKETS_S",
-    "GenAiMetrics",
-    "metrics_if_configured",
-    "note_operation",
-    "operation",
-    "provider_if_configured",
-    "tier_attributes",
-]
-
 TTFT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )

@@ -19,8 +19,6 @@ from sglang_coserve.recording.events import Event, OfflineAdded, Planned
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 
-__all__ = ["FailedPlans", "PlanLog", "recorded"]
-
 _MAX_BYTES: Final = 1 << 30
 _MOST_FAILED: Final = 8
 _MOST_WAITING: Final = 1000

@@ -21,8 +21,6 @@ from sglang_coserve.srt.compat import computed_tokens
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.kv_pools import KvByClass
 
-__all__ = ["HeldKv", "LoadReporter", "ReportedLoad"]
-
 _RECENT_S: Final = 1.0
 """As often as those ask who publish it under other names."""
 

@@ -19,8 +19,6 @@ from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.srt.steps.offline_lane import OfflineLane, SuspendedBatch
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["RequestSpans"]
-
 _MOST_ROOTS: Final = 1 << 12
 """Online requests that were not billed yet: as many as delays that wait to be taken."""
 

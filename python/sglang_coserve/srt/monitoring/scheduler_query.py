@@ -12,25 +12,6 @@ from typing import Any, Final
 
 from sglang_coserve.errors import StartupError
 
-__all__ = [
-    "ANSWER_KEY",
-    "BATCH_DELAYS",
-    "EXPECTED_RATE_KEY",
-    "LAST_STEPS",
-    "LEAVE",
-    "PULSE",
-    "STANDING",
-    "STATE_KEY",
-    "STATUS",
-    "ask",
-    "last_steps",
-    "leave",
-    "moved_reason",
-    "moved_tokens",
-    "replicas_info",
-    "sum_of_delays_s",
-]
-
 STANDING: Final = "coserve-standing"
 """How both classes stand now: ``SchedulerStatus.state``."""
 

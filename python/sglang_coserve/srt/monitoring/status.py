@@ -42,8 +42,6 @@ from sglang_coserve.srt.steps.request_ledger import BatchResults
 if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans
 
-__all__ = ["SchedulerStatus"]
-
 _MOST_NOTES: Final = 128
 """What has passed in some 40 steps; their requests are kept until it is taken in."""
 

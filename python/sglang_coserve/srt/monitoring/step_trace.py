@@ -22,19 +22,6 @@ from sglang_coserve.srt.forward_kind import ForwardKind, prefilled
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = [
-    "Begun",
-    "Ended",
-    "Forgotten",
-    "Launched",
-    "Note",
-    "Record",
-    "StepTrace",
-    "process_name",
-    "trace_events",
-    "trace_text",
-]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -32,8 +32,6 @@ from sglang_coserve.profiler.profile_file import ProfiledMachine
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
-__all__ = ["SchedulerExecutor", "machine_of", "profile_quickly"]
-
 _SETTINGS = (
     "attention_backend",
     "chunked_prefill_size",

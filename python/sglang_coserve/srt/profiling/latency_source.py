@@ -14,8 +14,6 @@ from sglang_coserve.profiler.fits import choose, fit_all, to_profile
 from sglang_coserve.profiler.profile_file import ProfiledMachine, load_profile
 from sglang_coserve.srt.profiling.executor import machine_of
 
-__all__ = ["check_profile", "known_latency_model", "latency_profile"]
-
 logger = logging.getLogger(__name__)
 
 

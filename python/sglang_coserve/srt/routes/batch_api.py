@@ -41,14 +41,6 @@ from sglang_coserve.srt.routes.engine_routes import install_trace_route
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
 
-__all__ = [
-    "BatchExporter",
-    "batches_exported",
-    "check_batch_settings",
-    "install_batch_api",
-    "open_routes_warning",
-]
-
 _POLL_S: Final = 0.2
 
 logger = logging.getLogger(__name__)

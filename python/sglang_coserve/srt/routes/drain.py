@@ -29,18 +29,6 @@ from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 
-__all__ = [
-    "DRAIN_PATH",
-    "Drain",
-    "HealthMiddleware",
-    "Heartbeat",
-    "drain_of",
-    "install_drain_routes",
-    "install_health",
-    "is_draining",
-    "set_drain",
-]
-
 DRAIN_PATH: Final = "/coserve/drain"
 _STATE: Final = "coserve_drain"
 _DRAINING: Final = "draining"

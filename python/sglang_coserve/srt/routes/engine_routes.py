@@ -48,15 +48,6 @@ from sglang_coserve.view.history import History
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import standing
 
-__all__ = [
-    "LOAD_PATH",
-    "TRACE_PATH",
-    "View",
-    "has_room",
-    "install_load_route",
-    "install_trace_route",
-]
-
 logger = logging.getLogger(__name__)
 
 

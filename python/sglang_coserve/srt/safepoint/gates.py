@@ -36,18 +36,6 @@ import torch
 from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
 
-__all__ = [
-    "FollowerGate",
-    "LeaderGate",
-    "PreemptionFlag",
-    "SharedWords",
-    "batch_id",
-    "device_events",
-    "has_ordered_stores",
-    "order_behind_pass",
-    "share_words",
-]
-
 _POLL_S: Final = 50e-6
 """Sleep between two checks of an event. Spinning would keep the interpreter lock from the thread
 that receives requests; a group of layers takes milliseconds."""

@@ -28,8 +28,6 @@ from torch import nn
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, Resumption
 
-__all__ = ["GraphCuts", "why_graphs_cannot_be_cut"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:

@@ -26,8 +26,6 @@ from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang_coserve.srt.marks.request_marks import arrival_s, is_offline
 from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 
-__all__ = ["Arrival", "ArrivalWatch", "Inbox", "Ingress", "SocketMonitor", "StopRequest"]
-
 logger = logging.getLogger(__name__)
 
 

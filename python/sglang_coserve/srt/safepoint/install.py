@@ -36,8 +36,6 @@ from sglang_coserve.srt.safepoint.placement import (
 )
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 
-__all__ = ["Installed", "install_safepoints", "why_no_safepoints"]
-
 Scheduler = Any
 
 

@@ -16,16 +16,6 @@ from torch import nn
 
 from sglang_coserve.srt import compat
 
-__all__ = [
-    "ForwardPreempted",
-    "Gate",
-    "Resumption",
-    "add_safepoints",
-    "decoder_layers",
-    "fitting_interval",
-    "safepoint_cost_s",
-]
-
 _LAYER_LISTS: Final = ("layers", "h", "blocks", "decoder_layers")
 """Attribute names that models use for the list of their layers."""
 

@@ -29,18 +29,6 @@ from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts, why_graphs_cannot_be_cut
 from sglang_coserve.srt.safepoint.instrument import Gate, Resumption, add_safepoints
 
-__all__ = [
-    "RUN_AHEAD",
-    "CutPrefillBackend",
-    "GroupedDecodeBackend",
-    "SafepointPlacement",
-    "add_grouped_decode_graphs",
-    "cut_prefill_graphs",
-    "place_on_cuda",
-    "why_no_grouped_decode_graphs",
-    "why_prefills_cannot_stop",
-]
-
 logger = logging.getLogger(__name__)
 
 DecodeCudaGraphRunner = Any

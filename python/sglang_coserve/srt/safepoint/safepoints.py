@@ -16,8 +16,6 @@ from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, StopRequest
 from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement
 
-__all__ = ["SafepointStats", "Safepoints", "why_batch_must_end"]
-
 _SAMPLES: Final = 1024
 _PERCENTILES: Final = (50, 90, 99)
 

@@ -32,8 +32,6 @@ from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits
 from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 
-__all__ = ["CoserveParts"]
-
 Req = Any
 
 logger = logging.getLogger(__name__)

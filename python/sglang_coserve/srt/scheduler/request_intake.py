@@ -28,8 +28,6 @@ from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import RequestLedger, ending_of
 
-__all__ = ["LiveRequests", "RequestIntake"]
-
 _CHECK_ROUNDS: Final = 256
 """Scheduling rounds between two checks: a few seconds."""
 

@@ -17,8 +17,6 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 
-__all__ = ["RequestMoves"]
-
 _YIELD_S: Final = 0.001
 """Short against a step, and against what a file takes."""
 

@@ -28,8 +28,6 @@ from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
 from sglang_coserve.srt.steps.request_ledger import BatchResults
 from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
-__all__ = ["CoserveScheduler", "config_of"]
-
 Req = Any
 ScheduleBatch = Any
 

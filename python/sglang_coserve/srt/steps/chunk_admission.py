@@ -20,8 +20,6 @@ from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 
-__all__ = ["ChunkAdmission", "install_chunk_limits"]
-
 Req = Any
 
 _LIMIT = "coserve_chunk_tokens"

@@ -26,15 +26,6 @@ from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_s
 from sglang_coserve.srt.marks.request_marks import arrival_s
 
-__all__ = [
-    "LaunchPacer",
-    "PacedReceiver",
-    "PartTimer",
-    "RankClock",
-    "RankTime",
-    "device_timer",
-]
-
 _POLL_S: Final = 2e-3
 """Sleep between two looks at the device, which idles so long if the step ends before its time."""
 

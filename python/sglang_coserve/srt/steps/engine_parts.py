@@ -25,8 +25,6 @@ from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_runner import StepRunner
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
-__all__ = ["EngineParts"]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -14,8 +14,6 @@ from typing import Any
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.steps.paused_requests import CountedRequests, PausedRequests
 
-__all__ = ["EngineView"]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from sglang_coserve.srt import compat
 
-__all__ = ["KvByClass", "KvPools"]
-
 
 class KvByClass(NamedTuple):
     """Slots of the pool of whole contexts: what requests hold, what only the radix cache does,

@@ -32,8 +32,6 @@ from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
-__all__ = ["OfflineLane", "SuspendedBatch"]
-
 Req = Any
 
 

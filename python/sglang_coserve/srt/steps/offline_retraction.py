@@ -14,8 +14,6 @@ from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.paused_requests import restore_penalties
 
-__all__ = ["OfflineRetraction", "Prefill"]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -20,15 +20,6 @@ from sglang.srt.sampling.penaltylib import (
 )
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 
-__all__ = [
-    "CountedRequests",
-    "PausedRequests",
-    "has_plain_state",
-    "join",
-    "restore_penalties",
-    "split",
-]
-
 
 @dataclass(eq=False)
 class _Batch:

@@ -14,8 +14,6 @@ from sglang_coserve.srt.marks.offline_marks import expected_tokens_of, job_of
 from sglang_coserve.srt.marks.request_marks import is_offline, targets_of
 from sglang_coserve.srt.steps.paused_requests import has_plain_state
 
-__all__ = ["BatchResults", "ClassTotals", "LiveRequest", "RequestLedger", "ending_of"]
-
 Req = Any
 ScheduleBatch = Any
 

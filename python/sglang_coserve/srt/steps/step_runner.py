@@ -13,8 +13,6 @@ from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 from sglang_coserve.srt.steps.clocks import LaunchPacer, PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
-__all__ = ["SUSPENDED", "StepRunner"]
-
 Req = Any
 ScheduleBatch = Any
 

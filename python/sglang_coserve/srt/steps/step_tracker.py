@@ -12,8 +12,6 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, prefilled, stats_of
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
-__all__ = ["StepTracker"]
-
 Req = Any
 ScheduleBatch = Any
 

@@ -38,16 +38,6 @@ from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 
 from sglang_coserve.srt import compat
 
-__all__ = [
-    "ArrivalTimeStats",
-    "ClientDepartures",
-    "InterruptedRequests",
-    "OutputDelay",
-    "identity_of",
-    "install_arrival_times",
-    "key_of",
-]
-
 _ID_HEADERS: Final = ("idempotency-key", "x-request-id")
 _OWNER_HEADERS: Final = ("authorization", "x-api-key")
 

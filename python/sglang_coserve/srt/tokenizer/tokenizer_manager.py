@@ -34,8 +34,6 @@ from sglang_coserve.srt.tokenizer.client_presence import (
 )
 from sglang_coserve.srt.tokenizer.updating_manager import UpdatingTokenizerManager
 
-__all__ = ["CoserveTokenizerManager"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 
-__all__ = ["UpdatingTokenizerManager", "WeightUpdates"]
-
 
 class WeightUpdates:
     """Identifies the loaded weights, and signals while they are being updated."""
