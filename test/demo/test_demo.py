@@ -94,7 +94,7 @@ def test_three_systems_are_given_the_same_and_compared(
     assert report["offline"] == systems["coserve"]["offline"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     text = re.sub(r"\s+", " ", output)
-    assert "1 prompts cut" in text
+    assert "1 cut to 1016 tokens" in text
     assert report["sentence"] in text
     assert re.search(r"http://127\.0\.0\.1:\d+/coserve", text)
     # Nothing that other libraries say: their logs and their bars.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -28,8 +28,8 @@ from srt.batch_server.deployment import (
 )
 from waiting import GIVE_UP_S, eventually
 
-NUM_LINES, NUM_TOKENS = 5, 60
-"""More lines than may run at once."""
+NUM_LINES, NUM_TOKENS = 5, 300
+"""More lines than may run at once, and longer than it takes to drain."""
 
 
 def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
@@ -59,6 +59,13 @@ def batches_exported(deployment: Deployment) -> dict[str, float]:
         if family.name.startswith("coserve_batch")
         for sample in family.samples
     }
+
+
+@pytest.fixture(autouse=True)
+def lets_requests_in_again(deployment: Deployment) -> Iterator[None]:
+    """Other tests use the server, too."""
+    yield
+    drain(deployment, "DELETE")
 
 
 async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(

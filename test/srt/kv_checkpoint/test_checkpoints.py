@@ -112,7 +112,7 @@ def run_preemption(engine: ScriptedEngine) -> Any:
     after = engine.scheduler.parts.checkpointing.state()
     outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
-    recomputed = [s.classes["offline"].recomputed_tokens for s in (before, after)]
+    recomputed = [s["classes"]["offline"]["recomputed_tokens"] for s in (before, after)]
     retracted = scenarios.counts(engine)["retracted"] - retracted
     prefetched = after["prefetch_published_tokens"] - before["prefetch_published_tokens"]
     return outputs, retracted, recomputed[1] - recomputed[0], prefetched
