@@ -35,7 +35,7 @@ LOAD = Load(
     offline_output_tokens=64,
     offline_in_flight=8,
 )
-BUSY = replace(LOAD, rate_per_s=24.0, seconds=3.0, seed=5)
+BUSY = replace(LOAD, rate_per_s=24.0, seconds=3.0, seed=4)
 RESUME_S = 0.003
 Seen = tuple[RunOutcome, Observed]
 
