@@ -57,5 +57,7 @@ def test_a_directory_in_use_stops_the_start(
 ) -> None:
     from sglang_coserve.srt.launch import main
 
+    with deployment.client() as client:
+        client.batches.list()  # The directory is in use. Otherwise ``main`` would serve for ever.
     assert main(flags(small_model, deployment.data)) == 2
     assert says_once(capsys.readouterr().err, "in use by another server")
