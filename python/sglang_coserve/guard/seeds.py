@@ -13,6 +13,7 @@ alone, unless the engine's kernels do not (``--enable-deterministic-inference``)
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -30,27 +31,26 @@ def install_seeds() -> None:
         info = build(batch, *args, **kwargs)
         given = [req.sampling_params.sampling_seed for req in batch.reqs]
         if info.sampling_seed is None and any(seed is not None for seed in given):
-            seeds = _random_seeds(len(given), "cpu")
-            for row, seed in enumerate(given):
-                if seed is not None:
-                    seeds[row] = seed
-            info.sampling_seed = seeds.to(info.device, non_blocking=True)
+            info.sampling_seed = _seeds(given, info.device)
         return info
 
     def merge_batch(self: Any, other: Any) -> None:
         if (self.sampling_seed is None) != (other.sampling_seed is None):
             for one in (self, other):
                 if one.sampling_seed is None:
-                    one.sampling_seed = _random_seeds(len(one), one.device)
+                    one.sampling_seed = _seeds([None] * len(one), one.device)
         merge(self, other)
 
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
     SamplingBatchInfo.merge_batch = merge_batch
 
 
-def _random_seeds(count: int, device: Any) -> torch.Tensor:
+def _seeds(given: Sequence[int | None], device: Any) -> torch.Tensor:
+    """Return a seed for each row: the one given, or one at random."""
     # From the generator that SGLang seeds alike on all ranks: they must choose the same tokens.
-    return torch.randint(_NUM_SEEDS - 1, (count,)).to(device, non_blocking=True)
+    drawn = torch.randint(_NUM_SEEDS - 1, (len(given),)).tolist()
+    chosen = [other if one is None else one for one, other in zip(given, drawn, strict=True)]
+    return torch.tensor(chosen, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def give_each_choice_its_seed(tokenized: Any) -> None:
