@@ -63,7 +63,8 @@ def instructor(base_url: str, api_key: str, directory: Path) -> None:
     assert {one.custom_id for one in results} == {f"request-{n}" for n in range(COUNT)}
     assert all(one.success for one in results), results
     assert {type(one.result.is_repaired) for one in results} == {bool}
-    assert batch_id in [listed.id for listed in processor.list_batches()]
+    # Of the newest only: it reads no batch without metadata, which those of others have not.
+    assert batch_id in [listed.id for listed in processor.list_batches(1)]
 
 
 def langchain_openai(base_url: str, api_key: str, _directory: Path) -> None:
