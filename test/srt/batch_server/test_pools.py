@@ -1,4 +1,7 @@
-"""Lines on a relaxed and a strict real server: pulled with their KV, given back, and never lost."""
+"""Lines on a relaxed and a strict real server: pulled with their KV, given back, and never lost.
+
+They are sampled with a seed, and end as undisturbed ones do.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def request(number: int) -> LineRequest:
-    body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"model": "small", "temperature": 1.0, "seed": 7, "ignore_eos": True}
     body |= {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS}
     return LineRequest("batch_1", number, COMPLETIONS, body, (), math.inf)
 
