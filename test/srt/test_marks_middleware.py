@@ -107,6 +107,19 @@ def test_the_response_gets_the_tier_and_its_new_length() -> None:
     assert int(headers[b"content-length"]) == len(body)
 
 
+@pytest.mark.parametrize("headers", [(), ((b"x-gateway-inference-objective", b"batch-jobs"),)])
+def test_a_response_in_the_background_names_its_tier_itself(
+    headers: Sequence[tuple[bytes, bytes]],
+) -> None:
+    fields = {"background": True} if headers else {"background": True, "service_tier": "flex"}
+    said = b'{"id":"resp_1","service_tier":"flex"}'
+    app = Inner("application/json", [said])
+    body = json.dumps(fields).encode()
+    _, answer, answered = call(app, body, path="/v1/responses", headers=headers)
+    assert answer == said
+    assert answered[b"x-coserve-class"] == b"offline"
+
+
 def test_an_error_of_the_route_passes_unchanged() -> None:
     status, body, _ = call(Inner("application/json", [b'{"error":1}'], status=503), FLEX)
     assert (status, body) == (503, b'{"error":1}')

@@ -64,7 +64,7 @@ CLASS_HEADER: Final = "x-coserve-class"
 """Response header with the class of a request, if the request named one."""
 
 # Two searches for a substring are much faster than one regular expression.
-_NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode())
+_NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode(), b'"background"')
 
 _LARGE_BYTES: Final = 1 << 16
 """Larger bodies are parsed in a thread; this many bytes take half a millisecond."""
@@ -118,12 +118,14 @@ class MarksMiddleware:
         try:
             in_headers = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
-            body = b""
+            body, names_tier = b"", path in _OPENAI_PATHS
             if not is_form(scope):
                 body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
                 fields = await _fields(body) if any(name in body for name in _NAMES) else {}
                 marks = marks_of_body(fields)
+                # The Batch API answers those, and names the tier itself.
+                names_tier = names_tier and fields.get("background") is not True
                 known = _known_to_sglang(path, fields)
                 if known is not fields:
                     body = orjson.dumps(known)
@@ -136,7 +138,7 @@ class MarksMiddleware:
             is_offline = self._is_offline(in_headers.objective)
             marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
-            send = _naming(send, path, RequestClass(marks[CLASS_KEY]))
+            send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
         send = OverloadAnswer(send)
         with said_by_client(marks, in_headers.hints):
             if marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
@@ -160,9 +162,9 @@ class MarksMiddleware:
             await self._app(scope, receive, send_events)
 
 
-def _naming(send: Send, path: str, request_class: RequestClass) -> Send:
+def _naming(send: Send, request_class: RequestClass, *, names_tier: bool) -> Send:
     """Return a ``send`` that adds the class to the response."""
-    inner = TierWriter(send, tier_used(request_class)) if path in _OPENAI_PATHS else send
+    inner = TierWriter(send, tier_used(request_class)) if names_tier else send
     header = (CLASS_HEADER.encode(), request_class.value.encode())
 
     async def naming(message: Message) -> None:
