@@ -101,6 +101,28 @@ def test_files_that_cannot_be_used(source: Path, output: Path, tmp_path: Path) -
     assert output.read_text() == "something of mine\n"
 
 
+@pytest.mark.parametrize("command", [["status", "batch_1"], ["list"]])
+def test_a_server_without_batches(server: FaultServer, command: list[str]) -> None:
+    code, stdout, stderr = coserve(*command, "--base-url", server.base_url)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"coserve: HTTP 404: {server.base_url}/v1/batches")
+    assert "is that the address of the server?" in stderr
+
+
+def test_an_address_where_no_server_is(source: Path, output: Path) -> None:
+    code, _, stderr = submit(source, output, "http://127.0.0.1:9", "--retry-for", "0.1")
+    assert code == 3
+    assert "from http://127.0.0.1:9 " in stderr
+    assert "is the server there? --base-url says which" in stderr
+
+
+def test_a_directory_that_cannot_be_made() -> None:
+    assert coserve("make-model", "/dev/null/x")[0::2] == (
+        2,
+        "coserve: /dev/null/x: Not a directory\n",
+    )
+
+
 def test_a_second_client_is_refused_while_the_first_one_writes(
     server: FaultServer, source: Path, output: Path
 ) -> None:

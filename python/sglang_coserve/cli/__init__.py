@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from sglang_coserve import __version__
 from sglang_coserve.cli.batches import cancel, jobs, list_batches, results, status
-from sglang_coserve.cli.console import code_of_error, say
+from sglang_coserve.cli.console import ExitCode, code_of_error, say
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.replay import replay
@@ -105,3 +105,8 @@ def main() -> None:
     except CoserveError as error:
         say(f"coserve: {error}", is_error=True)
         sys.exit(code_of_error(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"coserve: {error.filename}: {error.strerror}", is_error=True)
+        sys.exit(ExitCode.USAGE)

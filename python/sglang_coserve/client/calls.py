@@ -99,8 +99,8 @@ class Outage:
         left_s = policy.retry_for_s - self._down_s - (now_s - self._silent_since_s)
         if left_s <= 0:
             raise ServerGoneError(
-                f"nothing new has come through from {self._server} for {policy.retry_for_s:g} s"
-                f" ({reason}); a batch that the server has accepted goes on without us"
+                f"nothing new has come from {self._server} for {policy.retry_for_s:g} s ({reason}):"
+                " is the server there? --base-url says which. Batches that it has go on"
             )
         self._failures += 1
         pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)
@@ -226,6 +226,8 @@ def raise_if_refused(answer: httpx.Response) -> None:
         )
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise ServerError(reason)
+    if not _error(answer):
+        raise RequestError(f"HTTP {status}: {unusable(answer, 'answer of a Batch API')}")
     raise RequestError(reason)
 
 

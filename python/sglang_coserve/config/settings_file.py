@@ -79,8 +79,10 @@ def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argpars
 def _read(path: Path, table: str) -> Mapping[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not in UTF-8: {error.reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     shared = {name: value for name, value in content.items() if name not in _TABLES}
