@@ -26,23 +26,20 @@ NOT_OURS = {"DataContext.get_current", "RateLimitError"}
 METRIC = re.compile(r"\bcoserve_\w+_(?:total|seconds)\b")
 
 
-METRICS_SCRIPT = """
-from prometheus_client import REGISTRY
-from sglang_coserve.srt.routes.batch_api import BatchExporter
-from sglang_coserve.srt.monitoring.exporter import Exporter
-
-Exporter("m")
-BatchExporter("m")
-for family in REGISTRY.collect():
-    if family.name.startswith("coserve_"):
-        print(family.name + ("_total" if family.type == "counter" else ""))
-"""
-
-
 @pytest.mark.parametrize("page", [CHANGES, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = LINK.findall(FENCED.sub("", page.read_text()))
     assert [link for link in links if not leads_somewhere(page, link)] == []
+
+
+def test_the_index_and_the_site_have_every_page_once() -> None:
+    docs = ROOT / "docs"
+    linked = LINK.findall((docs / "README.md").read_text())
+    within = [link for link in linked if not link.startswith("../")]
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    assert sorted(within) == sorted(pages - {"README.md"})
+    site = (docs / "site" / "mkdocs.yml").read_text()
+    assert re.findall(r": (\S+\.md)$", site, re.MULTILINE) == ["README.md", *within]
 
 
 def leads_somewhere(page: Path, link: str) -> bool:
@@ -79,27 +76,18 @@ def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]
     assert sorted(missing) == []
 
 
-def exported_by_gateway() -> set[str]:
-    from sglang_coserve.batch.record import ServiceStatus
-    from sglang_coserve.fleet.backend import FleetBackend
-    from sglang_coserve.fleet.report import fleet_metrics
-
-    status = ServiceStatus({"in_progress": 1}, 0, 0, 0, 1, 0, 0, "model")
-    text = fleet_metrics(FleetBackend("key"), status, 1.0, {}).decode()
-    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+def test_the_page_of_metrics_is_current() -> None:
+    """Else: python scripts/reference/metrics_page.py."""
+    page = ROOT / "docs" / "prometheus.md"
+    assert printed_by("import metrics_page; print(metrics_page.page(), end='')") == (
+        page.read_text().splitlines()
+    )
 
 
-def test_the_metrics_in_the_docs_are_those_that_are_exported() -> None:
-    exported = set(printed_by(METRICS_SCRIPT))
-    table = names_in_table("metrics.md", "## Exported by the server", column=1)
-    assert {name for name in table if name.startswith("coserve_")} == exported
-    gateways = exported_by_gateway()
-    own = {name for name in gateways if name.startswith("coserve_gateway_")}
-    assert set(names_in_table("metrics.md", "## Of a gateway", column=1)) == own
-    assert gateways - own < exported
-    exported |= own
+def test_metrics_that_pages_mention_are_exported() -> None:
+    exported = METRIC.findall((ROOT / "docs" / "prometheus.md").read_text())
     mentioned = {name for page in PAGES for name in METRIC.findall(page.read_text())}
-    assert sorted(mentioned - exported) == []
+    assert sorted(mentioned.difference(exported)) == []
 
 
 def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:

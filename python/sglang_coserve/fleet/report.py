@@ -116,7 +116,7 @@ def fleet_metrics(
     Without ``batches`` there is no Batch API now. ``background`` is ``TaskSupervisor.state``.
     """
     registry = CollectorRegistry()
-    registry.register(_Families(fleet, batches, required_tokens_per_s, background))
+    registry.register(FleetFamilies(fleet, batches, required_tokens_per_s, background))
     return generate_latest(registry)
 
 
@@ -140,7 +140,9 @@ def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
     }
 
 
-class _Families(Collector):
+class FleetFamilies(Collector):
+    """A gateway's metrics, of one moment; see ``fleet_metrics``."""
+
     def __init__(
         self,
         fleet: FleetBackend,
@@ -154,14 +156,18 @@ class _Families(Collector):
         self._background = background
 
     def collect(self) -> Iterator[Metric]:
+        """Yield what there is to tell."""
         fleet, name = self._fleet, "coserve_gateway"
         states = Counter(engine.state for engine in fleet.engines)
-        engines = GaugeMetricFamily(f"{name}_engines", "Engines by state.", labels=["state"])
+        engines = GaugeMetricFamily(f"{name}_engines", "Engines now, by state.", labels=["state"])
         for state in EngineState:
             engines.add_metric([state.value], states[state])
         yield engines
         attempts = CounterMetricFamily(
-            f"{name}_attempts", "Attempts at lines that ended without an answer.", labels=["end"]
+            f"{name}_attempts",
+            "Attempts at lines that ended without an answer: moved, engine_lost, given_up; pulled "
+            "and returned, with pools.",
+            labels=["end"],
         )
         for end, count in (
             ("moved", fleet.lines_moved),

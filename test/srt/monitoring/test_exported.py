@@ -10,7 +10,7 @@ import pytest
 
 from srt.monitoring.watched import LINES, ONLINE_REQUESTS, ONLINE_TOKENS, Watched
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "prometheus.md"
 ELSEWHERE = {
     "coserve_advisory_off",
     "coserve_slo_measured_seconds",
@@ -24,9 +24,8 @@ ELSEWHERE = {
 
 
 def documented() -> list[str]:
-    table = PAGE.read_text().partition("## Exported by the server")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`coserve_[^|]+)\|", table, re.MULTILINE)
-    return [name for row in rows for name in re.findall(r"`(coserve_\w+)`", row)]
+    table = PAGE.read_text().partition("## Of a server")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(coserve_\w+)", table, re.MULTILINE)
 
 
 def value(watched: Watched, name: str, **labels: str) -> float:

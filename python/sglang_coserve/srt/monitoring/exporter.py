@@ -22,7 +22,7 @@ _INTERVAL_S = 1.0
 class Exporter:
     """Publishes a scheduler's state at most once a second; at most one exporter per process.
 
-    ``docs/metrics.md`` documents the metrics.
+    ``docs/prometheus.md`` is made from the texts of the metrics.
     """
 
     def __init__(self, model_name: str, dp_rank: int | None = None) -> None:
@@ -46,71 +46,120 @@ class Exporter:
 
         self._common = tuple(common.values())
         self._next_s = 0.0
-        self._requests = gauge("requests", "Requests by class and state.", "request_class", "state")
+        by_class = "request_class"
+        self._requests = gauge(
+            "requests", "Requests now: state is waiting or running.", by_class, "state"
+        )
         self._outstanding = gauge(
-            "online_outstanding_tokens", "Tokens of online requests yet to be computed."
+            "online_outstanding_tokens",
+            "Tokens of online requests yet to be computed, as in /coserve/load.",
         )
         self._kv_tokens = gauge(
-            "kv_tokens", "Device KV by what becomes of it: online, reclaimable or free.", "state"
+            "kv_tokens",
+            "KV on the device: held by online requests, reclaimable for them, or free.",
+            "state",
         )
         self._reclaim = gauge(
-            "reclaim_seconds", "Predicted time until reclaimable KV is an online request's."
+            "reclaim_seconds",
+            "Predicted time until online requests can take reclaimable KV; not with fifo.",
         )
         self._headroom = gauge(
-            "headroom_tokens_per_second", "What offline work would get now, predicted."
+            "headroom_tokens_per_second",
+            "What offline work would get now, as in /coserve/load; not with fifo.",
         )
-        self._max_lines = gauge("max_lines", "Offline requests that fit in at a time.")
-        self._attainment = gauge("slo_attainment", "Share of late requests within their targets.")
-        self._measured = gauge("slo_measured_seconds", "Statistic that an SLO bounds.", "slo")
+        self._max_lines = gauge(
+            "max_lines", "Offline requests that fit beside online ones, as in /coserve/load."
+        )
+        self._attainment = gauge(
+            "slo_attainment", "Share of recent online requests that met their targets."
+        )
+        self._measured = gauge("slo_measured_seconds", "The statistic that an SLO bounds.", "slo")
         self._alone = gauge(
             "slo_alone_seconds", "The same in the no-interference baseline, predicted.", "slo"
         )
-        self._error = gauge("prediction_mape", "Mean absolute error of predicted step times.")
-        self._events = counter("offline_events", "Events of offline requests.", "event")
-        self._shed = counter(
-            "online_shed",
-            "Online requests refused because they could no longer meet their target.",
+        self._error = gauge(
+            "prediction_mape", "Mean absolute error of predicted step times, a fraction."
         )
-        self._failed_plans = counter("plans_failed", "Plans that failed; SGLang served the pass.")
-        self._off = gauge("advisory_off", "1 for a part that failed and is off.", "part")
+        self._bias = gauge(
+            "prediction_bias",
+            "Mean error of predicted step times, a fraction; above 0: they were too long.",
+        )
+        self._events = counter(
+            "offline_events",
+            "Offline requests received, admitted, parked, paused, resumed, retracted, put_back, "
+            "aborted_waiting; suspended steps dropped.",
+            "event",
+        )
+        self._shed = counter("online_shed", "Online requests refused under --overload shed.")
+        self._failed_plans = counter(
+            "plans_failed", "Plans that failed; SGLang's own pass served those steps."
+        )
+        self._off = gauge("advisory_off", "1 for each part that failed and is off.", "part")
         self._unnoticed = counter(
-            "unnoticed_ends", "Requests that left the engine without notice: a fault, if any."
+            "unnoticed_ends", "Requests that left the engine unnoticed: 0, or a fault to report."
         )
-        self._suspended = counter("safepoint_suspended", "Steps suspended at a safepoint.", "kind")
+        self._suspended = counter(
+            "safepoint_suspended", "Steps suspended; kind is extend, decode or mixed.", "kind"
+        )
         self._resumed = counter("safepoint_resumed", "Suspended steps that were resumed.")
         self._delay = gauge(
             "safepoint_delay_seconds",
-            "The way from an online arrival to its first token through a suspension, step by step.",
+            "From an online arrival to its first token through a suspension, step by step: "
+            "statistic is p50 or p99.",
             *("step", "statistic"),
         )
-        self._host_tokens = gauge("kv_host_tokens", "KV tokens in host memory.")
+        self._host_tokens = gauge("kv_host_tokens", "KV tokens in host memory now.")
         self._recompute_tax = gauge(
-            "recompute_tax", "Share of computed tokens that were recomputed.", "request_class"
+            "recompute_tax",
+            "Share of the computed tokens that had been computed before.",
+            by_class,
         )
-        self._lag_tokens = gauge("kv_checkpoint_lag_tokens", "KV tokens in flight to the host.")
+        self._lag_tokens = gauge(
+            "kv_checkpoint_lag_tokens", "KV tokens being copied to the host now."
+        )
         self._checkpoint_events = counter(
             "kv_checkpoint_events",
-            "Events of KV checkpoints, in tokens or occurrences.",
+            "Events of the KV of offline requests, in tokens or occurrences, named as in "
+            "/coserve/status.",
             "event",
         )
-        self._bias = gauge("prediction_bias", "Mean error of predicted steps; above 0: long.")
-        by_class = "request_class"
-        self._ttft = histogram("ttft_seconds", "Time to first token.", by_class, WAIT_BUCKETS_S)
-        self._itl = histogram("itl_seconds", "Gaps between tokens.", by_class, GAP_BUCKETS_S)
+        self._ttft = histogram(
+            "ttft_seconds",
+            "Time to first token, from the arrival at the HTTP server.",
+            by_class,
+            WAIT_BUCKETS_S,
+        )
+        self._itl = histogram(
+            "itl_seconds", "Gaps between tokens, in the scheduler.", by_class, GAP_BUCKETS_S
+        )
         self._queued = histogram(
-            "queue_seconds", "From arrival to a request's first step.", by_class, WAIT_BUCKETS_S
+            "queue_seconds",
+            "From the arrival at the HTTP server to a request's first step.",
+            by_class,
+            WAIT_BUCKETS_S,
         )
         self._delays = histogram(
             "interference_seconds",
-            "How much later than alone online requests had their first token, and their last.",
+            "The bill: how much later than alone an online request had its first token, and its "
+            "last.",
             "token",
             DELAY_BUCKETS_S,
         )
-        self._prompt_tokens = counter("prompt_tokens", "Of requests that ran.", by_class, "source")
-        self._oldest = gauge(
-            "oldest_waiting_seconds", "Of requests that never ran, how long one waits.", by_class
+        self._prompt_tokens = counter(
+            "prompt_tokens",
+            "Prompt tokens of requests that ran: source is cached or computed.",
+            by_class,
+            "source",
         )
-        self._budget = gauge("budget_seconds", "Latency budget that offline work had lately.")
+        self._oldest = gauge(
+            "oldest_waiting_seconds",
+            "Age of the oldest waiting request, of those that have never run.",
+            by_class,
+        )
+        self._budget = gauge(
+            "budget_seconds",
+            "Latency budget of offline work in the last plan that had one; +Inf before that.",
+        )
         self._background = _background_counter(tuple(common))
         self._counted: dict[tuple[Any, ...], float] = {}
 

@@ -195,10 +195,7 @@ _INTERVAL_S: Final = 1.0
 
 
 class BatchExporter:
-    """Publishes the state of the service; one exporter a process, that of the HTTP server.
-
-    The names and meanings are listed in ``docs/metrics.md``.
-    """
+    """Publishes the state of the service; one exporter a process, that of the HTTP server."""
 
     def __init__(self, model_name: str) -> None:
         # SGLang sets where the processes of a server leave their metrics before the first import.
@@ -209,11 +206,16 @@ class BatchExporter:
             return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
 
         self._model_name = model_name
-        self._batches = gauge("batches", "Unfinished batches by state.", "state")
-        self._waiting = gauge("batch_lines_waiting", "Lines that the engine has yet to get.")
+        states = ", ".join((*EXPORTED_STATES, "paused"))
+        self._batches = gauge(
+            "batches", f"Unfinished batches: {states}; 0 while the engine drains.", "state"
+        )
+        self._waiting = gauge(
+            "batch_lines_waiting", "Lines of batches that are not in the engine yet."
+        )
         self._required = gauge(
             "batch_required_tokens_per_second",
-            "What all batches that are served need to be complete in their windows.",
+            "What unfinished batches need to be complete within their windows.",
         )
 
     def publish(
