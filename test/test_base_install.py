@@ -165,13 +165,11 @@ def test_a_server_that_is_not_there_is_named(base: Path, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_a_simulation_runs_and_its_report_says_what_pictures_need(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_simulation_runs(base: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
     command = ["coserve", "simulate", "--duration", "5", "--policy", "coserve", "-o", str(report)]
     assert "simulated" in run_tool(*command, path=base)
-    assert "sglang-coserve[plot]" in (report / "index.html").read_text()
+    assert (report / "report.json").exists()
 
 
 @pytest.mark.parametrize(

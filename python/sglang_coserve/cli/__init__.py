@@ -10,10 +10,8 @@ import os
 import platform
 import sys
 from importlib import metadata
-from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from sglang_coserve import __version__
 from sglang_coserve.cli.batches import cancel, jobs, list_batches, results, status
@@ -21,7 +19,7 @@ from sglang_coserve.cli.console import ExitCode, code_of_error, say
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.cli.replay import replay
-from sglang_coserve.cli.simulate import SeveralSlosCommand, simulate, simulate_fleet
+from sglang_coserve.cli.simulate import SeveralSlosCommand, simulate
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.cli.top import top
 from sglang_coserve.errors import CoserveError
@@ -35,20 +33,6 @@ _PASS_THROUGH = {
     "help_option_names": list[str](),
 }
 """Settings of a command that leave every flag to the server."""
-
-
-class CommandGroup(TyperGroup):
-    """Commands of which some have names of two words.
-
-    ``simulate fleet`` stands beside ``simulate``, which is a command and not a group.
-    """
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Take the first two arguments as a name where there is such a command."""
-        name = " ".join(args[:2])
-        if name in self.commands:
-            args = [name, *args[2:]]
-        return super().resolve_command(ctx, args)
 
 
 def gateway(context: typer.Context) -> None:
@@ -75,7 +59,6 @@ def version() -> None:
 
 
 app = typer.Typer(
-    cls=CommandGroup,
     help="Online and offline requests on one SGLang engine.",
     add_completion=False,
     no_args_is_help=True,
@@ -92,7 +75,6 @@ app.add_typer(jobs, name="jobs")
 app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command(cls=SeveralSlosCommand)(simulate)
-app.command("simulate fleet")(simulate_fleet)
 app.command()(replay)
 app.command()(make_model)
 app.command()(version)

@@ -1,4 +1,4 @@
-"""``coserve simulate`` and ``simulate fleet``: modelled machines, before buying real ones."""
+"""``coserve simulate``: modelled machines, before buying real ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,20 +14,15 @@ import typer
 from typer.core import TyperCommand
 
 from sglang_coserve.cli.console import ExitCode, Quiet, code_of_signal, flag, say, takes
-from sglang_coserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_coserve.simulator.observer import RunControl
     from sglang_coserve.simulator.options import SimulationOptions
 
-TimeLimit = Annotated[
-    float, typer.Option(metavar="S", help="Real seconds after which to report what there is.")
-]
-
 
 @dataclass(frozen=True)
-class EngineFlags:
-    """Flags of an engine and its load, those of ``SimulationOptions``, without importing it."""
+class SimulationFlags:
+    """The fields of ``SimulationOptions``, without importing it."""
 
     hardware: str = flag("h100", "a100, h100, h200, b200 or ascend-910c.")
     model: str = flag("llama-3.1-8b", "A known name such as llama-3.1-70b, or a config.json.")
@@ -41,12 +36,6 @@ class EngineFlags:
     rate: float = flag(1.0, "Factor of the online arrival rate.")
     max_running: int = flag(256, "Requests that may hold KV.", min=1)
     seed: int = flag(0, "Same seed, same result.")
-
-
-@dataclass(frozen=True)
-class SimulationFlags(EngineFlags):
-    """The other fields of ``SimulationOptions``."""
-
     trace: Path | None = flag(
         None,
         "Online requests: a trace in Azure's, BurstGPT's or Mooncake's format. Default: the"
@@ -104,7 +93,10 @@ def simulate(
     event_log: Annotated[
         bool, typer.Option(help="Write events-POLICY.jsonl: some 50 MB for 1,000 s.")
     ] = False,
-    time_limit: TimeLimit = math.inf,
+    time_limit: Annotated[
+        float,
+        typer.Option(metavar="S", help="Real seconds after which to report what there is."),
+    ] = math.inf,
     quiet: Quiet = False,
 ) -> None:
     """Compare policies on a modelled machine. Every result is simulated.
@@ -124,9 +116,9 @@ def simulate(
     with RunControl(time_limit, show=not quiet) as control:
         results = compare(options, output, control, event_log=event_log)
     if results:
-        page = write_report(results, output, options.to_dict())
+        write_report(results, output, options.to_dict())
         say(table_text(results), newline=False)
-        say(f"report: {page}")
+        say(f"report: {output / 'report.json'}")
     if control.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))
 
@@ -146,68 +138,6 @@ def _find_budget(options: SimulationOptions, directory: Path, control: RunContro
         raise typer.Exit(code_of_signal(signal.SIGINT))
     if search.problem is not None:
         raise typer.Exit(ExitCode.SOME_FAILED)
-
-
-@dataclass(frozen=True)
-class FleetFlags(EngineFlags):
-    """What ``simulate fleet`` is told."""
-
-    engines: str = flag("2,4,8", "Sizes of the fleets to compare with one engine.", metavar="N,…")
-    trace: Path | None = flag(None, "Online requests of each engine. Default: the bundled sample.")
-    offline: str = flag(
-        "2048x256",
-        "Lines: lengths such as 4096x256 for an endless batch, or a JSONL batch file that the"
-        " largest fleet does not end.",
-    )
-    pools: bool = flag(
-        False,
-        "Half of the engines are relaxed, where lines begin, half strict, with the online requests"
-        " and the running lines that suit them.",
-        "--pools",
-    )
-    policy: str = flag("coserve", "Of every engine.", metavar="NAME")
-    duration: float = flag(60.0, "Simulated seconds.", metavar="S")
-    output: Path | None = flag(None, "All figures as JSON.", "--output", "-o", metavar="FILE")
-
-
-@takes(FleetFlags)
-def simulate_fleet(
-    flags: FleetFlags, time_limit: TimeLimit = math.inf, quiet: Quiet = False
-) -> None:
-    """Compare fleets with as many engines alone. Every result is simulated.
-
-    Ctrl-C and --time-limit end the run and report what was simulated so far.
-    Exits with 0, with 2 when a flag or file cannot be used, with 130 after Ctrl-C.
-    """
-    from sglang_coserve.simulator.fleet_run import (
-        FleetOptions,
-        fleet_table_text,
-        simulate_fleets,
-    )
-    from sglang_coserve.simulator.observer import RunControl
-    from sglang_coserve.simulator.options import SimulationOptions
-    from sglang_coserve.simulator.result import write_results
-
-    try:
-        sizes = tuple(map(int, flags.engines.split(",")))
-    except ValueError:
-        raise ConfigError(f"--engines {flags.engines}: use sizes such as 2,4,8") from None
-    one = SimulationOptions(
-        trace=flags.trace,
-        offline=flags.offline,
-        policy=flags.policy,
-        duration=flags.duration,
-        **{each.name: getattr(flags, each.name) for each in fields(EngineFlags)},
-    )
-    options = FleetOptions(one, sizes, flags.pools)
-    with RunControl(time_limit, show=not quiet) as control:
-        results = simulate_fleets(options, control)
-    say(fleet_table_text(results), newline=False)
-    if flags.output is not None:
-        settings = {**one.to_dict(), "engines": sizes, "pools": flags.pools}
-        write_results(results, flags.output, settings)
-    if control.is_interrupted:
-        raise typer.Exit(code_of_signal(signal.SIGINT))
 
 
 class SeveralSlosCommand(TyperCommand):

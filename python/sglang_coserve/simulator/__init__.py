@@ -1,13 +1,13 @@
 """A discrete-event simulator that drives the production scheduler.
 
 - ``run``: one workload under one policy; ``options``: the settings of a user.
-- ``engine``: the event loop of one; ``fleet``: many of them.
+- ``engine``: the event loop.
 - ``executor``: carries out plans on counters; ``request``, ``running_step``: its state;
   ``prefix_cache``, ``request_kv``, ``host_kv``: the location of KV.
 - ``binding``, ``assemble``: requests and machines, from workloads and names.
 - ``find_budget``: the largest step budget that meets the SLOs.
 - ``recorded_traffic``: a recording of the engine, as traces.
-- ``observer``, ``result``, ``report``, ``plots``: output.
+- ``observer``, ``result``, ``report``: output.
 
 All output is marked as simulated.
 """

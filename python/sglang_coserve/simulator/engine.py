@@ -71,12 +71,6 @@ class SimEngine:
         """True while an online request runs or waits."""
         return bool(self._executor.waiting or self._executor.num_online)
 
-    @property
-    def next_event_s(self) -> float:
-        """When an idle engine gets something to do: a timed request, or KV from host memory;
-        infinite for never."""
-        return min(self._source.next_arrival_s, self._executor.host.next_s)
-
     def step(self, end_s: float = math.inf) -> bool:
         """Run one step, or advance the time to the next event before ``end_s``.
 
@@ -140,7 +134,8 @@ class SimEngine:
         if self._executor.settle():
             return True
         # With overlap an idle engine plans at once.
-        next_s = max(self.now_s, self.next_event_s)
+        event_s = min(self._source.next_arrival_s, self._executor.host.next_s)
+        next_s = max(self.now_s, event_s)
         if not next_s < end_s:
             return False
         self.now_s = self._seen_until_s = next_s

@@ -1,4 +1,4 @@
-"""Observers of a run: the event log, the load over time, and what shows progress and ends it."""
+"""Observers of a run: the event log, and what shows progress and ends it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, TextIO
 
@@ -122,54 +121,6 @@ class EventLog(SimulationObserver):
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
-
-
-@dataclass(slots=True)
-class LoadBin:
-    """Token sums over the steps that ended in one bin, and gauges at the last of them."""
-
-    online_tokens: int = 0
-    offline_tokens: int = 0
-    online_running: int = 0
-    offline_running: int = 0
-    online_waiting: int = 0
-    held_kv_tokens: int = 0
-    cached_kv_tokens: int = 0
-
-
-class LoadCurve(SimulationObserver):
-    """Collects bins of equal width, which is doubled whenever there would be too many."""
-
-    MAX_BINS: Final = 1200
-
-    def __init__(self) -> None:
-        self.bin_s = 0.25
-        self.bins: list[LoadBin] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        """See ``SimulationObserver``."""
-        while (index := int(record.end_s / self.bin_s)) >= self.MAX_BINS:
-            self._widen()
-        while len(self.bins) <= index:
-            self.bins.append(LoadBin())
-        last = self.bins[index]
-        last.online_tokens += record.online_tokens
-        last.offline_tokens += record.offline_tokens
-        last.online_running = record.online_running
-        last.offline_running = record.offline_running
-        last.online_waiting = record.online_waiting
-        last.held_kv_tokens = record.held_kv_tokens
-        last.cached_kv_tokens = record.cached_kv_tokens
-
-    def _widen(self) -> None:
-        self.bin_s *= 2
-        pairs = zip(self.bins[::2], [*self.bins[1::2], LoadBin()], strict=False)
-        merged: list[LoadBin] = []
-        for first, second in pairs:
-            second.online_tokens += first.online_tokens
-            second.offline_tokens += first.offline_tokens
-            merged.append(second)
-        self.bins = merged
 
 
 class RunControl(StoppableBar):

@@ -1,16 +1,14 @@
-"""Writes a directory with the results: numbers, a table, plots, and a page with all of them."""
+"""Writes a directory with the results: numbers and a table."""
 
 from __future__ import annotations
 
-import html
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.errors import MissingExtraError, require
 from sglang_coserve.metrics import attainment, latency_report
-from sglang_coserve.simulator.plots import latency_cdfs, load_over_time
-from sglang_coserve.simulator.result import LABEL, SimulationResult, write_results
+from sglang_coserve.simulator.result import LABEL, SimulationResult
 from sglang_coserve.terminal import markdown_table
 
 _COLUMNS: Final = (
@@ -41,36 +39,22 @@ def text_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 def write_report(
     results: Sequence[SimulationResult], directory: Path, settings: Mapping[str, object]
-) -> Path:
-    """Write ``report.json``, ``table.txt``, the plots and ``index.html``; return the page.
-
-    Files of the same names are replaced. Without matplotlib there are no plots, and the page
-    says how to get them.
+) -> None:
+    """Write ``report.json`` and ``table.txt``; files of the same names are replaced.
 
     Raises:
         OSError: the directory cannot be written.
     """
     assert results, "nothing to report"
-    figures, note = {}, ""
-    try:
-        require("plot", "A report with plots")
-    except MissingExtraError as error:
-        note = f"<p>{html.escape(str(error))}</p>"
-    else:
-        figures = {"latency": latency_cdfs(results)}
-        figures |= {f"load-{result.policy}": load_over_time(result) for result in results}
+    numbers = {
+        "label": LABEL,
+        "settings": dict(settings),
+        "results": [result.to_dict() for result in results],
+    }
+    text = json.dumps(numbers, indent=2, allow_nan=False) + "\n"
     directory.mkdir(parents=True, exist_ok=True)
-    write_results(results, directory / "report.json", settings)
-    _write(directory / "table.txt", table_text(results))
-    for name, svg in figures.items():
-        _write(directory / f"{name}.svg", svg)
-    page = directory / "index.html"
-    _write(page, _page(results, "\n".join(figures.values()) or note, settings))
-    return page
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    (directory / "report.json").write_text(text, encoding="utf-8")
+    (directory / "table.txt").write_text(table_text(results), encoding="utf-8")
 
 
 def _row(result: SimulationResult) -> tuple[str, ...]:
@@ -101,32 +85,3 @@ def ms_text(value_s: float | None) -> str:
 def percent_text(share: float | None) -> str:
     """Return a share as a percentage in a table, "-" for None."""
     return "-" if share is None else f"{100 * share:.1f}"
-
-
-_STYLE: Final = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; font-size: 13px } svg { width: 100%; height: auto }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child { text-align: left } .mark { color: #a40 }
-"""
-
-
-def _page(results: Sequence[SimulationResult], figures: str, settings: Mapping[str, object]) -> str:
-    cells = [_COLUMNS, *map(_row, results)]
-    head, *body = (
-        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-        for tag, row in zip(("th", *["td"] * len(results)), cells, strict=True)
-    )
-    used = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
-        for name, value in settings.items()
-    )
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f"<title>Co-serving, {LABEL}</title><style>{_STYLE}</style></head><body>\n"
-        f"<h1>Co-serving <span class='mark'>({LABEL})</span></h1>\n"
-        "<p>Computed by a latency model, not measured on a device. Latencies are of online "
-        "requests; rates count prompt and output tokens delivered within the interval.</p>\n"
-        f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>\n"
-        f"{figures}\n<h2>Settings</h2><table><tbody>{used}</tbody></table>\n</body></html>\n"
-    )

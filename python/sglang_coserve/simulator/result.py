@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.metrics import (
@@ -18,7 +15,6 @@ from sglang_coserve.metrics import (
     throughput,
     token_attainment,
 )
-from sglang_coserve.simulator.observer import LoadCurve
 
 
 @dataclass(slots=True)
@@ -41,29 +37,32 @@ class Counters:
     drops: int = 0
     """Suspended steps that were dropped to free their memory."""
 
-    def to_dict(self) -> dict[str, float | int]:
-        """Return the fields by name."""
-        return asdict(self)
-
 
 LABEL: Final = "simulated"
 """Marks all output of a simulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What the requests of a run got. Latencies and rates are defined in
-    ``sglang_coserve.metrics``."""
+class SimulationResult:
+    """The run of one policy. Latencies and rates are defined in ``sglang_coserve.metrics``."""
 
+    policy: str
     targets: SloTargets
     interval_s: float
     """Rates are over (0, interval]; later arrivals were not served."""
+
+    end_s: float
+    """End of the run: after the interval if online requests were still running."""
 
     is_complete: bool
     """False if the run was stopped early; ``interval_s`` is then the real end."""
 
     online: tuple[RequestTimeline, ...]
     offline: tuple[RequestTimeline, ...]
+    counters: Counters
+    recomputed_tokens: int
+    reloaded_tokens: int
+    kv_capacity_tokens: int
 
     @property
     def online_throughput(self) -> Throughput:
@@ -79,6 +78,7 @@ class RunResult:
         """Return everything except the timelines, for JSON."""
         targets = self.targets
         return {
+            "policy": self.policy,
             "label": LABEL,
             "is_complete": self.is_complete,
             "interval_s": self.interval_s,
@@ -94,47 +94,11 @@ class RunResult:
                 "latency": latency_report(self.offline).to_dict(),
                 "throughput": self.offline_throughput.to_dict(),
             },
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationResult(RunResult):
-    """The run of one policy."""
-
-    policy: str
-    end_s: float
-    """End of the run: after the interval if online requests were still running."""
-
-    counters: Counters
-    recomputed_tokens: int
-    reloaded_tokens: int
-    kv_capacity_tokens: int
-    curve: LoadCurve
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything except the timelines and the curve, for JSON."""
-        return {
-            "policy": self.policy,
-            **RunResult.to_dict(self),
             "end_s": self.end_s,
             "engine": {
-                **self.counters.to_dict(),
+                **asdict(self.counters),
                 "recomputed_tokens": self.recomputed_tokens,
                 "reloaded_tokens": self.reloaded_tokens,
                 "kv_capacity_tokens": self.kv_capacity_tokens,
             },
         }
-
-
-def write_results(results: Sequence[RunResult], path: Path, settings: Mapping[str, object]) -> None:
-    """Write what ``to_dict`` of each run returns to a JSON file, with the settings.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    report = {
-        "label": LABEL,
-        "settings": dict(settings),
-        "results": [result.to_dict() for result in results],
-    }
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")

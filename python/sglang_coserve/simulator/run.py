@@ -18,7 +18,7 @@ from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import LoadCurve, SimulationObserver
+from sglang_coserve.simulator.observer import SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 
@@ -114,9 +114,8 @@ def simulate(
         backlog=workload.offline() if is_backlog else (),
         backlog_depth=workload.backlog_depth,
     )
-    curve = LoadCurve()
     follows = setup.follows_latencies(policy)
-    engine = SimEngine(scheduler, executor, source, (curve, *observers), follows_latencies=follows)
+    engine = SimEngine(scheduler, executor, source, observers, follows_latencies=follows)
     interval_s = workload.interval_s
     is_complete = True
     while engine.step(interval_s):
@@ -143,5 +142,4 @@ def simulate(
         recomputed_tokens=sum(r.recomputed_tokens for r in requests),
         reloaded_tokens=sum(r.reloaded_tokens for r in requests),
         kv_capacity_tokens=setup.executor.kv_capacity_tokens,
-        curve=curve,
     )
