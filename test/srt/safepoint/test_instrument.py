@@ -14,7 +14,6 @@ from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
     add_safepoints,
     fitting_interval,
-    safepoint_cost_s,
 )
 
 
@@ -161,7 +160,3 @@ def test_names_of_batches_fit_the_flag_and_are_never_zero(count: int) -> None:
     flag.raise_for(batch_id(count))
     assert flag.words[0] == batch_id(count) > 0
     assert batch_id(count) != batch_id(count + 1)
-
-
-def test_the_cost_of_a_safepoint_is_measured() -> None:
-    assert safepoint_cost_s(LeaderGate(PreemptionFlag()), calls=10) >= 0

@@ -59,16 +59,13 @@ def why_no_safepoints(scheduler: Scheduler, layers: Sequence[Any]) -> str | None
             _has_replayed_states(scheduler.req_to_token_pool)
         ),
         "encoder-decoder models are not supported": scheduler.model_config.is_encoder_decoder,
-        "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "pipeline parallelism": ps.pp_size > 1,
-        "DP attention": args.enable_dp_attention,
         "context parallelism": ps.attn_cp_size > 1,
         "tensor parallelism over several machines": ps.tp_size > 1 and args.nnodes > 1,
         "tensor parallelism on a processor that reorders stores": (
             ps.tp_size > 1 and not has_ordered_stores()
         ),
         "--enable-two-batch-overlap runs layers in its own order": args.enable_two_batch_overlap,
-        "--enable-pdmux runs layers in its own order": args.enable_pdmux,
         "the statistics of experts would count a pass for each of its parts": (
             args.enable_eplb or args.expert_distribution_recorder_mode is not None
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,32 +135,6 @@ def _add_safepoint(layer: nn.Module, number: int, gate: Gate) -> None:
         return forward(*args, **kwargs)
 
     layer.forward = forward_from_safepoint
-
-
-def safepoint_cost_s(gate: Gate, calls: int = 2000) -> float:
-    """Measure the cost of a safepoint without an armed batch, in seconds per call.
-
-    The minimum of several runs, as other load on the machine can only add to it.
-    """
-    plain, safe = _Identity(), _Identity()
-    _add_safepoint(safe, 0, gate)
-    x = torch.empty(0)
-    return max(_call_s(safe, x, calls) - _call_s(plain, x, calls), 0.0)
-
-
-class _Identity(nn.Module):
-    def forward(self, x: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
-        return x
-
-
-def _call_s(module: nn.Module, x: torch.Tensor, calls: int) -> float:
-    best_s = float("inf")
-    for _ in range(5):
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            module(x, residual=None)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s / calls
 
 
 class Resumption:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import numpy as np
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.gates import batch_id
 from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, StopRequest
-from sglang_coserve.srt.safepoint.instrument import safepoint_cost_s
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement
 
 _SAMPLES: Final = 1024
@@ -39,16 +37,9 @@ class SafepointStats:
         """Steps of the offline lane that had to run to their end, by reason."""
 
         self._delays: dict[str, deque[float]] = {name: deque(maxlen=_SAMPLES) for name in _DELAYS}
-        self._arming_s: deque[float] = deque(maxlen=_SAMPLES)
-        self._batch_s: deque[float] = deque(maxlen=_SAMPLES)
         self._awaited: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Arrivals for which a step was suspended, with the times of arrival and suspension; the
         last ones, as some are refused before they become requests."""
-
-    def ran(self, arming_s: float, batch_s: float) -> None:
-        """Record the time to arm and disarm a step, and the time that it ran in between."""
-        self._arming_s.append(arming_s)
-        self._batch_s.append(batch_s)
 
     def suspended(self, kind: ForwardKind, request: StopRequest | None, now_s: float) -> None:
         """Record that a step was suspended.
@@ -88,8 +79,6 @@ class SafepointStats:
             "suspended": {kind.value: self.suspensions[kind] for kind in ForwardKind},
             "resumed": self.resumed,
             "kept": dict(self.ran_to_end),
-            "arming_ms": _summary(self._arming_s),
-            "armed_batch_ms": _summary(self._batch_s),
             "delays_ms": {name: _summary(values) for name, values in self._delays.items()},
         }
 
@@ -144,7 +133,6 @@ class Safepoints:
         self.stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         """Largest share of a batch that still runs after a stop was requested."""
 
-        self._cost_s = safepoint_cost_s(placement.gate)
         self._request: StopRequest | None = None
 
     @property
@@ -168,20 +156,16 @@ class Safepoints:
         The pass then raises ``ForwardPreempted``. ``forward_count`` identifies the batch;
         ``until_s`` is on the clock that all ranks share.
         """
-        begun_s = time.perf_counter()
         name = batch_id(forward_count)
         self.gate.arm(name, until_s)
         if self._watch is not None:
             self._watch.open(name)
-        ready_s = time.perf_counter()
         try:
             yield
         finally:
-            ended_s = time.perf_counter()
             self.gate.disarm()
             if self._watch is not None:
                 self._request = self._watch.close()
-            self.stats.ran(ready_s - begun_s + time.perf_counter() - ended_s, ended_s - ready_s)
 
     def suspended(self, kind: ForwardKind, now_s: float) -> None:
         """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
@@ -193,6 +177,5 @@ class Safepoints:
             "enabled": True,
             "interval_layers": self._interval,
             "layers": self.num_layers,
-            "cost_us": self._cost_s * 1e6,
             **self.stats.report(),
         }
