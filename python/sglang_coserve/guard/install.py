@@ -16,9 +16,6 @@ from sglang_coserve.guard.bodies import (
     set_body_limits,
 )
 
-MIDDLEWARE = (RequestGateMiddleware, UnreadBodyMiddleware)
-"""What ``install_in_server`` adds to the app; the last runs first."""
-
 
 def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) -> None:
     """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now.
@@ -31,9 +28,9 @@ def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) 
 
     app = http_server.app
     install_paced_protocol()
-    gate, unread = MIDDLEWARE
-    app.add_middleware(gate, free_prefixes=free_prefixes)
-    app.add_middleware(unread)
+    # The last one runs first.
+    app.add_middleware(RequestGateMiddleware, free_prefixes=free_prefixes)
+    app.add_middleware(UnreadBodyMiddleware)
     install_fail_fast(app)
     install_body_errors(app)
     stock_lifespan = app.router.lifespan_context

@@ -2,8 +2,7 @@
 
 Flags are added to SGLang's argument parser, the scheduler is replaced through the
 process functions that SGLang lets a launcher pass, and routes are added to its FastAPI
-app.  Each part is then verified where the running server uses it; a missing part
-stops the start.
+app. A scheduler that is not ours, or a route that is hidden by SGLang's, stops the start.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from sglang_coserve.batch.routes import (
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import CoserveError, StartupError
-from sglang_coserve.guard.install import MIDDLEWARE, install_in_server
+from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
-from sglang_coserve.http_lines.messages import LINES_PATH, LOAD_PATH
+from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
@@ -54,7 +53,7 @@ from sglang_coserve.srt.routes.batch_api import (
     install_batch_api,
     open_routes_warning,
 )
-from sglang_coserve.srt.routes.drain import DRAIN_PATH, HealthMiddleware, install_health
+from sglang_coserve.srt.routes.drain import install_health
 from sglang_coserve.srt.routes.engine_routes import View, has_room, install_load_route
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
@@ -98,29 +97,15 @@ class StartCheck:
 
 
 def verify_app(app: FastAPI) -> None:
-    """Check that our middleware and routes are installed in an app.
+    """Check that no route of SGLang's comes before one of the Batch API's.
 
     Raises:
-        StartupError: a middleware or a route is missing.
+        StartupError: one does.
     """
-    installed: set[Any] = {entry.cls for entry in app.user_middleware}
-    problems = [
-        f"{middleware.__name__} is not installed"
-        for middleware in (
-            *(MarksMiddleware, WantedModelMiddleware),
-            *(*MIDDLEWARE, HealthMiddleware),
+    if problems := missing_routes(app):
+        raise StartupError(
+            "co-serving is not in place: another route answers at " + ", ".join(problems)
         )
-        if middleware not in installed
-    ]
-    paths = {getattr(route, "path", None) for route in app.routes}
-    problems += [
-        f"the route {path} is not installed"
-        for path in (STATUS_PATH, LOAD_PATH, LINES_PATH, DRAIN_PATH)
-        if path not in paths
-    ]
-    problems += [f"the batch route {path} is not installed" for path in missing_routes(app)]
-    if problems:
-        raise StartupError("co-serving is not in place: " + "; ".join(problems))
 
 
 logger = logging.getLogger(__name__)
