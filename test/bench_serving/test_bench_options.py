@@ -71,7 +71,6 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
             [*MODEL, "--request-rates", "4", *LOADS],
             "leave --request-rate out",
         ),
-        ([*MODEL, "--steady-state-concurrency-ratio", "2", *LOADS], "at most 1"),
         (["--base-url", "stock-tuned=http://x", *LOADS], "stock-tuned=http://x"),
         (["--base-url", "alone=x", *LOADS], "NAME=]http://"),
         (["--base-url", "http://x", "http://y", *LOADS], "given once"),
