@@ -1,8 +1,7 @@
-"""SGLang's own figures without what offline requests hold: each pool, throughput, replicas."""
+"""SGLang's own figures without what offline requests hold: each pool, replicas."""
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +26,6 @@ from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
 from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
-from sglang_coserve.srt.steps.request_ledger import BatchResults, RequestLedger  # noqa: E402
-
-STEPS = 4
-"""Decode steps, after which throughput is measured."""
 
 POOLS = PoolStats(
     full_num_used=800,
@@ -55,15 +50,8 @@ def request(rid: str, *, is_offline: bool) -> Any:
     return SimpleNamespace(
         rid=rid,
         sampling_params=SimpleNamespace(custom_params=params),
-        output_ids=[7, 7],
         priority=None,
-        finished=lambda: False,
     )
-
-
-def results(reqs: list[Any]) -> BatchResults:
-    """A step that gave each of them a token."""
-    return BatchResults.of(reqs, [1] * len(reqs), RequestLedger(None))
 
 
 REQUESTS = [
@@ -86,7 +74,7 @@ def online_load(requests: list[Any]) -> OnlineLoad:
     held = HeldKv(online, offline, KvByClass(online=200, offline=600, cached=50, free=150))
     load: Any = SimpleNamespace(held=lambda: held)
     parts: Any = SimpleNamespace(scheduler=scheduler, pools=pools, advisory=None)
-    return OnlineLoad(parts, load, STEPS)
+    return OnlineLoad(parts, load)
 
 
 def test_without_offline_requests_it_is_sglangs() -> None:
@@ -109,40 +97,11 @@ def test_what_offline_requests_hold_of_any_pool_is_evictable() -> None:
     assert load.chunked_req() is None
 
 
-def test_metrics_say_the_same_and_throughput_is_that_of_online_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 50.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    load = online_load(REQUESTS)
-    stats = SchedulerStats(gen_throughput=100.0)
-    load.put_into(stats)
+def test_metrics_say_the_same() -> None:
+    stats = SchedulerStats()
+    online_load(REQUESTS).put_into(stats)
     assert (stats.num_running_reqs.total, stats.num_queue_reqs.total) == (1, 1)
     assert (stats.num_used_tokens, stats.kv_used_tokens, stats.token_usage) == (200, 200, 0.2)
-    assert stats.gen_throughput == 100.0
-    for _ in range(STEPS):
-        now_s += 0.5
-        load.processed(results(REQUESTS))
-        load.processed(results(REQUESTS[1:]))
-    load.put_into(stats)
-    assert stats.gen_throughput == pytest.approx(2.0)
-    # Two intervals without offline tokens later SGLang's own says the same.
-    load.processed(results(REQUESTS[:1]))
-    for _ in range(2 * STEPS):
-        now_s += 0.5
-        load.processed(results(REQUESTS[:1]))
-    stats.gen_throughput = 100.0
-    load.put_into(stats)
-    assert stats.gen_throughput == 100.0
-
-
-def test_no_online_request_has_no_throughput() -> None:
-    """As on an engine that is idle."""
-    load = online_load([REQUESTS[1]])
-    load.processed(results([REQUESTS[1]]))
-    stats = SchedulerStats(gen_throughput=100.0)
-    load.put_into(stats)
-    assert stats.gen_throughput == 0.0
 
 
 def test_the_load_is_published_at_once_unless_only_offline_requests_began() -> None:

@@ -12,7 +12,6 @@ travels in it, so it costs the scheduler no answer, and nobody who does not know
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,7 +27,6 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.replica_load import HeldKv, LoadReporter
 from sglang_coserve.srt.steps.engine_parts import EngineParts
-from sglang_coserve.srt.steps.request_ledger import BatchResults
 
 Req = Any
 
@@ -45,13 +43,11 @@ class CoserveLoadSnapshot(LoadSnapshot):
 class OnlineLoad:
     """The engine as an online request finds it."""
 
-    def __init__(self, parts: EngineParts, load: LoadReporter, throughput_steps: int) -> None:
-        """``throughput_steps`` are the decode steps after which SGLang measures its throughput."""
+    def __init__(self, parts: EngineParts, load: LoadReporter) -> None:
         self.advisory = parts.advisory
         self._scheduler = parts.scheduler
         self._pools = parts.pools
         self._load = load
-        self._throughput = _OnlineThroughput(throughput_steps)
 
     def running_batch(self) -> Any:
         """Return something with the ``reqs`` of SGLang's running batch that are online."""
@@ -92,11 +88,6 @@ class OnlineLoad:
         stock = SchedulerLoadInquirer.get_loads(replace(inquirer, **pools))
         return CoserveLoadSnapshot(**_fields(stock), coserve=self._load.load(held).model_dump())
 
-    def processed(self, results: BatchResults) -> None:
-        """Note who got a token of a batch."""
-        decodes, has_offline = results.online_decodes, results.gave_offline
-        self._throughput.processed(decodes, time.perf_counter(), has_offline=has_offline)
-
     def put_into(self, stats: Any) -> None:
         """Let SGLang's ``SchedulerStats`` say what an online request finds."""
         counts = type(stats.num_running_reqs)
@@ -104,9 +95,6 @@ class OnlineLoad:
         stats.num_running_reqs = counts.from_reqs(self.running_batch().reqs, has_priorities)
         stats.num_queue_reqs = counts.from_reqs(self.waiting_queue(), has_priorities)
         self.get_pool_stats().update_scheduler_stats(stats)
-        if self._throughput.is_shared:
-            running = stats.num_running_reqs.total
-            stats.gen_throughput = self._throughput.per_s if running else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,39 +121,6 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
         online = self.get_online()
         ours = online.advisory.ask("load", lambda: online.snapshot(self), None)
         return ours or CoserveLoadSnapshot(**_fields(SchedulerLoadInquirer.get_loads(self)))
-
-
-class _OnlineThroughput:
-    """Generated tokens a second of online requests, measured as SGLang measures those of all.
-
-    Over so many decode steps as it takes, counting those with online requests. A router that takes
-    the throughput for the speed of an engine would else see another one where offline
-    requests run.
-    """
-
-    def __init__(self, interval_steps: int) -> None:
-        self._interval_steps = interval_steps
-        self._steps = self._tokens = 0
-        self._began_s = time.perf_counter()
-        self._has_offline = self._had_offline = False
-        self.per_s = 0.0
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether offline requests got tokens in this interval or the last one."""
-        return self._has_offline or self._had_offline
-
-    def processed(self, online_decodes: int, now_s: float, *, has_offline: bool) -> None:
-        """Note the tokens of one step."""
-        self._has_offline |= has_offline
-        if not online_decodes:
-            return
-        self._tokens += online_decodes
-        self._steps += 1
-        if self._steps >= self._interval_steps:
-            self.per_s = self._tokens / max(now_s - self._began_s, 1e-9)
-            self._began_s, self._steps, self._tokens = now_s, 0, 0
-            self._had_offline, self._has_offline = self._has_offline, False
 
 
 def _online(reqs: list[Req]) -> list[Req]:

@@ -100,8 +100,7 @@ class CoserveParts(EngineParts):
         self.moves = RequestMoves(self, self.admission, self.background, self.live.forget)
         self.intake = RequestIntake(self, self.admission, self.moves, self.live)
         self.load = LoadReporter(self, self.admission)
-        settings = compat.settings_of(scheduler.server_args)
-        self.online_load = OnlineLoad(self, self.load, settings.decode_log_interval)
+        self.online_load = OnlineLoad(self, self.load)
         self.status = SchedulerStatus(
             self, self.admission, self.load, self.background, lambda: self.live.num_unnoticed
         )

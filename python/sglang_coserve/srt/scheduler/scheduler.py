@@ -227,7 +227,6 @@ class CoserveScheduler(Scheduler):
         tell = self.parts.advisory.tell
         tell("status", self.parts.status.processed, batch, results)
         self.parts.admission.processed(results)
-        tell("load", self.parts.online_load.processed, results)
         tell("safepoint delays", self.parts.runner.processed, batch.reqs)
 
     def publish_load_snapshot(self, force: bool = False) -> Any:

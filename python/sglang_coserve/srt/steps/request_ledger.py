@@ -259,12 +259,6 @@ class BatchResults:
     first_online: list[Req] = field(default_factory=list)
     """Online requests that got their first token."""
 
-    online_decodes: int = 0
-    """Online requests that got a later one."""
-
-    gave_offline: bool = False
-    """Whether an offline request got a token."""
-
     @classmethod
     def of(
         cls, reqs: Sequence[Req], tokens_before: Sequence[int], ledger: RequestLedger
@@ -282,12 +276,6 @@ class BatchResults:
             results.has_token.append(tokens > before)
             if req.finished():
                 results.ended.append(req)
-            if tokens <= before:
-                continue
-            if offline:
-                results.gave_offline = True
-            elif tokens == 1:
+            if not offline and not before and tokens == 1:
                 results.first_online.append(req)
-            else:
-                results.online_decodes += 1
         return results
