@@ -13,49 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_coserve.guard.replacements import replace
+from sglang_coserve.guard.replacements import replace as replace
 from sglang_coserve.srt.compat import by_version
 from sglang_coserve.srt.compat.by_version import *  # noqa: F403
-from sglang_coserve.srt.compat.requests import (
-    check_logit_processor,
-    fill_token_ids_logprobs,
-    lowest_priority,
-    refuse,
-    release_aborted,
-    release_for_requeue,
-    send_abort,
-    undo_allocation,
-)
-from sglang_coserve.srt.compat.settings import (
-    check_one_replica,
-    check_server_args,
-    check_window_cache,
-    refusals_of_sglang,
-)
-from sglang_coserve.srt.compat.versions import check_version, installed_version, start_up_line
-
-__all__ = [
-    "UPDATE_COMMUNICATORS",
-    "check_logit_processor",
-    "check_one_replica",
-    "check_server_args",
-    "check_version",
-    "check_window_cache",
-    "fill_token_ids_logprobs",
-    "installed_version",
-    "is_first_rank",
-    "lowest_priority",
-    "num_ranks",
-    "refusals_of_sglang",
-    "refuse",
-    "release_aborted",
-    "release_for_requeue",
-    "replace",
-    "send_abort",
-    "start_up_line",
-    "undo_allocation",
-]
-__all__ += by_version.__all__
+from sglang_coserve.srt.compat.requests import *  # noqa: F403
+from sglang_coserve.srt.compat.settings import *  # noqa: F403
+from sglang_coserve.srt.compat.versions import check_version as check_version
+from sglang_coserve.srt.compat.versions import installed_version as installed_version
+from sglang_coserve.srt.compat.versions import start_up_line as start_up_line
 
 UPDATE_COMMUNICATORS = (
     "update_weights_from_distributed_communicator",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglang_coserve.srt.compat.v22 import __all__ as __all__
 from sglang_coserve.srt.compat.versions import NEWEST, installed_version, uses_v22
 
 if uses_v22(installed_version() or NEWEST):

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_coserve.guard.replacements import replace
-from sglang_coserve.srt.compat.v22 import __all__ as __all__
-from sglang_coserve.srt.compat.v22 import tokens_of_nodes
+from sglang_coserve.srt.compat.v22 import _tokens_of_nodes
 
 Req = Any
 ScheduleBatch = Any
@@ -51,7 +50,7 @@ def protected_tokens(req: Req) -> int:
     return int(req.cache_protected_len)
 
 
-cached_tokens_of = tokens_of_nodes
+cached_tokens_of = _tokens_of_nodes
 
 
 # --- What a request computes next ----------------------------------------------------------

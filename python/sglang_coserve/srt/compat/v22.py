@@ -8,45 +8,6 @@ from typing import Any
 from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.replacements import replace
 
-__all__ = [
-    "aborted_errors",
-    "cached_prefix_tokens",
-    "cached_tokens_of",
-    "check_extra_keys",
-    "complete_arguments",
-    "computed_tokens",
-    "copy_streams",
-    "exceeds_window_pool",
-    "filter_out",
-    "free_prepared",
-    "has_unsaved_kv",
-    "holds_kv",
-    "inserting_cache",
-    "is_mixed",
-    "keep_outputs",
-    "lends_graph_memory",
-    "logit_processors",
-    "model_config_of",
-    "num_core_sets",
-    "own_number_settings",
-    "parallel",
-    "place_context",
-    "prefix_tokens",
-    "protected_tokens",
-    "put_back_outputs",
-    "radix_key",
-    "release_kv",
-    "replace_copy_engine",
-    "reserve_window_slots",
-    "set_computed_tokens",
-    "set_extent",
-    "settings_of",
-    "slot_of",
-    "start_load",
-    "start_scheduler",
-    "tensors_beside",
-]
-
 Req = Any
 ScheduleBatch = Any
 
@@ -112,7 +73,7 @@ def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req
     """
     core = getattr(tree_cache, "tree_core", None)
     if core is None:
-        return tokens_of_nodes(tree_cache, reqs, besides)
+        return _tokens_of_nodes(tree_cache, reqs, besides)
     paths, others = (
         core.collect_path_info([req.last_node for req in some]) for some in (reqs, besides)
     )
@@ -121,7 +82,7 @@ def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req
     return sum(count for name, count in tokens.items() if name not in held)
 
 
-def tokens_of_nodes(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
+def _tokens_of_nodes(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
     """As ``cached_tokens_of``, of a cache whose nodes can be visited."""
     seen: set[int] = set()
     tokens = 0
