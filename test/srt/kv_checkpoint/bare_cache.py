@@ -14,6 +14,7 @@ import torch
 
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
+from srt.kv_checkpoint.consistency import assert_consistent
 from srt.kv_checkpoint.kv_pools import CacheEngine, KvShape
 from srt.kv_rows import tokens_of
 
@@ -97,7 +98,7 @@ class BareEngine(CacheEngine):
         )
         held = cache.evictable_size() + cache.protected_size() + own
         assert self.allocator.available_size() + held == self.slots // page * page
-        cache.assert_consistent()
+        assert_consistent(cache)
         for req in self.running:
             self.assert_right_kv(req)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from srt.kv_checkpoint.consistency import assert_consistent
+
 
 def checking_checkpoints(base: type) -> type:
     class CheckingScheduler(base):  # type: ignore[valid-type,misc]
         def process_batch_result(self, batch: Any, result: Any) -> None:
             super().process_batch_result(batch, result)
-            self.tree_cache.assert_consistent()
+            assert_consistent(self.tree_cache)
             for checkpoint in self.tree_cache._saver.checkpoints.values():
                 _assert_saved(self.tree_cache, checkpoint)
 

@@ -15,6 +15,7 @@ from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
+from srt.kv_checkpoint.consistency import assert_consistent
 from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
@@ -88,7 +89,7 @@ def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[st
     assert {end["type"] for end in ended.values()} == {"abort"}
     tokens = {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
     outputs = {rid: engine.output(rid) for rid in RIDS}
-    engine.scheduler.tree_cache.assert_consistent()
+    assert_consistent(engine.scheduler.tree_cache)
     engine.assert_nothing_leaked()
     return {"tokens": tokens, "outputs": outputs}
 
@@ -111,7 +112,7 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
     computed = [stats["classes"]["offline"]["computed_tokens"] for stats in (before, after)]
     # The first token after those that were left is one of the prefill.
     decoded = sum(len(outputs[rid]) - len(left["outputs"][rid]) - 1 for rid in RIDS)
-    engine.scheduler.tree_cache.assert_consistent()
+    assert_consistent(engine.scheduler.tree_cache)
     engine.assert_nothing_leaked()
     return {
         "outputs": outputs,

@@ -29,7 +29,6 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     TREE_BACKEND,
     EvictionOrder,
     host_slots,
-    subtree,
 )
 from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
 from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
@@ -275,21 +274,3 @@ class CheckpointCache(UnifiedRadixCache):
             super().sanity_check()
         finally:
             self.is_write_back = False
-
-    def assert_consistent(self) -> None:
-        """Check the tree, and that every used host slot has exactly one owner. O(tree).
-
-        For tests.
-        """
-        self.sanity_check()
-        slots = [host_slots(node) for node in subtree(self.root_node)[1:] if node.backuped]
-        slots += [
-            torch.tensor(checkpoint.host_slots, dtype=torch.int64)
-            for checkpoint in self._saver.checkpoints.values()
-        ]
-        slots += self.copies.orphans()
-        slots += self._expected.values()
-        taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-        assert len(taken.unique()) == len(taken), "a host slot has two owners"
-        used = self.space.used_tokens
-        assert len(taken) == used, f"{used - len(taken)} host slots have no owner"

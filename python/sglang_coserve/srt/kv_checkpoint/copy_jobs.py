@@ -130,17 +130,6 @@ class CopyJobs:
             piece.nodes.insert(piece.nodes.index(node), head)
             self._copying[id(head)] = piece
 
-    def orphans(self) -> list[torch.Tensor]:
-        """Return the host slots that are copied to but have no owner yet, or no longer."""
-        return [
-            torch.as_tensor(piece.host_slots)
-            for job in self._jobs.values()
-            for piece in job.pieces
-            if isinstance(piece, NodeCopy)
-            or (isinstance(piece, RequestCopy) and piece.checkpoint.is_released)
-            or (isinstance(piece, PendingCopy) and host_slots(piece.node) is None)
-        ]
-
     def _end(self, piece: Piece) -> None:
         if isinstance(piece, RequestCopy):
             if piece.checkpoint.is_released:

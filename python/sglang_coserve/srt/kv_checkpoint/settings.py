@@ -142,7 +142,6 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
             install_cpu_copies()  # Now that the model is there, so is a device that it emulates.
         from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
 
-        _check_model(context, on_cpu=on_cpu)
         cache = CheckpointCache(
             context.params,
             context.server_args,
@@ -155,18 +154,3 @@ def register_cache(config: CoserveConfig, *, on_cpu: bool) -> None:
         return cache
 
     register_radix_cache_backend(BACKEND, make_cache)
-
-
-def _check_model(context: Any, *, on_cpu: bool) -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    pool = context.params.token_to_kv_pool_allocator.get_kvcache()
-    known = (MHATokenToKVPool,) if on_cpu else (MHATokenToKVPool, MLATokenToKVPool)
-    is_plain = isinstance(pool, known) and not (
-        context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa
-    )
-    if not is_plain:
-        raise UnsupportedError(
-            "--kv-checkpoint needs a model whose layers all keep their whole KV (MHA or GQA, on a "
-            f"GPU also MLA), this one has {type(pool).__name__}: use --kv-checkpoint off"
-        )
