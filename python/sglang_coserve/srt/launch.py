@@ -252,7 +252,6 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
         states = await manager.get_internal_state()
         return {
             "replicas": [state["coserve"] for state in states],
-            "output_delay_ms": manager.coserve_output_delay.usual_s * 1e3,
             "batch_api": await batch_api_status(app),
             "background": background.state(),
             "emulated": defaults.emulated,

@@ -1,13 +1,8 @@
-"""When clients came, as they would count it; what is ended when they have gone, and goes on later.
+"""When requests came; what is ended when their clients have gone, and goes on later.
 
 A request that arrives during a step reaches the scheduler only at the end of that step; a scheduler
 that counted from there would miss the time waited so far. SGLang leaves the arrival time out of its
 message to the scheduler; here it is added.
-
-Nor does a client get a token when the scheduler has it: the token passes through the detokenizer
-and the HTTP server, which takes some milliseconds on busy cores. Targets are meant as seen by the
-client, so the time sent is earlier than the arrival by the usual delay of recent first tokens
-(``OutputDelay``).
 
 SGLang asks whether the client of an unfinished request is still there only every four seconds, and
 after a step. What it computes until then is for nobody, and what waits or is suspended for it
@@ -23,13 +18,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
-from statistics import median
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -119,19 +112,9 @@ class InterruptedRequests:
         return kept
 
 
-_MOST_DELAYS: Final = 32
-_FEWEST_DELAYS: Final = 3
-"""The first ones are longer: nothing is warm."""
-
-_TIMED_EVERY: Final = 4
-"""SGLang's scheduler sends its times with every token of a request that asks for them."""
-
-
 class ArrivalTimeStats(APIServerReqTimeStats):
     """SGLang's times of a request, which also send the arrival time to the scheduler."""
 
-    output_delay_s: float = 0.0
-    is_timed: bool = False
     attributes: Mapping[str, str] = MappingProxyType({})
     """Its service tier and what is asked for, as OpenTelemetry names them."""
 
@@ -140,67 +123,13 @@ class ArrivalTimeStats(APIServerReqTimeStats):
         state = super().__getstate__()
         assert isinstance(state, dict)
         # SGLang's counterpart translates values whose name ends like this to its own clock.
-        state["created_time"] = self.created_time - self.output_delay_s
-        if self.is_timed:
-            state["has_timing_data"] = True
+        state["created_time"] = self.created_time
         return state
 
 
-class OutputDelay:
-    """Measures how long first tokens take from the scheduler to the HTTP server."""
-
-    def __init__(self) -> None:
-        self._delays_s: deque[float] = deque(maxlen=_MOST_DELAYS)
-        self._num_requests = 0
-
-    @property
-    def usual_s(self) -> float:
-        """Median over recent requests; 0 while fewer than three are known."""
-        return median(self._delays_s) if len(self._delays_s) >= _FEWEST_DELAYS else 0.0
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> ArrivalTimeStats:
-        """Return the times object of a new request; takes the arguments of SGLang's class."""
-        stats = ArrivalTimeStats(*args, **kwargs)
-        stats.output_delay_s = self.usual_s
-        stats.is_timed = self._num_requests % _TIMED_EVERY == 0
-        self._num_requests += 1
-        return stats
-
-    def without_token(self, rids: Sequence[str], states: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the times of the requests without a first token so far, by index. O(requests).
-
-        Only for requests whose times the scheduler sends back, and which stream: the scheduler
-        keeps the first tokens of the others until there are dozens of them.
-        """
-        found = ((i, states[rid]) for i, rid in enumerate(rids) if rid in states)
-        return {
-            i: state.time_stats
-            for i, state in found
-            if state.time_stats.is_timed
-            and not state.time_stats.first_token_time
-            and getattr(state.obj, "stream", False)
-        }
-
-    def observe(self, times: Mapping[int, Any], scheduler_times: Sequence[Any] | None) -> None:
-        """Record the delays of the requests of ``without_token``, once they have their token.
-
-        ``scheduler_times`` are the scheduler's times that came with the tokens of the batch.
-        """
-        for index, stats in times.items():
-            sent_s = scheduler_times[index].prefill_finished_time if scheduler_times else 0.0
-            if sent_s and stats.first_token_time:
-                # Since 0.5.22 SGLang may take the scheduler's time for that of the first token.
-                self._delays_s.append(max(stats.last_time - sent_s, 0.0))
-
-
-def install_arrival_times() -> OutputDelay:
-    """Make SGLang's tokenizer manager in this process send arrival times.
-
-    Returns the object that has to observe the tokens that come back.
-    """
-    delay = OutputDelay()
-    compat.replace("sglang.srt.managers.tokenizer_manager.APIServerReqTimeStats", delay.make_stats)
-    return delay
+def install_arrival_times() -> None:
+    """Make SGLang's tokenizer manager in this process send arrival times."""
+    compat.replace("sglang.srt.managers.tokenizer_manager.APIServerReqTimeStats", ArrivalTimeStats)
 
 
 class _Call:

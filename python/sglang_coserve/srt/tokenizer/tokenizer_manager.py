@@ -28,7 +28,6 @@ from sglang_coserve.srt.monitoring.otel_metrics import (
 from sglang_coserve.srt.scheduler.scheduler import config_of
 from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
-    OutputDelay,
     install_arrival_times,
     key_of,
 )
@@ -38,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class CoserveTokenizerManager(UpdatingTokenizerManager):
-    """Marks requests, ends those whose clients leave, and measures the output delay."""
+    """Marks requests, and ends those whose clients leave."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.coserve_output_delay: OutputDelay = install_arrival_times()
+        install_arrival_times()
         self._departures = ClientDepartures(self.abort_request, self._output_of)
         self._fingerprint: asyncio.Task[str] | None = None
         settings = compat.settings_of(self.server_args)
@@ -94,10 +93,8 @@ class CoserveTokenizerManager(UpdatingTokenizerManager):
         return super()._send_batch_request(tokenized_objs)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
-        times = self.coserve_output_delay.without_token(recv_obj.rids, self.rid_to_state)
         ending = [] if self._otel_metrics is None else self._ending(recv_obj)
         await super()._handle_batch_output(recv_obj)
-        self.coserve_output_delay.observe(times, recv_obj.time_stats)
         for stats, output_tokens, error in ending:
             assert self._otel_metrics is not None
             self._otel_metrics.finished(stats, output_tokens, stats.attributes, error)
