@@ -91,21 +91,9 @@ def test_status_shows_settings_and_classes(http: httpx.Client) -> None:
     assert replica["config"]["slo_ttft_ms"] == 400
     assert replica["config"]["slo"] == ["ttft p99 <= 300ms", "tpot mean <= 1s"]
     assert replica["config"]["offline_policy"] == "coserve"
+    assert replica["config"]["kv_checkpoint"] == replica["kv_checkpoint"]["mode"] == "off"
     delays = {"delay_s", "delay_ttft_s", "delay_gaps_s", "billed"}
     assert replica["online"].keys() == {"waiting", "running", "shed", *delays}
-
-
-def test_checkpoints_are_off_unasked_and_one_line_says_why(
-    http: httpx.Client, log_path: Path
-) -> None:
-    replica = status(http)
-    assert replica["config"]["kv_checkpoint"] == "auto"
-    checkpoints = replica["kv_checkpoint"]
-    assert checkpoints["mode"] == "off"
-    assert "--max-total-tokens" in checkpoints["reason"]
-    log = log_path.read_text(encoding="utf-8").splitlines()
-    (line,) = [line for line in log if "no KV checkpoints" in line]
-    assert checkpoints["reason"] in line
 
 
 def test_server_info_names_the_policy(http: httpx.Client) -> None:

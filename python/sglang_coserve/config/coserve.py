@@ -188,11 +188,11 @@ class CoserveConfig(BatchApiConfig):
     )
 
     kv_checkpoint: str = setting(
-        _AUTO,
+        CheckpointMode.OFF.value,
         "When the KV of offline requests is copied to host memory. eager: as it is made. lazy: "
         "when it is reclaimed, while online requests wait. pressure: as eager, while the "
-        "device's KV memory is nearly full. auto: never, for now (docs/kv_checkpoint.md).",
-        choices=(_AUTO, *(mode.value for mode in CheckpointMode)),
+        "device's KV memory is nearly full (docs/kv_checkpoint.md).",
+        choices=tuple(mode.value for mode in CheckpointMode),
     )
     kv_checkpoint_host_gb: Annotated[float | None, POSITIVE] = setting(
         None,
@@ -276,10 +276,8 @@ class CoserveConfig(BatchApiConfig):
 
     @property
     def checkpoint_mode(self) -> CheckpointMode:
-        """When KV is copied to the host. ``auto`` takes nothing of it unasked on any machine yet:
-        docs/kv_checkpoint.md says what decided that."""
-        is_auto = self.kv_checkpoint == _AUTO
-        return CheckpointMode.OFF if is_auto else CheckpointMode(self.kv_checkpoint)
+        """When KV is copied to the host."""
+        return CheckpointMode(self.kv_checkpoint)
 
     @property
     def keeps_deadlines(self) -> bool:

@@ -27,7 +27,6 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_in_place,
     server_settings,
-    why_off,
 )
 from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.bare_cache import BareEngine
@@ -243,30 +242,19 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(field: str, values: Any) 
         CoserveConfig(**values)
 
 
-@pytest.mark.parametrize("mode", ["auto", "off"])
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_nothing_of_sglang_is_changed_unasked(mode: str, *, on_cpu: bool) -> None:
-    assert server_settings(CoserveConfig(kv_checkpoint=mode), on_cpu=on_cpu) == {}
-
-
-@pytest.mark.parametrize(("on_cpu", "what"), [(True, "--max-total-tokens"), (False, "on a GPU")])
-def test_auto_says_why_it_is_off(what: str, *, on_cpu: bool) -> None:
-    assert CoserveConfig().kv_checkpoint == "auto"
-    reason = why_off(CoserveConfig(), on_cpu=on_cpu)
-    assert reason is not None
-    assert what in reason
-    for mode in ("off", "eager", "lazy", "pressure"):
-        assert why_off(CoserveConfig(kv_checkpoint=mode), on_cpu=on_cpu) is None
+def test_nothing_of_sglang_is_changed_unasked(*, on_cpu: bool) -> None:
+    assert server_settings(CoserveConfig(), on_cpu=on_cpu) == {}
 
 
 def test_the_hooks_do_nothing_with_another_cache() -> None:
-    kv, req = KvCheckpointing(object(), why_off="no use"), request("off", 10, offline=True)
+    kv, req = KvCheckpointing(object()), request("off", 10, offline=True)
     ran(kv, [req], [(0, 10)])
     kv.prefetch(now_s=1.0)
     assert kv.hold_back([req]) == set()
     kv.forget("off")
     stats = kv.state()
-    assert (stats["mode"], stats["reason"]) == ("off", "no use")
+    assert stats["mode"] == "off"
     assert stats["checkpointed_tokens"] == 0
     assert stats["classes"]["offline"]["computed_tokens"] == 10
 

@@ -98,12 +98,10 @@ _WAIT_S: Final = 10.0
 class KvCheckpointing:
     """A scheduler's interface to KV checkpoints; see the module's docstring."""
 
-    def __init__(self, tree_cache: Any, why_off: str | None = None) -> None:
-        """Use the cache of a scheduler; ``why_off`` is the reason if ``auto`` chose none."""
+    def __init__(self, tree_cache: Any) -> None:
         # By attribute, so that SGLang's hierarchical cache need not be imported when off.
         is_ours = hasattr(tree_cache, "checkpoint_step")
         self._cache: CheckpointCache | None = tree_cache if is_ours else None
-        self._why_off = why_off
         self._meter = RecomputeMeter()
         self._wanted: dict[str, Req] = {}
         self._no_room: set[str] = set()
@@ -190,7 +188,6 @@ class KvCheckpointing:
         checkpointed = counts.get("checkpointed_tokens", 0)
         return {
             "mode": cache.policy.mode.value if cache is not None else "off",
-            "reason": self._why_off,
             "checkpointed_tokens": checkpointed,
             "checkpointed_bytes": checkpointed * bytes_per_token,
             "lag_tokens": cache.copies.in_flight_tokens if cache is not None else 0,

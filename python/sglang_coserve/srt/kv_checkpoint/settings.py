@@ -22,15 +22,6 @@ _OTHER_CACHES: Final = (
 )
 
 
-def why_off(config: CoserveConfig, *, on_cpu: bool) -> str | None:
-    """Return why ``auto`` is off on this machine; None if a mode was chosen explicitly."""
-    if config.kv_checkpoint == config.checkpoint_mode.value:
-        return None
-    if on_cpu:
-        return "on a CPU the same memory does more as KV memory (--max-total-tokens)"
-    return "on a GPU, where no engine ran with them yet, only with --kv-checkpoint eager"
-
-
 def server_settings(config: CoserveConfig, *, on_cpu: bool) -> dict[str, Any]:
     """Return the fields of SGLang's ``ServerArgs`` that checkpointing needs; none when it is off.
 

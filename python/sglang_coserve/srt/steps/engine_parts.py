@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,7 +12,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.settings import why_off
 from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
@@ -27,8 +25,6 @@ from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 Req = Any
 ScheduleBatch = Any
-
-logger = logging.getLogger(__name__)
 
 _RESUME_S: Final = 1.6e-3
 """The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
@@ -65,10 +61,7 @@ class EngineParts:
         """Calls the parts that only observe and advise."""
 
         self.ledger = RequestLedger(scheduler.tree_cache)
-        reason = why_off(config, on_cpu=scheduler.device == "cpu")
-        if reason is not None and compat.is_first_rank(scheduler):
-            logger.info("no KV checkpoints: %s", reason)
-        self.checkpointing = KvCheckpointing(scheduler.tree_cache, reason)
+        self.checkpointing = KvCheckpointing(scheduler.tree_cache)
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
