@@ -168,7 +168,6 @@ class SimEngine:
                     info.arrival_s,
                     info.max_new_tokens,
                     request.generated_tokens,
-                    request.deadline_s,
                     expected_output_tokens=request.expected_output_tokens,
                 )
             )

@@ -196,10 +196,6 @@ class SimulatedExecutor:
         batch, self.suspended = self.suspended, None
         assert batch is not None
         self.pool.release(batch.opened_pages)
-        for request in batch.decodes:
-            request.dropped_tokens += 1
-        for request, tokens in batch.chunks:
-            request.dropped_tokens += tokens
         # The prefix cache keeps what they had before the step.
         return [self._retract(request, 0) for request in batch.requests]
 

@@ -31,7 +31,6 @@ class SimRequest:
     _serial: int
     """Makes its output differ from that of other requests."""
 
-    deadline_s: float | None = None
     expected_output_tokens: int | None = None
     """Output tokens that its sender expects; None if unknown."""
 
@@ -83,9 +82,6 @@ class SimRequest:
 
     recomputed_tokens: int = 0
     """Those of ``worked_tokens`` whose KV had been computed before."""
-
-    dropped_tokens: int = 0
-    """Tokens computed in part in steps that were dropped."""
 
     computed_ever_tokens: int = 0
     """Most computed tokens that it held before it lost them."""
@@ -147,9 +143,7 @@ class SimRequest:
         return self.generated_tokens == self.output_tokens
 
     def arrive_at(self, now_s: float) -> None:
-        """Change its arrival time, before it has arrived, and its deadline accordingly."""
-        if self.deadline_s is not None:
-            self.deadline_s += now_s - self.info.arrival_s
+        """Change its arrival time, before it has arrived."""
         self.info = replace(self.info, arrival_s=now_s)
         self.refresh_view()
 
