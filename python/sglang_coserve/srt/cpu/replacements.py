@@ -40,7 +40,7 @@ def _install_pipeline() -> None:
 
 
 def _install_page_allocation() -> None:
-    """Replace the two Triton kernels of the paged KV allocator by torch code."""
+    """Replace the two Triton kernels of the paged KV allocator, which 0.5.17 has on a CPU, too."""
     allocator = "sglang.srt.mem_cache.allocator.paged"
     compat.replace(f"{allocator}.alloc_extend_kernel", _Kernel(_alloc_extend))
     compat.replace(f"{allocator}.alloc_decode_kernel", _Kernel(_alloc_decode))
@@ -165,29 +165,14 @@ def _alloc_extend(
     Writes nothing if there are too few free pages: the caller checks for that
     after the launch and discards the result.
     """
-    import torch
+    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 
-    next_page = 0
-    position = 0
-    spans = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
-    for prefix, seq, last in spans:
-        open_page_end = min(seq, -(-prefix // page_size) * page_size)
-        in_open_page = open_page_end - prefix
-        new_pages = -(-seq // page_size) - -(-prefix // page_size)
-        if next_page + new_pages > len(free_pages):
-            return
-        fresh = (
-            free_pages[next_page : next_page + new_pages, None] * page_size
-            + torch.arange(page_size, device=free_pages.device)
-        ).flatten()
-        out_indices[position : position + in_open_page] = torch.arange(
-            last + 1, last + 1 + in_open_page
+    new_pages = -(-seq_lens // page_size) - -(-prefix_lens // page_size)
+    if new_pages.sum() <= len(free_pages):
+        alloc_extend_naive(
+            *(prefix_lens, seq_lens, last_loc, free_pages, out_indices),
+            *(page_size, free_pages.device),
         )
-        out_indices[position + in_open_page : position + seq - prefix] = fresh[
-            : seq - open_page_end
-        ]
-        next_page += new_pages
-        position += seq - prefix
 
 
 def _alloc_decode(
