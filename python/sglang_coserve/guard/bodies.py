@@ -100,11 +100,8 @@ def body_bytes(scope: Scope) -> int:
 
 
 class RequestGateMiddleware:
-    """Refuses bodies that are too large.
-
-    Args:
-        free_prefixes: Of paths whose routes bound by themselves what they read.
-    """
+    """Refuses bodies that are too large; ``free_prefixes`` are of paths whose routes bound by
+    themselves what they read."""
 
     def __init__(self, app: App, *, free_prefixes: tuple[str, ...] = ()) -> None:
         self._app = app

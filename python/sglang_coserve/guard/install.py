@@ -18,12 +18,8 @@ from sglang_coserve.guard.bodies import (
 
 
 def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) -> None:
-    """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now.
-
-    Args:
-        http_server: The module, before its app starts.
-        free_prefixes: Of paths whose routes bound by themselves what they read of a body.
-    """
+    """Install the guard in SGLang's module ``http_server``, for the routes that its app has by now;
+    see ``RequestGateMiddleware`` for ``free_prefixes``."""
     from sglang_coserve.guard.threaded_handlers import replace_handlers
 
     app = http_server.app

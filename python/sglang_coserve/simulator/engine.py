@@ -41,13 +41,8 @@ class SimEngine:
     ) -> None:
         """Start without requests.
 
-        Args:
-            scheduler: Plans the steps.
-            executor: Carries them out.
-            source: The requests that arrive.
-            observers: Receive all events.
-            take_back: Called with retracted requests; with None they wait here again.
-            follows_latencies: The scheduler is told of online requests, to judge and compare them.
+        ``take_back`` is called with retracted requests; with None they wait here again.
+        ``follows_latencies``: the scheduler is told of online requests, to judge and compare them.
         """
         self.now_s = 0.0
         self.last_plan = StepPlan()

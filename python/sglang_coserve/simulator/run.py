@@ -98,13 +98,8 @@ def simulate(
 ) -> SimulationResult:
     """Run a workload under one policy.
 
-    Args:
-        workload: The requests.
-        setup: The machine; with ``executor.safepoint`` there is an offline lane.
-        policy: A new instance, because policies keep state.
-        observers: Receive all events.
-        on_progress: Called regularly with the simulated time; if it returns True, the
-            run ends, and the result covers the time so far.
+    ``policy`` is a new one, because policies keep state. ``on_progress`` is called regularly with
+    the simulated time; if it returns True, the run ends, and the result covers the time so far.
     """
     executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
     scheduler = setup.make_scheduler(policy)

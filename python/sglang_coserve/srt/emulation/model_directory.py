@@ -37,11 +37,8 @@ _ENVIRONMENT: Final = {
 def make_emulated_model(directory: Path, emulation: Emulation, *, vocab: int, context: int) -> Path:
     """Write config, small weights, tokenizer and SGLang's flags to ``directory``; return it.
 
-    Args:
-        directory: where.
-        emulation: what is emulated.
-        vocab: upper bound of the tokenizer's vocabulary; the emulated one only takes time.
-        context: longest prompt plus output, in tokens.
+    ``vocab`` is an upper bound of the tokenizer's vocabulary (the emulated one only takes time),
+    ``context`` the longest prompt plus output, in tokens.
 
     Raises:
         ConfigError: ``directory`` holds another model.

@@ -76,9 +76,7 @@ class Emulation:
     ) -> Emulation:
         """Return an emulation by names, in any letter case.
 
-        Args:
-            model: as the field, as are ``hardware``, ``tp_size`` and ``others``.
-            latency: by which steps take time; None: the roofline model of the datasheet.
+        ``latency`` is by which steps take time; None: the roofline model of the datasheet.
 
         Raises:
             ConfigError: as above.

@@ -41,20 +41,9 @@ Req = Any
 
 @compat.inserting_cache
 class CheckpointCache(UnifiedRadixCache):
-    """A radix cache with checkpoints of offline KV; runs in the scheduler's thread.
+    """A radix cache with checkpoints of offline KV; runs in the scheduler's thread."""
 
-    Args:
-        params: SGLang's cache parameters.
-        server_args: SGLang's settings.
-        policy: what to copy, and when.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        server_args: Any,
-        policy: CheckpointPolicy,
-    ) -> None:
+    def __init__(self, params: Any, server_args: Any, policy: CheckpointPolicy) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -98,11 +98,8 @@ class MarksMiddleware:
     ) -> None:
         """Wrap ``app``.
 
-        Args:
-            app: The ASGI app.
-            offline_objectives: Values of a gateway's header that make a request offline; ``*``
-                stands for any text.
-            has_room: Asked for offline requests that bound how long they wait.
+        ``offline_objectives`` are values of a gateway's header that make a request offline; ``*``
+        stands for any text. ``has_room`` is asked for requests that bound how long they wait.
         """
         self._app = app
         patterns = [fnmatch.translate(each) for each in offline_objectives]

@@ -89,14 +89,8 @@ class GenAiMetrics:
     def finished(
         self, times: Any, output_tokens: int, attributes: Mapping[str, str], error: str | None
     ) -> None:
-        """Record a request that has ended.
-
-        Args:
-            times: SGLang's ``APIServerReqTimeStats`` of it.
-            output_tokens: How many it got.
-            attributes: Its tiers and its operation.
-            error: Why it failed; None if it did not. A failed one has a duration alone.
-        """
+        """Record a request that has ended, by its ``APIServerReqTimeStats``; one that failed, for
+        ``error``, has a duration alone."""
         all_attributes = {**self._common, **attributes}
         if error is not None:
             all_attributes["error.type"] = error

@@ -47,16 +47,7 @@ class Launched(NamedTuple):
     def of(
         cls, batch: ScheduleBatch, now_s: float, lane: OfflineLane, ledger: RequestLedger
     ) -> Launched:
-        """Return the note of a batch; to be called before the ledger's ``launched``.
-
-        O(its prompts).
-
-        Args:
-            batch: It.
-            now_s: The time.
-            lane: May have a suspended batch that goes on.
-            ledger: Knows the live requests.
-        """
+        """Return the note of a batch; to be called before the ledger's ``launched``. O(prompts)."""
         held = lane.suspended
         first_layer = held.layer if held is not None and held.batch is batch else 0
         begun: list[Begun] = []

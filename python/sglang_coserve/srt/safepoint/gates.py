@@ -231,13 +231,8 @@ class FollowerGate(Gate):
     def __init__(
         self, shared: SharedWords, *, timeout_s: float = 120.0, longest_sleep_s: float = 1e-3
     ) -> None:
-        """Create a gate.
-
-        Args:
-            shared: The words shared with rank 0.
-            timeout_s: Longest wait for rank 0; after that an error ends the server.
-            longest_sleep_s: Longest sleep between two checks of rank 0's progress.
-        """
+        """``timeout_s`` bounds the wait for rank 0, after which an error ends the server,
+        ``longest_sleep_s`` the sleep between two looks."""
         super().__init__()
         self._words = shared.words
         self._timeout_s = timeout_s

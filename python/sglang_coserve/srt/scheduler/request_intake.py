@@ -48,11 +48,8 @@ class LiveRequests:
     ) -> None:
         """Listen to the aborts that ``scheduler`` answers.
 
-        Args:
-            scheduler: SGLang's.
-            ledger: The live requests.
-            kept: Returns every request that is kept anywhere, when no round is under way.
-            tell: Has all parts forget the request with this rid, the ledger among them.
+        ``kept`` returns every request that is kept anywhere, when no round is under way. ``tell``
+        has all parts forget the request with this rid, the ledger among them.
         """
         self._scheduler = scheduler
         self._ledger = ledger

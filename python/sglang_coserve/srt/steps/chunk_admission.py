@@ -33,9 +33,7 @@ def install_chunk_limits() -> None:
 def limit_next_chunk(req: Req, tokens: int) -> None:
     """Limit the chunk of ``req`` in the next batch, which is to continue its prefill.
 
-    Args:
-        req: a request whose prefill has begun.
-        tokens: at least a page; whole pages unless it completes the prompt.
+    ``tokens`` is at least a page, and whole pages unless it completes the prompt.
     """
     setattr(req, _LIMIT, tokens)
 
@@ -136,18 +134,10 @@ class ChunkAdmission:
         *,
         mixes_decodes: bool,
     ) -> tuple[Any, tuple[PrefillChunk, ...]]:
-        """Offer exactly these chunks to SGLang.
+        """Offer exactly these ``executable`` chunks to SGLang, with its decodes or without.
 
-        Args:
-            chunks: The result of ``executable``.
-            offline_reqs: The waiting offline requests by rid.
-            running_batch: SGLang's batch of decodes.
-            prefill: SGLang's admission.
-            mixes_decodes: Whether the decodes run in the same batch.
-
-        Returns:
-            SGLang's plan, and the admitted chunks with their real lengths, which exceed the
-            planned ones if the cache has lost a prefix since.
+        Returns SGLang's plan, and the admitted chunks with their real lengths, which exceed the
+        planned ones if the cache has lost a prefix since.
         """
         view = self._view
         self._choose_chunk(chunks)

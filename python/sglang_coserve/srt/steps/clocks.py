@@ -191,12 +191,7 @@ class RankClock:
     """
 
     def __init__(self, *, is_shared: bool, is_source: bool) -> None:
-        """Create the clock of one rank.
-
-        Args:
-            is_shared: Whether all ranks use rank 0's time.
-            is_source: Whether this is rank 0.
-        """
+        """``is_shared``: all ranks use rank 0's time; ``is_source``: this is rank 0."""
         self._is_shared = is_shared
         self._is_source = is_source
         self._tick: RankTime | None = None

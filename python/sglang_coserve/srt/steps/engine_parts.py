@@ -89,13 +89,7 @@ class EngineParts:
     def snapshot(
         self, running_batch: ScheduleBatch, now_s: float, *, keeps_prefixes: bool
     ) -> EngineSnapshot:
-        """Return the state of SGLang's scheduler. O(requests + waiting online requests).
-
-        Args:
-            running_batch: SGLang's batch of decodes.
-            now_s: The time on the clock shared by all ranks.
-            keeps_prefixes: See ``EngineSnapshot``.
-        """
+        """Return the state of SGLang's scheduler. O(requests + waiting online requests)."""
         scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
         admitted = self._admitted(running_batch)
         num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)

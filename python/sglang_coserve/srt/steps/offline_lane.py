@@ -160,17 +160,10 @@ class OfflineLane:
         running_batch: Any,
         prefill: Prefill,
     ) -> tuple[Any, tuple[PrefillChunk, ...]]:
-        """Prepare a step of the lane.
+        """Prepare a step of the lane, beside which ``running_batch`` does not run.
 
-        Args:
-            plan: The plan of the step.
-            chunks: Those of its prefills that SGLang can run now.
-            waiting: The waiting offline requests by rid.
-            running_batch: SGLang's decodes, which do not run in this step.
-            prefill: SGLang's admission.
-
-        Returns:
-            SGLang's plan, without a batch if there is nothing to run, and the admitted chunks.
+        ``chunks`` are those of the plan's prefills that SGLang can run now. Returns SGLang's plan,
+        without a batch if there is nothing to run, and the admitted chunks.
         """
         running_batch = self._move(plan, running_batch)
         decodes = self._view.paused_requests.take_paused_batch()
