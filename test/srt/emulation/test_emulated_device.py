@@ -14,7 +14,7 @@ import torch
 
 from sglang_coserve.srt.emulation.device_module import (
     EmulatedDevice,
-    RealTime,
+    HostClock,
     VirtualTime,
     install,
 )
@@ -84,7 +84,7 @@ def test_a_stream_made_before_the_device_takes_part() -> None:
 
 def test_the_rest_of_the_device_is_torchs_and_undone() -> None:
     real = dict(vars(torch.cpu))
-    undo = install(EmulatedDevice(RealTime()))
+    undo = install(EmulatedDevice(HostClock()))
     assert is_emulated()
     assert runs_beside_host("cpu")
     assert torch.get_device_module("cpu").device_count() == 1
@@ -94,7 +94,7 @@ def test_the_rest_of_the_device_is_torchs_and_undone() -> None:
 
 
 def test_real_time_waits() -> None:
-    now_s = RealTime()
+    now_s = HostClock()
     until_s = now_s() + 0.02
     assert not now_s.has_come(until_s)
     now_s.wait_until(until_s)

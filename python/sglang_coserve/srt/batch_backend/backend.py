@@ -49,9 +49,6 @@ a message between processes."""
 logger = logging.getLogger(__name__)
 
 
-_log = logging.getLogger(__name__)
-
-
 def line_result(request_id: str, answer: Any) -> LineResult:
     """Return the result for a handler's answer: a model, or a response with an error."""
     if isinstance(answer, BaseModel):
@@ -118,7 +115,7 @@ class LineDepartures:
                 for known in await ask(self._inner, leave(rids, model)):
                     leaving.update(known)
             except Exception:
-                _log.exception("%d lines go on elsewhere without their KV", len(rids))
+                logger.exception("%d lines go on elsewhere without their KV", len(rids))
             for rid in rids:
                 if rid not in leaving:
                     self._inner.abort_request(rid)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -24,40 +24,24 @@ _QUERY_S: Final = 1e-6
 loop that asks until the event has occurred would never end where host work takes no time."""
 
 
-class HostClock(Protocol):
-    """Tells the host's time in seconds, and lets it pass."""
+class HostClock:
+    """Tells the host's time in seconds, and lets it pass: the clock on the wall."""
 
     def __call__(self) -> float:
         """Return the time; ``time.perf_counter`` returns the same."""
-        ...
-
-    def has_come(self, at_s: float) -> bool:
-        """Return whether it is ``at_s`` or later."""
-        ...
-
-    def wait_until(self, at_s: float) -> None:
-        """Return once it is ``at_s``."""
-        ...
-
-
-class RealTime:
-    """The clock on the wall."""
-
-    def __call__(self) -> float:
-        """See ``HostClock``."""
         return time.perf_counter()
 
     def has_come(self, at_s: float) -> bool:
-        """See ``HostClock``."""
+        """Return whether it is ``at_s`` or later."""
         return self() >= at_s
 
     def wait_until(self, at_s: float) -> None:
-        """See ``HostClock``."""
+        """Return once it is ``at_s``."""
         while (left_s := at_s - self()) > 0:
             time.sleep(left_s)
 
 
-class VirtualTime:
+class VirtualTime(HostClock):
     """The CPU time of one thread, times a factor, and what that thread has skipped.
 
     It stands still while other work on the machine has the core, and where the thread would wait
@@ -295,6 +279,6 @@ def _set_torch(values: Mapping[str, Any]) -> None:
 def emulated_device() -> EmulatedDevice:
     """Return the device of this process; if there is none yet, install one in real time."""
     if not is_emulated():
-        install(EmulatedDevice(RealTime()))
+        install(EmulatedDevice(HostClock()))
     emulated: EmulatedDevice = getattr(torch.cpu, EMULATED)
     return emulated
