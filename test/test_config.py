@@ -36,12 +36,6 @@ def test_the_page_of_flags_is_current() -> None:
     assert flags_page.PAGE.read_text() == flags_page.page()
 
 
-def test_flags_set_fields() -> None:
-    config = parse("--slo-ttft-ms", "250.5", "--offline-max-running", "8")
-    assert config.slo_ttft_ms == 250.5
-    assert config.offline_max_running == 8
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

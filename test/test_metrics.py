@@ -109,12 +109,6 @@ class TestSummaries:
         expected = below + (position - math.floor(position)) * (above - below)
         assert percentile(values, q) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
-    @given(latencies, st.randoms(use_true_random=False))
-    def test_order_does_not_matter(self, values, rng):
-        shuffled = values[:]
-        rng.shuffle(shuffled)
-        assert percentile(shuffled, 90) == percentile(values, 90)
-
     @given(latencies)
     def test_summary_agrees_with_percentile_and_is_ordered(self, values):
         s = summarize(values)
@@ -124,10 +118,6 @@ class TestSummaries:
         )
         assert s.mean_s == pytest.approx(math.fsum(values) / len(values))
         assert s.p50_s <= s.p90_s <= s.p99_s <= s.max_s == max(values)
-
-    def test_hundred_and_one_values(self):
-        s = summarize(float(i) for i in range(101))
-        assert s == Summary(101, 50.0, 50.0, 90.0, 99.0, 100.0)
 
     def test_undefined_values_are_left_out(self):
         assert summarize([None, 2.0, None]) == Summary(1, 2.0, 2.0, 2.0, 2.0, 2.0)
@@ -142,10 +132,6 @@ class TestSummaries:
         assert summarize([0.25, 0.75]).to_dict() == {
             "n": 2, "mean": 500.0, "p50": 500.0, "p90": 700.0, "p99": 745.0, "max": 750.0
         }  # fmt: skip
-
-    def test_percentile_of_nothing_is_a_bug_of_the_caller(self):
-        with pytest.raises(AssertionError):
-            percentile([], 50)
 
 
 class TestLatencyReport:
@@ -193,15 +179,6 @@ class TestAttainment:
     def test_one_request(self, timeline, met):
         assert SLO.met_by(timeline) is met
         assert attainment([timeline], SLO) == met
-
-    def test_promising_nothing_is_met_by_finishing(self):
-        assert (
-            attainment([request(0.0, 99.0), request(0.0, 1.0, outcome=FAILED)], SloTargets()) == 0.5
-        )
-
-    def test_attainment_is_a_share(self):
-        group = [request(0.0, 1.0)] * 97 + [request(0.0, 2.0)] * 3
-        assert attainment(group, SLO) == 0.97
 
     def test_nothing_to_attain(self):
         assert attainment([], SLO) is token_attainment([], SLO) is None

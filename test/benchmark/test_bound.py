@@ -72,16 +72,6 @@ def test_different_steps_are_those_of_requests_that_never_meet() -> None:
     assert required([], targets) == Required()
 
 
-def test_twice_the_load_in_twice_the_time_leaves_as_much() -> None:
-    shape = OfflineShape(2048, 256)
-    trace = [TraceRequest(index, index / 4, 1000, 100) for index in range(40)]
-    once = required(trace, SloTargets(ttft_s=1.0, tpot_s=0.1))
-    twice = Required(*(2 * part for part in once))
-    assert offline_bound(MODEL, LARGE, shape, twice, 20.0) == pytest.approx(
-        offline_bound(MODEL, LARGE, shape, once, 10.0), rel=1e-6
-    )
-
-
 def test_a_shared_prefix_is_computed_once() -> None:
     trace = [TraceRequest(index, 0.0, 1500, 1, hash_ids=(1, 2, 3)) for index in range(2)]
     online = required(trace, SloTargets(ttft_s=1.0))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
-from emulated_bench.figures import bound_per_s, full_rate_per_s, held_share, row
+from emulated_bench.figures import full_rate_per_s, held_share, row
 from emulated_bench.report import plot, table
-from interference_bench.load import Load
 from interference_bench.outcome import OnlineOutcome, RunOutcome
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.core.step_stats import StepStats
@@ -106,17 +105,6 @@ def test_full_load_keeps_the_device_busy(tmp_path: Path) -> None:
     mean = sum(one.prompt_tokens for one in at_once) / len(at_once)
     prompt_s = emulation.latency_model().predict(StepStats.of([(round(mean), 0)]))
     assert 0.5 / prompt_s < rate_per_s < 1 / prompt_s
-
-
-def test_the_bound_is_lower_beside_more_online_requests(tmp_path: Path) -> None:
-    emulation = Emulation.of("llama-3.1-8b", "h100")
-    traffic = traffic_of("azure-code-like", tmp_path)
-    bounds = []
-    for rate_per_s in (1.0, 4.0):
-        load = Load(traffic, rate_per_s, 30.0, 0, 2048, 128, 200)
-        requests = traffic.requests(rate_per_s, 30.0, 0)
-        bounds.append(bound_per_s(emulation, requests, load, TARGETS["given"]))
-    assert bounds[0] > bounds[1] > 10_000
 
 
 def test_the_table_has_the_stock_setting_that_counts_and_the_one_with_most_tokens() -> None:

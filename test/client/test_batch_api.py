@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from sglang_coserve.client import (
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from waiting import eventually
-
-GIVE_UP_S = 60
 
 
 def answers(request: LineRequest) -> LineResult:
@@ -239,12 +236,6 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
     assert "409" in stderr
 
 
-def test_waiting_without_an_output(app: LiveApp, source: Path) -> None:
-    flags = ["--wait", "--quiet", "--base-url", app.base_url]
-    code, stdout, _ = coserve("submit", str(source), *flags)
-    assert (code, stdout.startswith("batch_")) == (0, True)
-
-
 def test_cancelling(held: LiveApp, source: Path) -> None:
     server = ["--base-url", held.base_url]
     batch_id = coserve("submit", str(source), *server)[1].strip()
@@ -341,20 +332,6 @@ async def test_a_download_goes_on_for_as_long_as_something_comes(
             await api.fetch("file", output)
     assert output.read_bytes() == content
     assert sender.calls == 9
-
-
-def test_a_restarted_server_is_waited_for(source: Path, output: Path, tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True)
-    with LiveApp(tmp_path / "data", backend) as app:
-        process = start_submit(source, output, app.base_url)
-        eventually(lambda: len(backend.in_flight) == 20)
-        port = app.port
-    threading.Event().wait(0.2)
-    with LiveApp(tmp_path / "data", port=port):
-        code, stdout, _ = end(process)
-    assert code == 0
-    assert "20 ok" in stdout
-    assert len(custom_ids(output)) == 20
 
 
 def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(

@@ -100,13 +100,6 @@ def test_the_server_never_has_more_bytes_than_allowed(server: FaultServer, sourc
     assert server.most_active == 3
 
 
-def test_a_body_beyond_the_budget_is_sent_alone(server: FaultServer, source: Path) -> None:
-    write_lines(source, [line(f"id-{n}", faults=["slow 0.02"]) for n in range(4)])
-    status = submit(server.base_url, source, client_options=options(max_inflight_bytes=1))
-    assert status.ok == 4
-    assert server.most_active == 1
-
-
 def test_bad_lines_become_records_and_the_rest_goes_on(
     server: FaultServer, source: Path, output: Path
 ) -> None:
@@ -255,15 +248,6 @@ async def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Pa
     assert server.paths == ["/v1/completions"]
 
 
-def test_a_finished_batch_is_not_sent_again(server: FaultServer, source: Path) -> None:
-    write_lines(source, [line("a"), "bad", line("b", faults=["400"])])
-    submit(server.base_url, source)
-    again = submit(server.base_url, source)
-    assert (again.ok, again.failed, again.resumed) == (1, 2, 3)
-    assert again.done_bytes == again.total_bytes
-    assert (again.prompt_tokens, len(server.bodies)) == (0, 2)
-
-
 def test_an_output_of_an_older_version_is_continued(
     server: FaultServer, source: Path, output: Path
 ) -> None:
@@ -306,47 +290,6 @@ def test_an_output_of_an_older_version_is_continued(
     assert server.prompts() == {"b": 1, "c": 1}
 
 
-def test_a_line_may_be_the_duplicate_of_a_finished_one(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    write_lines(source, [line("a")])
-    submit(server.base_url, source)
-    write_lines(source, [line("a"), line("a"), line("b")])
-    assert submit(server.base_url, source).failed == 1
-    result = results_by_line(output)[2]
-    assert result.error
-    assert result.error.code == "duplicate_custom_id"
-
-
-def test_failed_lines_are_sent_again_when_asked(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    write_lines(source, [line("a"), "bad", line("b", faults=["400"])])
-    submit(server.base_url, source)
-    again = submit(server.base_url, source, retry_failed=True)
-    assert (again.ok, again.failed, again.resumed) == (2, 1, 1)
-    assert server.prompts() == {"a": 1, "b": 2}
-    assert [n for n, each in results_by_line(output).items() if not each.ok] == [2]
-
-
-def test_a_cancelled_job_keeps_what_it_has_and_can_be_continued(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    write_lines(source, [line(f"id-{n}", faults=["slow 0.01"]) for n in range(100)])
-
-    async def cancel_after_20(job: AsyncJob) -> None:
-        while job.status.ok < 20:
-            await asyncio.sleep(0.001)
-        job.cancel()
-
-    status = submit(server.base_url, source, meanwhile=cancel_after_20)
-    assert status.state is JobState.CANCELLED
-    assert 20 <= status.ok < 100
-    assert len(results_by_line(output)) == status.ok
-    assert submit(server.base_url, source).ok == 100
-    assert len(results_by_line(output)) == 100
-
-
 def test_closing_the_client_stops_its_jobs_and_frees_the_output(
     server: FaultServer, source: Path, output: Path
 ) -> None:
@@ -362,23 +305,3 @@ def test_closing_the_client_stops_its_jobs_and_frees_the_output(
     assert job.status.state is JobState.CANCELLED
     # The first attempt of the line hung; this is its second.
     assert submit(server.base_url, source).ok == 1
-
-
-def test_an_empty_file_is_a_finished_batch(server: FaultServer, source: Path) -> None:
-    source.write_bytes(b"\n  \n")
-    status = submit(server.base_url, source)
-    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 0, 0)
-
-
-async def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:
-    sources = [
-        write_lines(tmp_path / f"{name}.jsonl", [line(f"{name}-{n}") for n in range(50)])
-        for name in "ab"
-    ]
-    async with (
-        asyncio.timeout(TEST_TIMEOUT_S),
-        AsyncCoserveClient(server.base_url, options=options()) as client,
-    ):
-        jobs = [await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources]
-        assert [(await job.wait()).ok for job in jobs] == [50, 50]
-    assert server.most_active <= 8

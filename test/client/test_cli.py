@@ -43,10 +43,6 @@ def test_a_batch_ends_with_a_summary(server: FaultServer, source: Path, output: 
     assert len(results_by_line(output)) == 40
 
 
-def test_quiet_says_nothing(server: FaultServer, source: Path, output: Path) -> None:
-    assert submit(source, output, server.base_url, "--quiet") == (0, "", "")
-
-
 def test_a_summary_for_scripts(server: FaultServer, source: Path, output: Path) -> None:
     code, stdout, stderr = submit(source, output, server.base_url, "--json")
     summary = json.loads(stdout)
@@ -90,17 +86,6 @@ def test_flags_that_cannot_be_used(
     assert "Traceback" not in stderr
 
 
-def test_files_that_cannot_be_used(source: Path, output: Path, tmp_path: Path) -> None:
-    code, stdout, stderr = submit(tmp_path / "missing.jsonl", output, "http://127.0.0.1:9")
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("coserve: cannot read ")
-    output.write_text("something of mine\n")
-    code, _, stderr = submit(source, output, "http://127.0.0.1:9")
-    assert code == 2
-    assert "is not a batch result" in stderr
-    assert output.read_text() == "something of mine\n"
-
-
 @pytest.mark.parametrize("command", [["status", "batch_1"], ["list"]])
 def test_a_server_without_batches(server: FaultServer, command: list[str]) -> None:
     code, stdout, stderr = coserve(*command, "--base-url", server.base_url)
@@ -121,22 +106,6 @@ def test_a_directory_that_cannot_be_made() -> None:
         2,
         "coserve: /dev/null/x: Not a directory\n",
     )
-
-
-def test_a_second_client_is_refused_while_the_first_one_writes(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    write_lines(source, [line("a", faults=["hang"])])
-    codes = []
-    server.on_request = lambda _count: (
-        codes.append(submit(source, output, server.base_url, "--quiet"))
-        or first.send_signal(signal.SIGKILL)
-    )
-    first = start_submit(source, output, server.base_url)
-    end(first)
-    ((code, _, stderr),) = codes
-    assert code == 2
-    assert "being written by another client" in stderr
 
 
 def test_a_server_that_is_gone(server: FaultServer, source: Path, output: Path) -> None:

@@ -58,17 +58,6 @@ def test_results_are_there_before_the_job_ends(
         assert [result.custom_id for result in client.results(job)] == ["quick"]
 
 
-async def test_both_clients_give_the_same_results(server: FaultServer, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [line(f"id-{n}") for n in range(600)])
-    with CoserveClient(server.base_url) as client:
-        job = client.submit_jsonl(source, tmp_path / "sync.jsonl")
-        lines = [result.line for result in client.results(job)]
-    assert sorted(lines) == list(range(1, 601))
-    async with AsyncCoserveClient(server.base_url) as other:
-        submitted = await other.submit_jsonl(source, tmp_path / "async.jsonl")
-        assert {result.line async for result in other.results(submitted)} == set(lines)
-
-
 def test_a_torn_record_is_not_a_result(server: FaultServer, source: Path, output: Path) -> None:
     with CoserveClient(server.base_url) as client:
         client.submit_jsonl(source, output).wait()

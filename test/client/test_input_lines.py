@@ -15,7 +15,7 @@ from sglang_coserve.client.line_server import offline_body
 from sglang_coserve.client.local_batch import LineChecker
 from sglang_coserve.client.output_files import open_input
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
+from sglang_coserve.jsonl.lines import FileLine, read_lines
 from sglang_coserve.jsonl.request_line import RequestLine
 from sglang_coserve.lines.line_run import UnservedLine
 from sglang_coserve.lines.line_source import InputLine
@@ -45,12 +45,6 @@ def test_a_line_is_the_same_line_with_any_ending(tmp_path: Path) -> None:
         path.write_bytes(data)
         digests.append([line.digest for line in read(path)])
     assert digests[0] == digests[1] == digests[2]
-
-
-def test_only_white_space_is_blank(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\n \t\r\n{}\n")
-    assert [is_blank(line.content) for line in read(path)] == [True, True, False]
 
 
 def test_a_line_at_the_limit_is_read_and_a_longer_one_is_skipped(tmp_path: Path) -> None:
@@ -151,11 +145,6 @@ def test_a_line_that_chooses_its_class_keeps_it(body: dict[str, Any]) -> None:
     assert sent_body(valid(body=body)) == body
 
 
-def test_embeddings_are_marked_too() -> None:
-    body = {"input": "x", "service_tier": "flex"}
-    assert sent_body(valid(url="/v1/embeddings", body={"input": "x"})) == body
-
-
 def test_a_body_is_sent_as_it_was_meant() -> None:
     body = {"text": "naïve 日本 \U0001f600 \u2028", "x": 1.5e-300, "n": 2**70, "deep": [[{}]]}
     assert sent_body(valid(body=body)) == body | {"service_tier": "flex"}
@@ -206,15 +195,6 @@ def test_what_an_order_knows_of_ids_is_taken_from_it() -> None:
     first = checker.check(InputLine(3, 0, len(data), data, 1, is_first=True))
     assert code_of(left_out) == "duplicate_custom_id"
     assert isinstance(first, RequestLine)
-
-
-def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
-    checked = check_all(
-        valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
-    )
-    codes = [code_of(line) for line in checked if isinstance(line, UnservedLine)]
-    assert codes == ["url_mismatch", "duplicate_custom_id", "duplicate_custom_id"]
-    assert isinstance(checked[2], RequestLine)
 
 
 @settings(deadline=None)

@@ -83,31 +83,6 @@ def test_the_error_file_is_beside_the_output(output: Path, source: Path) -> None
     assert output.read_bytes().count(b"\n") == 3
 
 
-def test_no_error_file_without_errors(output: Path, source: Path) -> None:
-    files = open_files(output, source)
-    append(files, served(1), digests(source)[1])
-    files.close()
-    assert not errors_path(output).exists()
-
-
-def test_what_was_written_is_finished_in_the_next_run(output: Path, source: Path) -> None:
-    write_all(output, source)
-    files = open_files(output, source)
-    assert [number in files.finished for number in range(7)] == [False, *[True] * 5, False]
-    assert (files.log.progress.completed, files.log.progress.failed) == (3, 2)
-    files.close()
-
-
-def test_retrying_failed_lines_drops_their_records_only(output: Path, source: Path) -> None:
-    write_all(output, source)
-    before = output.read_bytes()
-    files = open_files(output, source, retry_failed=True)
-    assert [number in files.finished for number in range(1, 6)] == [True, False, True, False, True]
-    assert (files.log.progress.completed, files.log.progress.failed) == (3, 0)
-    files.close()
-    assert output.read_bytes() == before
-
-
 def test_two_clients_cannot_write_the_same_output(output: Path, source: Path) -> None:
     files = open_files(output, source)
     with pytest.raises(InputFileError, match="being written by another client"):
@@ -275,14 +250,6 @@ def test_finished_lines_cost_eight_bytes_each() -> None:
         assert not finished.add(1, number)
     assert len(finished) == 50_000
     assert 8 * 50_000 <= finished._digests.itemsize * len(finished._digests) <= 8 * 50_001
-
-
-def test_a_lock_has_one_holder_at_a_time(tmp_path: Path) -> None:
-    held = lock_file(tmp_path / "lock", 0o600)
-    with pytest.raises(BlockingIOError):
-        lock_file(tmp_path / "lock", 0o600)
-    unlock_file(held)
-    unlock_file(lock_file(tmp_path / "lock", 0o600))
 
 
 def test_a_copy_in_a_process_that_is_being_started_holds_no_lock(tmp_path: Path) -> None:

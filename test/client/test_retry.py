@@ -33,15 +33,6 @@ def test_delays_double_up_to_a_cap_with_jitter_below() -> None:
         assert cap_s / 2 <= delay_s <= cap_s
 
 
-def test_the_same_seed_gives_the_same_delays() -> None:
-    def delays(seed: int) -> list[float | None]:
-        retries = retries_of(1, EngineHealth(), seed)
-        return [retries.failed(UNREACHABLE, now_s=0.0) for _ in range(5)]
-
-    assert delays(1) == delays(1)
-    assert delays(1) != delays(2)
-
-
 def test_an_unreachable_server_is_given_up_after_the_limit_and_not_before() -> None:
     retries = retries_of(17, EngineHealth())
     now_s = 100.0
@@ -119,14 +110,6 @@ def test_the_servers_wish_is_honoured_but_not_beyond_the_limit() -> None:
     assert delay_s is not None
     assert 20.0 <= delay_s <= 21.0
     assert retries.failed(unavailable(429, 9999.0), 50.0) == 250.0
-
-
-def test_a_failure_is_remembered_until_the_next_answer() -> None:
-    server = EngineHealth()
-    retries_of(1, server).failed(UNREACHABLE, 0.0)
-    assert server.last_failure == "connection refused"
-    server.answered(1.0)
-    assert server.last_failure is None
 
 
 def test_retry_after_in_both_forms() -> None:

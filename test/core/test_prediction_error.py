@@ -13,13 +13,6 @@ def observed(error: PredictionError, ratio: float, count: int) -> PredictionErro
     return error
 
 
-def test_nothing_is_known_before_the_first_iteration() -> None:
-    error = PredictionError()
-    assert error.mape is None
-    assert error.bias is None
-    assert not error.has_drifted
-
-
 def test_early_on_it_is_the_plain_mean() -> None:
     error = PredictionError()
     error.observe(1.1, 1.0)

@@ -233,25 +233,6 @@ def test_a_warning_comes_once_a_minute_while_it_lasts() -> None:
     assert warned_s == [60, 120]
 
 
-def test_a_request_with_its_own_targets_is_judged_by_those() -> None:
-    monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"), parse_slo("tbt p99 <= 30ms")))
-    lenient = served(5.0, 0.02, targets=SloTargets(ttft_s=6.0))
-    strict = served(0.2, 0.05, targets=SloTargets(ttft_s=0.1, tpot_s=0.04))
-    tell_all(monitor, served(0.2, 0.02), lenient, strict)
-    report = monitor.report(6.0)
-    assert [s.measured_s for s in report.standings] == pytest.approx([0.2, 0.02])
-    assert report.attainment == pytest.approx(2 / 3)
-
-
-def test_a_request_that_failed_has_missed() -> None:
-    monitor = SloMonitor(TARGETS)
-    info = RequestInfo("shed", RequestClass.ONLINE, 10, 64, 0.0)
-    monitor.failed(info, 1.0, TokenTimes())
-    tell_all(monitor, served(0.1), served(0.1), served(0.1))
-    report = monitor.report(1.0)
-    assert (report.requests, report.attainment) == (4, 0.75)
-
-
 def test_a_tolerance_is_over_what_requests_get_alone() -> None:
     monitor = SloMonitor(TARGETS, (parse_slo("ttft mean <= +10%"),))
     assert monitor.report(0.0).standings[0].is_met

@@ -149,22 +149,6 @@ async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhe
         assert all(result.is_ok for result in (await more.results()).values())
 
 
-async def test_an_engine_that_comes_back_gets_lines_again() -> None:
-    a = LiveEngine()
-    async with fleet_of(a) as fleet:
-        served = Lines(fleet, ["line"])
-        await a.holds(1)
-        a.backend.held("line").generate(3)
-        await until(lambda: len(served.heard["line"]) == 3)
-        await a.kill()
-        await until(lambda: fleet.lines_waiting == 1)
-        async with LiveEngine(port=a.port) as again:
-            await again.holds(1)
-            assert again.backend.in_flight[0].request.generated == tuple(tokens_of("line", 3))
-            again.backend.held("line").finish()
-            assert (await served.results())["line"].is_ok
-
-
 async def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
     engines = [LiveEngine() for _ in range(DEATHS_BEFORE_ALONE + 2)]
     async with fleet_of(*engines) as fleet:

@@ -20,7 +20,6 @@ import uvicorn
 from http_lines.live_engine import ADMIN_KEY, READY_S
 from sglang_coserve.asgi import App, Receive, Scope, Send
 from sglang_coserve.fleet.gateway import gateway_app
-from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.fleet.options import parse_options
 from waiting import until
 
@@ -227,7 +226,3 @@ async def test_a_gateway_without_a_router_says_where_online_requests_go(
         assert "--router" in refused.value.message
         assert all(each in refused.value.message for each in known[1:])
         assert refused.value.code == "not_found"
-
-
-def test_paths_are_named_once() -> None:
-    assert len(set(ONLINE_PATHS)) == len(ONLINE_PATHS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
-from fleet.test_backend import GIVE_UP_S, finish_all, request
+from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.discovery import EngineList
@@ -66,18 +66,6 @@ async def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
         ]
         assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]
         assert len(engine.backend.started) == 2
-
-
-async def test_lines_of_an_engine_that_dies_go_on_elsewhere() -> None:
-    a, b = LiveEngine(), LiveEngine()
-    async with a, b, lines_on(a, b) as lines:
-        names = [f"line {n}" for n in range(12)]
-        serving = asyncio.ensure_future(answered(lines, *map(text, names)))
-        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-        await a.kill()
-        await b.holds(12)
-        finish_all(b)
-        assert [each.result for each in await serving] == [answer(request(n)) for n in names]
 
 
 async def test_the_job_fails_when_there_is_no_engine_for_long() -> None:

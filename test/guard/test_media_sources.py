@@ -104,15 +104,6 @@ def opens(source: Any) -> Any:
     return image.convert("RGB").getpixel((0, 0))
 
 
-def test_sglang_opens_whatever_is_named(web: Web, tmp_path: Path) -> None:
-    """The reason for all of this; when SGLang mends it, less of it is needed."""
-    path = tmp_path / "private.png"
-    path.write_bytes(PICTURE)
-    assert opens(f"{web.url}/internal") == (255, 0, 0)
-    assert opens(f"file://{path}") == opens(str(path)) == (255, 0, 0)
-    assert web.asked == ["/internal"]
-
-
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 @pytest.mark.parametrize(
     "source",

@@ -42,13 +42,6 @@ def test_the_time_limit_is_kept(time_limit_s: float) -> None:
     assert executor.clock() <= time_limit_s * 1.05
 
 
-def test_more_time_reaches_larger_batches() -> None:
-    def largest(time_limit_s: float) -> float:
-        return max(m.seconds for m in run(ModelledExecutor(), time_limit_s))
-
-    assert largest(3) < largest(30) < largest(300)
-
-
 def test_a_later_call_measures_the_rest() -> None:
     executor = ModelledExecutor()
     first = list(
@@ -63,14 +56,6 @@ def test_a_later_call_measures_the_rest() -> None:
     assert known.isdisjoint(measurement.shape for measurement in second)
     assert known.isdisjoint(executor.runs[ran:])
     assert known | {measurement.shape for measurement in second} == set(SHAPES)
-
-
-def test_nothing_left_to_measure_takes_no_time() -> None:
-    executor = ModelledExecutor()
-    done = tuple(run(executor, 10_000))
-    end_s = executor.clock()
-    assert run(executor, 10_000, done) == []
-    assert executor.clock() == end_s
 
 
 def test_quick_samples_determine_the_machine() -> None:

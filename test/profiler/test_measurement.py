@@ -75,10 +75,6 @@ def test_repeat_error_is_the_mean_error_of_one_measurement() -> None:
     assert repeat_error(measurements) == pytest.approx(mean_absolute_error, rel=0.05)
 
 
-def test_without_a_repeated_shape_the_repeat_error_is_unknown() -> None:
-    assert repeat_error([ShapeTiming(SHAPE, (1.0, 1.0))]) is None
-
-
 batches = st.builds(
     StepStats.of,
     st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 50_000)), max_size=4),

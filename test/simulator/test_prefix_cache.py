@@ -24,23 +24,6 @@ def held(cache: SimulatedPrefixCache, token_ids: list[int]) -> int:
     return cache.match(pack_tokens(token_ids), len(token_ids))
 
 
-def test_only_whole_pages_match() -> None:
-    cache = SimulatedPrefixCache(PAGE)
-    hold(cache, A)
-    assert held(cache, [1, 2, 3, 99]) == 2
-    assert cache.match(pack_tokens(A), 5) == 4
-    assert held(cache, [2, 1]) == 0
-
-
-def test_common_prefixes_count_once() -> None:
-    cache = SimulatedPrefixCache(PAGE)
-    first, second = hold(cache, A), hold(cache, B)
-    assert cache.total_tokens == 8
-    assert cache.shared_tokens(first) == 4
-    cache.unlock(second)
-    assert (cache.evictable_tokens, cache.shared_tokens(first)) == (2, 0)
-
-
 def test_the_least_recently_used_goes_first_and_the_locked_stays() -> None:
     cache = SimulatedPrefixCache(PAGE)
     a, b, c = (hold(cache, ids) for ids in (A, B, C))

@@ -1,7 +1,7 @@
 """Synthetic arrivals have the rate and the burstiness asked for."""
 
 import math
-from itertools import islice, pairwise, repeat
+from itertools import islice, repeat
 
 import numpy as np
 import pytest
@@ -23,20 +23,8 @@ def test_gamma_gaps_have_the_mean_and_the_variation_asked_for(cv):
     assert sample.std() / sample.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_poisson_counts_vary_as_much_as_their_mean():
-    arrivals = np.fromiter(islice(gamma_arrivals(5.0, 1.0, seed=3), 20_000), dtype=np.float64)
-    counts = np.bincount(arrivals.astype(int))[:-1]
-    assert counts.mean() == pytest.approx(5, rel=0.05)
-    assert counts.var() == pytest.approx(5, rel=0.1)
-
-
 def test_no_variation_is_evenly_spaced():
     assert list(islice(gamma_arrivals(8.0, 0, seed=1), 4)) == [0.125, 0.25, 0.375, 0.5]
-
-
-@pytest.mark.parametrize("cv", [0.3, 1.0, 5.0])
-def test_time_does_not_run_backwards(cv):
-    assert all(a <= b for a, b in pairwise(islice(gamma_arrivals(1.0, cv, seed=2), 2000)))
 
 
 def test_the_seed_decides():

@@ -25,9 +25,6 @@ class TestWindow:
     def test_without_an_end_it_goes_on(self):
         assert [r.index for r in islice(window(every_second(), 2.5), 3)] == [3, 4, 5]
 
-    def test_may_be_empty_of_requests(self):
-        assert list(window(every_second(), 0.25, 0.75)) == []
-
     @pytest.mark.parametrize(
         ("start_s", "end_s"), [(5, 5), (6, 5), (-1, 5), (math.nan, 5), (0, math.nan)]
     )

@@ -11,8 +11,6 @@ from latency_cases import (
     LINEAR,
     MACHINES,
     POLYNOMIAL,
-    SPLIT_LINEAR,
-    as_samples,
     error_of,
     machine_id,
     measure,
@@ -38,19 +36,6 @@ def test_fit_recovers_the_machine(machine: LatencyModel) -> None:
     assert fit.report.p99_ape == pytest.approx(0.03 * 2.576, rel=0.2)
     assert abs(fit.report.bias) < 0.004
     assert (fit.report.fitted_samples, fit.report.held_out_samples) == (4000, 1000)
-
-
-@pytest.mark.parametrize("machine", [POLYNOMIAL, LINEAR, SPLIT_LINEAR], ids=machine_id)
-def test_fit_recovers_each_coefficient(machine: LatencyModel) -> None:
-    samples = measure(machine, random_batches(20_000, seed=1), seed=2, noise=0.01)
-    found = unfitted(machine).fit(samples).model.coefficients
-    assert found == pytest.approx(machine.coefficients, rel=0.05)
-
-
-def test_samples_and_columns_give_the_same_fit() -> None:
-    table = measure(POLYNOMIAL, random_batches(400, seed=1), seed=2)
-    form = LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED)
-    assert form.fit(as_samples(table)) == form.fit(table)
 
 
 def test_the_split_is_seeded() -> None:
@@ -116,14 +101,6 @@ def test_decodes_beyond_the_captured_sizes_run_eagerly() -> None:
     five = StepStats.of([], [100] * 5)
     assert model.predict(five) == eager.predict(five)
     assert model.predict(StepStats.of([], [100] * 4)) < eager.predict(five)
-
-
-def test_separate_phases_of_bros_add_up() -> None:
-    prefill, decode = StepStats.of([(500, 0)]), StepStats.of([], [700] * 9)
-    mixed = StepStats.of([(500, 0)], [700] * 9)
-    assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
-        SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
-    )
 
 
 def grid(
@@ -204,13 +181,6 @@ def test_samples_that_determine_nothing_are_refused(
 ) -> None:
     with pytest.raises(InputFileError, match=message):
         form.fit(table)
-
-
-def test_a_grid_that_varies_everything_is_enough() -> None:
-    table = grid(DEEP_PROMPTS, DECODES, mixed=True)
-    exact = POLYNOMIAL.contributions(table).sum(axis=1)
-    form = LinearModel.of(CONSERVE, captured_batch_sizes=CAPTURED)
-    assert form.fit(replace(table, seconds=exact)).report.mape < 1e-6
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -38,17 +38,6 @@ def test_round_trip(model: LatencyModel, report: FitReport | None) -> None:
     assert LatencyProfile.from_json(saved.to_json(), "profile.json") == saved
 
 
-def test_people_can_read_it() -> None:
-    document = json.loads(profile(LINEAR).to_json())
-    assert document["schema_version"] == 1
-    assert document["kind"] == "linear"
-    assert document["hardware"] == "h100"
-    assert document["model"] == "llama-3.1-8b"
-    assert document["sglang_version"] == "0.5.17"
-    assert document["fit_report"]["mape"] == 0.012
-    assert document["coefficients"]["prefill_token_s"] == 2.5e-5
-
-
 @pytest.mark.parametrize("model", MACHINES, ids=machine_id)
 def test_any_field_may_be_missing_or_wrong_but_not_silently(model: LatencyModel) -> None:
     """Every leaf of the document, dropped or replaced by nonsense, is refused by name."""
@@ -93,35 +82,20 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
             "kind: must be 'linear', 'polynomial', .*, found 'cubic'",
         ),
         (LINEAR, "tp_size", 0, "tp_size: must be greater than 0, found 0"),
-        (LINEAR, "coefficients", [], r"coefficients: must be .* object, found \[\]"),
         (
             LINEAR,
             "coefficients.iteration_s",
             -1e-3,
             "iteration_s: .* greater than or equal to 0",
         ),
-        (
-            LINEAR,
-            "coefficients.iteration_s",
-            "1e-3",
-            "iteration_s: must be a valid number, found '1e-3'",
-        ),
-        (LINEAR, "coefficients.iteration_s", True, "must be a valid number, found True"),
         (LINEAR, "coefficients.iteration_s", 10**400, "must be a finite number"),
         (LINEAR, "coefficients.iteration", 1e-3, "coefficients.iteration: a linear model has only"),
         (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
-        (POLYNOMIAL, "form.captured_batch_sizes", [1, 1], "captured_batch_sizes: must ascend"),
         (
             POLYNOMIAL,
             "form.captured_batch_sizes",
             [0],
             r"captured_batch_sizes\[0\]: must",
-        ),
-        (
-            POLYNOMIAL,
-            "form.captured_batch_sizes",
-            8,
-            "captured_batch_sizes: must be .*, found 8",
         ),
         (ROOFLINE, "form.tp_size", 3, "form.tp_size: 32 attention heads cannot be split"),
         (

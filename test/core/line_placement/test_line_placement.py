@@ -85,27 +85,6 @@ def test_a_subtree_that_is_too_large_for_one_engine_is_divided_by_what_its_lines
     assert joined == [{key(prompt, f"document {n}")} for n in range(3)]
 
 
-def test_no_engine_is_idle_while_another_has_a_queue() -> None:
-    placement = opened("a", "b", window=2)
-    lines = [(f"{n}", key("all alike", f"{n}")) for n in range(12)]
-    placed = offered(placement, lines)
-    assert sorted(placed.values()) == ["a", "a", "b", "b"]
-    assert placement.num_waiting == 8
-    decided = placement.set_engine("c", window=3, is_open=True)
-    assert [engine for _, engine in decided] == ["c"] * 3
-
-
-def test_lines_wait_for_an_engine_that_takes_them() -> None:
-    placement = LinePlacement()
-    assert placement.offer("line", key("x")) == []
-    assert placement.set_engine("a", window=1, is_open=False) == []
-    assert placement.set_engine("a", window=1, is_open=True) == [Placed("line", "a")]
-    placement.set_engine("a", window=1, is_open=False)
-    assert placement.offer_again("line", engine_died=False) == []
-    assert placement.set_engine("b", window=1, is_open=True) == [Placed("line", "b")]
-    placement.remove_engine("a")
-
-
 def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up() -> None:
     placement = opened("a", "b", window=4)
     others = offered(placement, [(f"{n}", key(f"{n}")) for n in range(6)])
@@ -125,14 +104,6 @@ def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up()
     assert engine in ENGINES
     placed = dict(placement.end(next(iter(more))))
     assert placement.num_waiting < 4, "its engine takes lines again"
-
-
-def test_a_drain_is_not_a_death() -> None:
-    placement = opened("a", "b")
-    placement.offer("line", key("x"))
-    for _ in range(10 * DEATHS_BEFORE_ALONE):
-        placed = placement.offer_again("line", engine_died=False)
-        assert placed is not None and len(placed) == 1
 
 
 def test_windows_leave_a_few_lines_ahead_of_what_runs() -> None:
@@ -180,15 +151,6 @@ def test_lines_that_fail_among_others_are_no_fault_of_the_engine() -> None:
             streak.failed(0.0)
         streak.succeeded()
     assert not streak.is_resting(0.0)
-
-
-def test_groups_are_forgotten_with_their_lines() -> None:
-    groups = PrefixGroups()
-    joined = [groups.join(key("a", f"{n % 3}", f"{n}"), 4) for n in range(40)]
-    assert len({len(group) for group in joined}) > 1
-    for group in joined:
-        groups.leave(group)
-    assert len(groups) == 0
 
 
 class Fleet(RuleBasedStateMachine):

@@ -101,14 +101,6 @@ def test_a_line_that_has_just_come_waits_for_its_kv_and_then_for_room() -> None:
     assert pools.look("s", None, 1, 11.0) == [Move("a", None)]
 
 
-def test_a_strict_engine_that_begins_lines_keeps_them() -> None:
-    pools = pools_of(s="strict", t="strict")
-    running(pools, "s", a=90)
-    for now_s in (1.0, 2.0):
-        assert pools.look("s", None, 5, now_s) == []
-        assert pools.look("t", WANTS, 0, now_s) == []
-
-
 class PoolsMachine(RuleBasedStateMachine):
     """Engines of all pools come and go; moves are carried out late or never."""
 

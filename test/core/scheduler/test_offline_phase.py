@@ -244,10 +244,6 @@ def test_a_budget_that_nothing_keeps_does_not_stop_an_idle_engine() -> None:
     assert plan.budget_s == math.inf
 
 
-def test_an_idle_engine_without_work_plans_nothing() -> None:
-    assert scheduler("coserve").plan(snapshot(), NO_CACHE).is_idle
-
-
 def test_no_more_offline_requests_than_configured() -> None:
     waiting = [queued(64) for _ in range(4)]
     plan = scheduler("coserve", *waiting, max_offline_requests=2).plan(snapshot(), NO_CACHE)

@@ -20,13 +20,11 @@ from core.scheduler.scenarios import (
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.scheduler_config import Overload
 from sglang_coserve.core.snapshot import Request
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
 
 DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
-STEP = StepStats.of(decodes=[100])
 PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 
@@ -66,12 +64,6 @@ def test_a_late_token_shortens_the_chunk() -> None:
     decode, prompt = online(state=DECODING, last_token_s=-0.06), online(5000)
     plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
     assert 0.03 < plan.predicted_s <= 0.04
-
-
-def test_requests_have_targets_of_their_own() -> None:
-    decode, prompt = online(state=DECODING, tpot_s=0.05), online(5000)
-    plan = scheduler("coserve").plan(snapshot(decode, prompt), NO_CACHE)
-    assert 0.04 < plan.predicted_s <= 0.05
 
 
 def many_decodes(count: int = 100, **fields: object) -> list[Request]:
@@ -203,21 +195,6 @@ def test_an_iteration_budget_bounds_online_chunks_too() -> None:
     assert 0.02 < plan.predicted_s <= 0.03
 
 
-def test_shedding_refuses_what_cannot_make_it() -> None:
-    """A prompt of 5,000 tokens takes 0.5 s; this one has 0.2 s left."""
-    hopeless, hopeful = online(5000, arrival_s=-0.8), online(100, arrival_s=-0.5)
-    plan = scheduler("coserve", overload=Overload.SHED).plan(snapshot(hopeless, hopeful), NO_CACHE)
-    assert plan.shed == rids([hopeless])
-    assert [chunk.rid for chunk in plan.prefills] == [*rids([hopeful])]
-
-
-def test_shedding_spares_requests_that_have_begun() -> None:
-    begun = online(5000, PREFILLING, computed=16, arrival_s=-3.0)
-    again = online(100, generated=5, arrival_s=-3.0, last_token_s=-2.0)
-    plan = scheduler("coserve", overload=Overload.SHED).plan(snapshot(begun, again), NO_CACHE)
-    assert not plan.shed
-
-
 @pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "sarathi", "ooco"])
 def test_victims_are_parked_then_paused_then_the_last_admitted(policy: str) -> None:
     """The requests hold 300 tokens; a prompt of 250 needs all but the oldest."""
@@ -264,12 +241,6 @@ def test_nobody_is_retracted_in_vain() -> None:
 
 def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
     requests = (offline(), offline())
-    plan = scheduler("coserve").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
-
-
-def test_requests_that_cannot_pause_are_victims_as_any_other() -> None:
-    requests = (offline(), offline(can_pause=False))
     plan = scheduler("coserve").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
     assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
 

@@ -98,7 +98,3 @@ def test_what_a_hundredth_of_the_requests_bring_along_does_not_count() -> None:
     """They may be harmed, as under an SLO for P99."""
     assert arrivals(allowance(), 0.1, *[None] * 60) < 0.1
     assert arrivals(allowance(), 0.1, *[None] * 200) > 100
-
-
-def test_a_target_that_nobody_could_keep_does_not_count() -> None:
-    assert arrivals(allowance(), *[0.001] * 50, alone_s=0.01) > 100

@@ -40,13 +40,6 @@ def test_a_plan_is_started_once_and_has_one_result() -> None:
         brain.update(result)
 
 
-def test_a_step_that_was_not_started_has_no_result() -> None:
-    brain, seen = scheduler("coserve"), snapshot(online(50))
-    plan = brain.plan(seen, NO_CACHE)
-    with pytest.raises(AssertionError, match="not in flight"):
-        brain.update(result_of(plan, seen, chunks=plan.prefills))
-
-
 def test_only_what_was_planned_can_be_admitted() -> None:
     brain = scheduler("coserve", queued(50, rid="a"))
     plan = brain.plan(snapshot(), NO_CACHE)

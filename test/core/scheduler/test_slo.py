@@ -12,10 +12,9 @@ from sglang_coserve.core.control.slo import (
     Statistic,
     format_slo,
     parse_slo,
-    request_targets,
 )
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import LatencyReport, RequestTimeline, SloTargets, latency_report
+from sglang_coserve.metrics import LatencyReport, RequestTimeline, latency_report
 
 
 def measured(tbt_s: float, ttft_s: float = 0.1) -> LatencyReport:
@@ -87,9 +86,3 @@ def test_a_tolerance_needs_that_measurement() -> None:
     for alone in (None, latency_report([])):
         with pytest.raises(ConfigError, match=r"tbt mean <= \+10%.*measure them first"):
             parse_slo("tbt mean <= +10%").limit_over(alone)
-
-
-def test_requests_are_scheduled_by_the_tightest_target() -> None:
-    slos = [parse_slo(text) for text in ("tbt p99 <= 0.1s", "tpot mean <= 50ms", "ttft p50 <= 1s")]
-    assert request_targets(slos) == SloTargets(ttft_s=1.0, tpot_s=0.05)
-    assert request_targets([]) == SloTargets()

@@ -16,7 +16,7 @@ from sglang_coserve.core.offline_queue import (
     pack_tokens,
 )
 from sglang_coserve.core.policies import POLICIES, make_policy
-from sglang_coserve.core.request import RequestClass, RequestState
+from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
@@ -80,36 +80,6 @@ def test_the_same_events_give_the_same_plans(policy: str) -> None:
     first = busy_hour(policy, seed=1)
     assert first == busy_hour(policy, seed=1)
     assert first != busy_hour(policy, seed=2)
-
-
-@pytest.mark.parametrize("policy", ["coserve", "hygen"])
-def test_no_offline_request_starves_behind_a_popular_prefix(policy: str) -> None:
-    """One odd prompt among endless ones that share another prefix, at most 8 overtakes."""
-    queue = OfflineQueueConfig(utility_ratio=1.0, max_overtakes=8, deadline_slack_s=None)
-    engine = engine_of(policy, queue, max_picks=1)
-    arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=1)
-    engine.step()
-    odd = arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=2)
-    picks = 0
-    while odd not in engine.ended:
-        arrive(engine, RequestClass.OFFLINE, 50, 2, prefix=1)
-        plan = engine.step()
-        if not engine.scheduler.queue.is_running(odd):
-            picks += len(plan.prefills)
-        assert picks <= 10
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
-def test_offline_requests_survive_a_storm(policy: str) -> None:
-    """They are paused, parked and retracted by a burst, and all end with their tokens."""
-    engine = engine_of(policy)
-    rids = [arrive(engine, RequestClass.OFFLINE, 400, 30) for _ in range(8)]
-    for _ in range(12):
-        engine.step()
-    rids += [arrive(engine, RequestClass.ONLINE, 300, 20) for _ in range(12)]
-    run_to_the_end(engine)
-    assert {engine.ended[rid] for rid in rids} == {RequestState.FINISHED}
-    assert all(engine.requests[rid].generated in (20, 30) for rid in rids)
 
 
 def test_a_burst_is_served_as_if_it_were_alone() -> None:
