@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
-from batch.scenarios import lines
-from batch.scripted_backend import ENDPOINT, tokens_of
+from batch.manual_clock import ManualClock
+from batch.scenarios import lines, opened
+from batch.scripted_backend import ENDPOINT, ScriptedBackend, tokens_of
 from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
+from sglang_coserve.cli import app
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.__main__ import main
 from sglang_coserve.fleet.options import parse_options
@@ -358,3 +363,37 @@ def _says(url: str, text: str) -> bool:
         return text in httpx.get(url, timeout=5).text
     except httpx.TransportError:
         return False
+
+
+def test_batches_of_a_server_that_does_not_start_are_shown_and_changed(tmp_path: Path) -> None:
+    async def server() -> list[str]:
+        backend, clock = ScriptedBackend(holds=True), ManualClock(time.time())
+        scene = await opened(tmp_path / "data", backend, clock)
+        async with scene.service:
+            batches = [await scene.create(lines(2)) for _ in range(2)]
+            for batch in batches:
+                await scene.reaches(batch.id, "in_progress")
+            await scene.in_flight(4)
+        return [batch.id for batch in batches]
+
+    def coserve(*arguments: str) -> str:
+        flags = ("--as-operator", "--base-url", stand_in.base_url, "--api-key", OPERATOR)
+        result = CliRunner().invoke(app, [*arguments, *flags])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    first, second = asyncio.run(server())
+    flags = ("--engine", f"http://127.0.0.1:{free_port()}", "--admin-api-key", OPERATOR)
+    with gateway(tmp_path, *flags) as stand_in:
+        eventually(lambda: get(stand_in, "/health", OPERATOR).status_code == 200)
+        assert [row.split()[0] for row in coserve("list").splitlines()] == [second, first]
+        assert "cancel" in coserve("cancel", first)
+        eventually(lambda: "  cancelled  " in coserve("status", first))
+
+    async def next_server() -> None:
+        scene = await opened(tmp_path / "data", clock=ManualClock(time.time()))
+        async with scene.service:
+            assert (await scene.ends(second)).status == "completed"
+            assert {request.batch_id for request in scene.backend.started} == {second}
+
+    asyncio.run(next_server())

@@ -10,5 +10,4 @@ everything in one directory:
   in the append-only files of ``lines``.
 - ``forecast`` says when a batch will be complete.
 - ``responses`` makes a batch of one line of a request that is answered in the background.
-- ``stored_jobs`` is what can be done without a server.
 """

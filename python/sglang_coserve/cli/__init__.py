@@ -14,7 +14,7 @@ from importlib import metadata
 import typer
 
 from sglang_coserve import __version__
-from sglang_coserve.cli.batches import cancel, jobs, list_batches, results, status
+from sglang_coserve.cli.batches import cancel, list_batches, results, status
 from sglang_coserve.cli.console import ExitCode, code_of_error, say
 from sglang_coserve.cli.make_model import make_model
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
@@ -71,7 +71,6 @@ app.command()(status)
 app.command("list")(list_batches)
 app.command()(cancel)
 app.command()(results)
-app.add_typer(jobs, name="jobs")
 app.command()(top)
 app.command(context_settings=PROFILE_SETTINGS)(profile)
 app.command(cls=SeveralSlosCommand)(simulate)
