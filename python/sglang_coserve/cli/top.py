@@ -15,16 +15,14 @@ import typer
 
 from sglang_coserve.cli.console import OperatorFlags, code_of_signal, flag, say, takes
 from sglang_coserve.errors import ServerError, ServerGoneError
+from sglang_coserve.terminal import printable
 
-_HISTORY_S: Final = 120.0
 _TIMEOUT_S: Final = 10.0
 _PATH: Final = "/coserve/view"
+_LAST_S: Final = 5.0
+"""Of the history only the last sample is shown."""
 
 View = dict[str, Any]
-"""See ``shown_view``."""
-
-Read = Callable[[float], View]
-"""Returns the view with its history from a time on, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +42,63 @@ def top(flags: TopFlags) -> None:
     """
     try:
         with _reading(flags.base_url, flags.key) as read:
-            first = read(0.0)  # An unusable address or key is reported at once.
-            if flags.once:
-                _show_once(first, plain=flags.plain)
-            elif flags.plain or not sys.stdout.isatty():
-                _lines(read, first, flags.interval)
-            else:
-                _screen(read, first, flags.interval)
+            # An unusable address or key is reported at once.
+            _show(read(), read, flags)
     except KeyboardInterrupt:
         raise typer.Exit(code_of_signal(signal.SIGINT)) from None
 
 
+def _show(view: View, read: Callable[[], View], flags: TopFlags) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from sglang_coserve.view.terminal import as_line, as_tables
+
+    if flags.plain or not (flags.once or sys.stdout.isatty()):
+        say(as_line(view))
+        while not flags.once:
+            time.sleep(flags.interval)
+            try:
+                say(as_line(read()))
+            except ServerGoneError as error:
+                say(error, is_error=True)
+        return
+    console = Console(markup=False, highlight=False)
+    if flags.once:
+        console.print(as_tables(view))
+        return
+    with Live(as_tables(view), console=console, auto_refresh=False) as live:
+        while True:
+            live.refresh()
+            time.sleep(flags.interval)
+            try:
+                live.update(as_tables(view := read()))
+            except ServerGoneError as error:
+                gone = f"{printable(str(error))}; above is what it said last"
+                live.update(Group(as_tables(view), gone))
+
+
 @contextmanager
-def _reading(base_url: str, key: str | None) -> Iterator[Read]:
-    """Connect to a server.
+def _reading(base_url: str, key: str | None) -> Iterator[Callable[[], View]]:
+    """Connect to a server, and give what returns its view.
 
     Raises:
         ConfigError: the address or the key cannot be used.
         ServerGoneError: on reading, there is no answer.
-        ServerError: on reading, the server refuses, or is none of ours.
+        ServerError: on reading, the server refuses, or is none of ours; or what it said cannot be
+            shown.
     """
     import httpx
     import msgspec
 
     from sglang_coserve.client.calls import server_address
-    from sglang_coserve.view.shown_view import shown_view
 
     address, headers = server_address(base_url, key)
 
-    def read(since_s: float) -> View:
+    since_s = 0.0
+
+    def read() -> View:
+        nonlocal since_s
         try:
             answer = http.get(_PATH, params={"since": since_s})
         except httpx.TransportError as error:
@@ -92,61 +118,18 @@ def _reading(base_url: str, key: str | None) -> Iterator[Read]:
             )
         try:
             view = msgspec.json.decode(answer.content, type=View)
-            if "online_users" not in view:
-                raise ValueError("it is no view")
         except (ValueError, RecursionError) as error:
             raise ServerError(f"{address}{_PATH}: the answer cannot be read: {error}") from error
-        return shown_view(view)
+        since_s = view["at"] - _LAST_S
+        return view
 
     with httpx.Client(
         base_url=address, headers=headers, timeout=_TIMEOUT_S, trust_env=False
     ) as http:
-        yield read
-
-
-def _show_once(view: View, *, plain: bool) -> None:
-    from rich.console import Console
-
-    from sglang_coserve.view.terminal import as_line, as_screen
-
-    if plain:
-        say(as_line(view))
-    else:
-        Console(markup=False, highlight=False).print(as_screen(view))
-
-
-def _lines(read: Read, view: View, interval_s: float) -> None:
-    from sglang_coserve.view.terminal import as_line
-
-    say(as_line(view))
-    while True:
-        time.sleep(interval_s)
         try:
-            view = read(view["at"] - _HISTORY_S)
-            say(as_line(view))
-        except ServerGoneError as error:
-            say(error, is_error=True)
-
-
-def _screen(read: Read, view: View, interval_s: float) -> None:
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from sglang_coserve.terminal import printable
-    from sglang_coserve.view.terminal import as_screen
-
-    live = Live(as_screen(view), screen=True, auto_refresh=False, vertical_overflow="crop")
-    try:
-        # Not as a context manager: an interrupt while it starts would leave its screen in place.
-        live.start(refresh=True)
-        while True:
-            time.sleep(interval_s)
-            try:
-                view = read(view["at"] - _HISTORY_S)
-                live.update(as_screen(view), refresh=True)
-            except ServerGoneError as error:
-                gone = Text(printable(f"{error}; shown is what it said last"), "bold red")
-                live.update(Group(gone, as_screen(view)), refresh=True)
-    finally:
-        live.stop()
+            yield read
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ServerError(
+                f"{address}{_PATH}: the answer cannot be shown ({error!r}): is the server of the"
+                " same version as this command?"
+            ) from error

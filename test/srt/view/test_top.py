@@ -36,7 +36,6 @@ def test_one_look_shows_what_the_page_shows(deployment: Deployment, client: open
     assert (code, errors) == (0, "")
     for part in ("policy coserve", "ttft p99 <= 400ms", "offline tokens/s", batch_id, "completed"):
         assert part in shown
-    assert "another version" not in shown
     code, shown, _ = top(deployment, "--once")  # --open-view: without a key, no batches.
     assert code == 0
     assert batch_id not in shown
@@ -62,7 +61,7 @@ def test_a_pipe_gets_a_line_each_time_and_ctrl_c_ends_it(deployment: Deployment)
     assert errors == b""
 
 
-def test_a_terminal_gets_a_screen_and_is_left_as_it_was(deployment: Deployment) -> None:
+def test_a_terminal_gets_tables_and_is_left_as_it_was(deployment: Deployment) -> None:
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         command(deployment),
@@ -74,10 +73,10 @@ def test_a_terminal_gets_a_screen_and_is_left_as_it_was(deployment: Deployment) 
     )
     os.close(follower)
     try:
-        seen = read_until(leader, b"what could be added")
-        assert b"\x1b[?1049h" in seen  # The other screen of the terminal.
+        seen = read_until(leader, b"tokens/s")
+        assert b"\x1b[?25l" in seen  # The cursor is hidden.
         process.send_signal(signal.SIGINT)
-        seen = read_until(leader, b"\x1b[?1049l")
+        seen = read_until(leader, b"\x1b[?25h")
         assert process.wait(PROCESS_TIMEOUT_S) == 130
         assert b"Traceback" not in seen
     finally:
