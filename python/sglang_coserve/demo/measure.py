@@ -84,13 +84,9 @@ async def measure(
             async with asyncio.timeout(window.seconds):
                 while job.is_running and not job.status.ok + job.status.failed:
                     await asyncio.sleep(_POLL_S)
-        finished_at: list[tuple[float, int]] = []
         async with online:
             while elapsed_s() < window.seconds:
                 status = job.status
-                tokens = status.prompt_tokens + status.completion_tokens
-                if not finished_at or tokens > finished_at[-1][1]:
-                    finished_at.append((elapsed_s(), tokens))
                 say_progress(f", offline {status.ok} ok, {status.failed} failed")
                 if not online.is_running and not job.is_running:
                     break
@@ -109,6 +105,5 @@ async def measure(
         completion_tokens=status.completion_tokens,
         elapsed_s=status.elapsed_s,
         is_complete=is_complete,
-        finished_at=finished_at,
     )
     return SystemResult(system.name, LABELS[system.name], online.timelines(), result)
