@@ -130,10 +130,9 @@ def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
 
 
 def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
-    command = [sys.executable, "-m", "sglang_coserve", "profile", "--resume"]
+    command = [sys.executable, "-m", "sglang_coserve", "profile"]
     command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
-    command += ["--plot", str(folder / "profile.png"), "--quiet"]
-    command += ["--time-limit", "12" if setting.dry_run else "75"]
+    command += ["--quiet", "--time-limit", "12" if setting.dry_run else "75"]
     command += ["--max-shapes", "30" if setting.dry_run else "400"]
     return [[*command, "--log-level", "error", *setting.server_flags()]]
 

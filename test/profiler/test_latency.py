@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
@@ -15,13 +14,8 @@ from sglang_coserve.profiler.latency import ShapeTiming, measure_grid, quick_sam
 SHAPES = plan_grid(LIMITS, 100)
 
 
-def run(
-    executor: ModelledExecutor, time_limit_s: float, done: tuple[ShapeTiming, ...] = ()
-) -> list[ShapeTiming]:
-    measuring = measure_grid(
-        executor, SHAPES, time_limit_s=time_limit_s, done=done, clock=executor.clock
-    )
-    return list(measuring)
+def run(executor: ModelledExecutor, time_limit_s: float) -> list[ShapeTiming]:
+    return list(measure_grid(executor, SHAPES, time_limit_s=time_limit_s, clock=executor.clock))
 
 
 def test_with_time_enough_every_shape_is_measured_and_some_again() -> None:
@@ -40,22 +34,6 @@ def test_the_time_limit_is_kept(time_limit_s: float) -> None:
     assert run(executor, time_limit_s)
     # The last shape's runs end within its budget, the last one may end later.
     assert executor.clock() <= time_limit_s * 1.05
-
-
-def test_a_later_call_measures_the_rest() -> None:
-    executor = ModelledExecutor()
-    first = list(
-        islice(
-            measure_grid(executor, SHAPES, time_limit_s=1000, clock=executor.clock),
-            30,
-        )
-    )
-    ran = len(executor.runs)
-    second = run(executor, 1000, done=tuple(first))
-    known = {measurement.shape for measurement in first}
-    assert known.isdisjoint(measurement.shape for measurement in second)
-    assert known.isdisjoint(executor.runs[ran:])
-    assert known | {measurement.shape for measurement in second} == set(SHAPES)
 
 
 def test_quick_samples_determine_the_machine() -> None:

@@ -9,14 +9,13 @@ from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExec
 from sglang_coserve.core.latency_model.machine import find_hardware, find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler.executor import StepShape
 from sglang_coserve.profiler.fits import choose, fit_all, to_profile
 from sglang_coserve.profiler.grid import plan_grid
 from sglang_coserve.profiler.latency import ShapeTiming, measure_grid
-from sglang_coserve.profiler.profile_file import ProfiledMachine, load_profile, write_profile
-from sglang_coserve.profiler.report import report_text, write_plot
-from sglang_coserve.profiler.sample_file import SampleFile
+from sglang_coserve.profiler.profile_file import load_profile, write_profile
+from sglang_coserve.profiler.report import report_text
 
 FIRST = ShapeTiming(StepShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
 SECOND = ShapeTiming(StepShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))
@@ -27,77 +26,6 @@ def measurements() -> list[ShapeTiming]:
     executor = ModelledExecutor(noise=0.01)
     shapes = plan_grid(LIMITS, 120)
     return list(measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock))
-
-
-def written(path: Path, *measurements: ShapeTiming) -> Path:
-    with SampleFile(path, MACHINE, resume=False) as file:
-        for measurement in measurements:
-            file.append(measurement)
-    return path
-
-
-def resumed(path: Path, machine: ProfiledMachine = MACHINE) -> list[ShapeTiming]:
-    with SampleFile(path, machine, resume=True) as file:
-        return file.measurements
-
-
-def test_measurements_survive(tmp_path: Path) -> None:
-    path = written(tmp_path / "samples.jsonl", FIRST)
-    with SampleFile(path, MACHINE, resume=True) as file:
-        assert file.measurements == [FIRST]
-        file.append(SECOND)
-    assert resumed(path) == [FIRST, SECOND]
-
-
-@pytest.mark.parametrize("cut", [1, 10, 40])
-def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, cut: int) -> None:
-    path = written(tmp_path / "samples.jsonl", FIRST, SECOND)
-    path.write_bytes(path.read_bytes()[:-cut])
-    with SampleFile(path, MACHINE, resume=True) as file:
-        assert file.measurements == [FIRST]
-        file.append(SECOND)
-    assert resumed(path) == [FIRST, SECOND]
-
-
-def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
-    assert resumed(tmp_path / "new.jsonl") == []
-
-
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    path = written(tmp_path / "samples.jsonl", FIRST)
-    with pytest.raises(ConfigError, match="--resume"):
-        SampleFile(path, MACHINE, resume=False)
-    assert resumed(path) == [FIRST]
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"hardware": "NVIDIA H200"}, "hardware"), ({"settings": {"page_size": 16}}, "settings")],
-)
-def test_another_machine_is_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
-    path = written(tmp_path / "samples.jsonl", FIRST)
-    with pytest.raises(InputFileError, match=named):
-        resumed(path, replace(MACHINE, **change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("{}", "shape"),
-        ('{"shape": {"prefills": [[0, 0]]}, "runs_s": [1.0]}', "no prefill: 0 tokens"),
-        ('{"shape": {"prefills": [[1]]}, "runs_s": [1.0]}', "prefills"),
-        ('{"shape": {"decodes": [0]}, "runs_s": [1.0]}', "without a prompt"),
-        ('{"shape": {"decodes": [3]}, "runs_s": []}', "runs_s"),
-        ('{"shape": {}, "runs_s": [1.0]}', "request"),
-        ('{"shape": {"decodes": [3]}, "runs_s": [-1.0]}', "> 0"),
-        ("not JSON", "JSON"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, named: str) -> None:
-    path = written(tmp_path / "samples.jsonl", FIRST)
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(InputFileError, match=rf"samples.jsonl:3: .*{named}"):
-        resumed(path)
 
 
 def test_best_is_the_kind_with_the_least_error(measurements: list[ShapeTiming]) -> None:
@@ -174,15 +102,6 @@ def test_without_repeats_the_noise_is_not_invented() -> None:
     text = report_text([FIRST], fit_all([FIRST.sample], MACHINE))
     assert "not measured: no shape was repeated" in text
     assert text.count("not fitted") == 4
-
-
-def test_the_plot_is_an_image(measurements: list[ShapeTiming], tmp_path: Path) -> None:
-    attempts = fit_all([m.sample for m in measurements], MACHINE)
-    write_plot(measurements, attempts, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    write_plot(measurements, attempts, tmp_path / "plot.svg")
-    text = (tmp_path / "plot.svg").read_text()
-    assert text.count('id="axes_') == 4
 
 
 def test_profiles_survive(measurements: list[ShapeTiming], tmp_path: Path) -> None:

@@ -23,10 +23,8 @@ class ProfileFlags:
         "best",
         "polynomial, linear, roofline, split_linear, or best: the one with the least error",
     )
-    plot: Path | None = flag(None, "Draw measured against predicted (.png, .svg, .pdf).")
     time_limit: float = flag(300.0, "Measure for this long, s; starting SGLang is extra.", min=1)
     max_shapes: int = flag(400, "Batches to measure.", min=1)
-    resume: bool = flag(False, "Continue from PROFILE.samples.jsonl.", "--resume")
     seed: int = flag(0, "Of the samples held out of the fits.")
     quiet: bool = flag(False, "No progress bar.", "--quiet", "-q")
 
@@ -41,7 +39,7 @@ def profile(
             "--output",
             "-o",
             metavar="PROFILE.json",
-            help="Where the profile goes; its measurements go to PROFILE.samples.jsonl.",
+            help="Where the profile goes.",
         ),
     ],
     flags: ProfileFlags,
@@ -58,44 +56,31 @@ def profile(
     if flags.kind not in (BEST, *KINDS):
         known = ", ".join((BEST, *KINDS))
         raise ConfigError(f"--kind {flags.kind}: use one of {known}")
-    samples_path = output.with_suffix(".samples.jsonl")
-    if samples_path.exists() and not flags.resume:
-        raise ConfigError(f"{samples_path}: measurements exist: add --resume, or remove the file")
 
     from sglang_coserve.profiler.grid import plan_grid
     from sglang_coserve.profiler.latency import measure_grid
     from sglang_coserve.profiler.profile_file import write_profile
     from sglang_coserve.profiler.progress import ProfileProgress
-    from sglang_coserve.profiler.report import report_text, write_plot
-    from sglang_coserve.profiler.sample_file import SampleFile
+    from sglang_coserve.profiler.report import report_text
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
     sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]
     with ExecutorProcesses(sglang_flags) as executor:
         machine = executor.machine
         shapes = plan_grid(executor.limits, flags.max_shapes)
-        with (
-            SampleFile(samples_path, machine, resume=flags.resume) as file,
-            ProfileProgress(len(shapes), flags.time_limit, show=not flags.quiet) as progress,
-        ):
-            measuring = measure_grid(
-                executor, shapes, time_limit_s=flags.time_limit, done=tuple(file.measurements)
-            )
-            for measurement in measuring:
-                file.append(measurement)
+        measurements = []
+        with ProfileProgress(len(shapes), flags.time_limit, show=not flags.quiet) as progress:
+            for measurement in measure_grid(executor, shapes, time_limit_s=flags.time_limit):
+                measurements.append(measurement)
                 progress.advance(measurement)
                 if progress.is_interrupted:
                     break
-    measurements = file.measurements
     attempts = fit_all([m.sample for m in measurements], machine, seed=flags.seed)
     say(f"{machine.model} on {machine.hardware}, tp {machine.tp_size}")
     if measurements:
         say(report_text(measurements, attempts), newline=False)
     chosen = choose(attempts, flags.kind)
     write_profile(to_profile(chosen, machine), output)
-    say(f"profile: {output} ({chosen.model.kind}); measurements: {samples_path}")
-    if flags.plot is not None:
-        write_plot(measurements, attempts, flags.plot)
-        say(f"plot: {flags.plot}")
+    say(f"profile: {output} ({chosen.model.kind})")
     if progress.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))

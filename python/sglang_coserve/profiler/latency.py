@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Final
-
-from msgspec import Meta
+from typing import Final
 
 from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.core.step_stats import StepStats
@@ -37,7 +35,7 @@ class ShapeTiming:
     """The timed runs of one shape."""
 
     shape: StepShape
-    runs_s: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
+    runs_s: tuple[float, ...]
     """All timed runs in order, without the warm-up."""
 
     @property
@@ -172,17 +170,13 @@ def measure_grid(
     *,
     time_limit_s: float,
     at_least: int = 0,
-    done: Iterable[ShapeTiming] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ShapeTiming]:
     """Yield measurements of the shapes in order, until all are measured or the time is up.
 
-    Shapes in ``done`` are not measured again, and those that may take longer
-    than their share of the limit are skipped: a later call with more time
-    measures them. The first ``at_least`` shapes are measured however long they take. Every ninth
-    measurement repeats a shape of this call, for
-    ``repeat_error``. The caller may stop iterating at any time; the executor is left without
-    state.
+    Shapes that may take longer than their share of the limit are skipped. The first ``at_least``
+    shapes are measured however long they take. Every ninth measurement repeats an earlier shape,
+    for ``repeat_error``. The caller may stop at any time; the executor is left without state.
 
     Raises:
         ServerError: the engine failed on a shape.
@@ -190,10 +184,6 @@ def measure_grid(
     end_s = clock() + time_limit_s
     shape_limit_s = time_limit_s * _SHAPE_SHARE
     bound = CostBound()
-    known: set[StepShape] = set()
-    for earlier in done:
-        bound.observe(earlier.shape.stats, earlier.seconds)
-        known.add(earlier.shape)
     measured: list[StepShape] = []
 
     def visit(shape: StepShape) -> ShapeTiming | None:
@@ -209,7 +199,7 @@ def measure_grid(
     for shape in shapes:
         if clock() >= end_s and len(measured) >= at_least:
             return
-        if shape in known or (measurement := visit(shape)) is None:
+        if (measurement := visit(shape)) is None:
             continue
         yield measurement
         measured.append(shape)

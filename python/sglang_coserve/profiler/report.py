@@ -1,22 +1,13 @@
-"""Reports the quality of a profile: errors compared with noise, measured against predicted."""
+"""Reports the quality of a profile: errors compared with noise."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
 
-from sglang_coserve.errors import require
 from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import FitAttempt
 from sglang_coserve.profiler.latency import ShapeTiming, repeat_error
-
-_COLORS: Final = {
-    ShapeKind.PREFILL: "tab:blue",
-    ShapeKind.DECODE: "tab:orange",
-    ShapeKind.MIXED: "tab:green",
-}
 
 
 def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttempt]) -> str:
@@ -44,45 +35,3 @@ def report_text(measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttem
         f"longest step {largest_s * 1e3:,.1f} ms"
     )
     return "\n".join(lines) + "\n"
-
-
-def write_plot(
-    measurements: Sequence[ShapeTiming], attempts: Sequence[FitAttempt], path: Path
-) -> None:
-    """Plot measured against predicted seconds, one panel per kind; the suffix sets the format.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    require("plot", "the plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    fitted = [attempt for attempt in attempts if attempt.fit is not None]
-    figure = Figure(figsize=(4 * max(1, len(fitted)), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, max(1, len(fitted)), squeeze=False, sharex=True, sharey=True)[0]
-    measured_ms = [measurement.seconds * 1e3 for measurement in measurements]
-    ends = [min(measured_ms), max(measured_ms)]
-    for axis, attempt in zip(axes, fitted, strict=False):
-        assert attempt.fit is not None
-        model, report = attempt.fit.model, attempt.fit.report
-        axis.plot(ends, ends, color="grey", linewidth=0.8)
-        for kind, color in _COLORS.items():
-            of_kind = [m for m in measurements if m.shape.kind is kind]
-            axis.scatter(
-                [m.seconds * 1e3 for m in of_kind],
-                [model.predict(m.shape.stats) * 1e3 for m in of_kind],
-                s=8,
-                color=color,
-                label=kind.value,
-            )
-        axis.set(
-            xscale="log",
-            yscale="log",
-            xlabel="measured (ms)",
-            title=f"{attempt.kind}: MAPE {report.mape:.1%}",
-        )
-    axes[0].set_ylabel("predicted (ms)")
-    axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)

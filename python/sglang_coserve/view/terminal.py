@@ -16,6 +16,9 @@ _STYLES: Final = {"ok": "green", "harmed": "bold red", "overloaded": "yellow", "
 _MOST: Final = 8
 """Of batches and decisions."""
 
+_OBJECTIVES: Final = ("objective", "measured", "without offline", "because of offline")
+_ENGINES: Final = ("engine", "state", "lines", "window", "offline tokens/s", "online users")
+_BATCHES: Final = ("batch", "status", "done", "P50", "P95", "window ends")
 _STALE_S: Final = 5.0
 
 View = Mapping[str, Any]
@@ -56,12 +59,10 @@ def as_tables(view: View) -> RenderableType:
             )
         )
     if slos := users.get("slos"):
-        columns = ("objective", "measured", "without offline", "because of offline")
-        shown.append(_table(columns, map(_slo_row, slos)))
+        shown.append(_table(_OBJECTIVES, map(_slo_row, slos)))
     shown.append(_text(", ".join(_figures(view))))
     if engines := view.get("engines"):
-        columns = ("engine", "state", "lines", "window", "offline tokens/s", "online users")
-        shown.append(_table(columns, map(_engine_row, engines)))
+        shown.append(_table(_ENGINES, map(_engine_row, engines)))
     shown.append(_batches(view["batches"]))
     if decisions := view.get("decisions"):
         rows = ((_clock(d["at"]), f"{d['steps']:,}×", d["text"]) for d in decisions[:_MOST])
@@ -121,8 +122,7 @@ def _batches(batches: View | None) -> RenderableType:
         return Text("batches are shown with the server's key: --api-key", "dim")
     # The newest come first; those that go on before those that have ended.
     shown = sorted(batches["data"], key=lambda batch: bool(batch["completed_at"]))
-    columns = ("batch", "status", "done", "P50", "P95", "window ends")
-    return _table(columns, map(_batch_row, shown[:_MOST])) if shown else Text("no batches", "dim")
+    return _table(_BATCHES, map(_batch_row, shown[:_MOST])) if shown else Text("no batches", "dim")
 
 
 def _batch_row(batch: View) -> Sequence[str]:
