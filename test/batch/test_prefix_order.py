@@ -91,9 +91,9 @@ def shuffled(groups: int, size: int, seed: int = 1) -> list[bytes]:
     return [request(number, prompt) for number, prompt in enumerate(prompts, 1)]
 
 
-def order_of(source: bytes, **options: bool) -> list[OrderedLine]:
+def order_of(source: bytes) -> list[OrderedLine]:
     order = io.BytesIO()
-    write_order(io.BytesIO(source), order, **options)
+    write_order(io.BytesIO(source), order)
     return list(read_order(order, 0, 100_000))
 
 
@@ -131,22 +131,11 @@ def test_lines_that_share_nothing_stay_in_their_order() -> None:
     assert [entry.number for entry in order_of(content)] == list(range(1, 1000))
 
 
-def test_only_the_first_line_of_an_id_has_a_place_where_ids_are_unique() -> None:
-    lines = shuffled(groups=20, size=3)
-    again = [lines[7], b"no JSON", lines[3].replace(b"POST", b"GET"), b'{"custom_id": ""}']
-    content = b"\n".join([*lines, *again]) + b"\n"
-    numbers = [entry.number for entry in order_of(content, unique_ids=True)]
-    assert sorted(numbers) == [*range(1, 61), 62, 64]
-    assert len(order_of(content)) == 64
-
-
 async def numbers_of(
     directory: Path,
     lines: list[bytes],
     finished: Collection[int] = (),
     on_line: Callable[[], None] = lambda: None,
-    *,
-    unique_ids: bool = False,
 ) -> list[int]:
     """Sorted numbers of the lines of ``in`` that a source yields beside ``order``."""
     threads, numbers = WorkerThreads("test", 1), []
@@ -156,7 +145,6 @@ async def numbers_of(
         lambda number: number not in finished,
         threads,
         directory / "order",
-        unique_ids=unique_ids,
     )
     async for line in source:
         assert line.content == lines[line.number - 1]
@@ -312,9 +300,9 @@ async def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> Non
 
 
 @settings(deadline=None, max_examples=60)
-@given(data=st.data(), unique_ids=st.booleans())
+@given(data=st.data())
 async def test_a_damaged_order_is_no_order(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, unique_ids: bool
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Cut anywhere, with zeros or other bytes anywhere: each line comes once, with its number."""
     directory = tmp_path_factory.mktemp("order")
@@ -327,7 +315,7 @@ async def test_a_damaged_order_is_no_order(
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
     content[start:end] = data.draw(st.sampled_from([b"\0", b"\1", b"\xff"])) * (end - start)
     (directory / "order").write_bytes(content[:size_bytes])
-    assert await numbers_of(directory, lines, unique_ids=unique_ids) == list(range(1, 401))
+    assert await numbers_of(directory, lines) == list(range(1, 401))
 
 
 async def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:

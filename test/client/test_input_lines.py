@@ -188,15 +188,6 @@ def test_a_finished_line_is_passed_over_and_its_id_remembered() -> None:
     assert code_of(second) == "duplicate_custom_id"
 
 
-def test_what_an_order_knows_of_ids_is_taken_from_it() -> None:
-    checker = LineChecker(max_line_bytes=10_000, is_finished=nothing)
-    data = json.dumps(valid()).encode()
-    left_out = checker.check(InputLine(9, 0, len(data), data, 1, is_first=False))
-    first = checker.check(InputLine(3, 0, len(data), data, 1, is_first=True))
-    assert code_of(left_out) == "duplicate_custom_id"
-    assert isinstance(first, RequestLine)
-
-
 @settings(deadline=None)
 @given(st.lists(st.text(min_size=1).filter(lambda text: text.isprintable()), max_size=40))
 def test_exactly_the_first_of_each_id_is_a_request(ids: list[str]) -> None:

@@ -13,7 +13,7 @@ from sglang_coserve.client.output_files import ResultFiles, file_errors
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.body_limits import COMMON_CONTEXT_TOKENS
-from sglang_coserve.jsonl.lines import SeenIds, is_blank, read_lines
+from sglang_coserve.jsonl.lines import SeenIds
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     RequestLine,
@@ -25,7 +25,7 @@ from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import InputLine, LineSource, PrefixOrder
+from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import Progress
 from sglang_coserve.lines.retry import RetryPolicy
@@ -77,7 +77,7 @@ class ClientOptions:
 
 
 class LineChecker:
-    """Checks the lines of one file, as they come from a ``LineSource`` with unique ids.
+    """Checks the lines of one file, in its order.
 
     A line whose ``custom_id`` appeared on any earlier line is a duplicate, whether or not that
     earlier line was valid. So which line is the duplicate depends on the input alone, and is the
@@ -98,9 +98,7 @@ class LineChecker:
         except BadLineError as found:
             error = found
         custom_id = custom_id_of(fields)
-        is_first = line.is_first
-        if is_first is None:
-            is_first = custom_id is None or self._seen.add(custom_id)
+        is_first = custom_id is None or self._seen.add(custom_id)
         if self._is_finished(line.number):
             return None
         try:
@@ -155,8 +153,6 @@ class LocalBatch:
         self._server = server
         self._context = context
         self._options = options
-        order = f"{files.output.name.removesuffix('.jsonl')}.coserve-order"
-        self._order = PrefixOrder(source, files.output.with_name(order), unique_ids=True)
         self._checker = LineChecker(options.max_line_bytes, files.finished.__contains__)
         self._run: LineRun | None = None
         self._writer: ResultWriter | None = None
@@ -183,7 +179,6 @@ class LocalBatch:
             completion_tokens=progress.usage.output_tokens,
             elapsed_s=(self._ended_s or time.monotonic()) - self._began_s,
             trouble=self._context.health.last_failure if state is JobState.RUNNING else None,
-            ordered_share=self._order.read_share,
         )
 
     async def run(self) -> None:
@@ -198,7 +193,6 @@ class LocalBatch:
         context = self._context
         try:
             with file_errors():
-                self._order.delete()  # The input may have changed since an earlier run.
                 self._writer = ResultWriter(
                     self._files.log,
                     _ignore,
@@ -211,7 +205,6 @@ class LocalBatch:
                 finally:
                     await self._writer.close()
         finally:
-            self._order.delete()
             self._checker.close()
             self._files.close()
             self._ended_s = time.monotonic()
@@ -221,27 +214,13 @@ class LocalBatch:
         lines = LineSource(
             self._source,
             self._options.max_line_bytes,
-            lambda line: line not in self._files.finished,
+            lambda _: True,  # Finished ones, too, for their ids.
             self._context.threads,
-            self._order.path,
-            unique_ids=True,
+            with_digests=True,
         )
         # A server sends a line's tokens only in its answer: there are none to keep.
         self._run = LineRun(self, self._context, writer, LineTokens(""))
-        await self._run.serve(lines, self._find_order())
-
-    async def _find_order(self) -> None:
-        # A server orders by itself what it has at once.
-        if await self._context.threads.run(self._has_more_lines, self._options.concurrency):
-            await self._order.find()
-
-    def _has_more_lines(self, count: int) -> bool:
-        with self._source.open("rb") as file:
-            for line in read_lines(file, self._options.max_line_bytes):
-                count -= not is_blank(line.content)
-                if count < 0:
-                    return True
-        return False
+        await self._run.serve(lines)
 
     def tag(self, line: InputLine) -> int:
         """See ``LineJob``: the line's digest, by which a later run finds out that it changed."""

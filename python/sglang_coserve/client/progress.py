@@ -58,9 +58,6 @@ class JobStatus:
     trouble: str | None
     """Why lines are being retried; None while the server answers."""
 
-    ordered_share: float | None = None
-    """Part of the input read to order its lines by prefix; None when that is not going on."""
-
     batch_id: str | None = None
     """The batch that the server runs; None when it is sent line by line."""
 
@@ -128,10 +125,7 @@ def _description(status: JobStatus) -> str:
         return _describe_batch(status)
     if status.trouble:
         return f"{status.ok} ok, {status.failed} failed; retrying: {status.trouble[:80]}"
-    parts = f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
-    if status.ordered_share is not None:
-        parts += f"; ordering by prefix: {100 * status.ordered_share:.0f}%"
-    return parts
+    return f"{status.ok} ok, {status.failed} failed, {status.tokens_per_s:.0f} tokens/s"
 
 
 def _describe_batch(status: JobStatus) -> str:

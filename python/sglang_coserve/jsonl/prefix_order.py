@@ -1,10 +1,9 @@
 """The process that finds an order of a file's lines in which common beginnings come together.
 
 ``python -m sglang_coserve.jsonl.prefix_order PARENT ORDER`` reads standard input and writes
-``ORDER``, which ``read_order`` reads; with ``unique-ids`` it leaves out every line with the
-``custom_id`` of an earlier one. Memory is bounded, whatever the file: SQLite sorts, in its
-temporary folder, up to 268 bytes a line. The process ends with its parent, whose id it is
-given: that may have ended before it could look.
+``ORDER``, which ``read_order`` reads. Memory is bounded, whatever the file: SQLite sorts, in its
+temporary folder, up to 268 bytes a line. The process ends with its parent, whose id it is given:
+that may have ended before it could look.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -24,8 +23,8 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib import crc32
 
 from sglang_coserve.durable_files import replace
-from sglang_coserve.jsonl.lines import SeenIds, is_blank, read_lines
-from sglang_coserve.jsonl.request_line import custom_id_of, parse_json, prefix_key
+from sglang_coserve.jsonl.lines import is_blank, read_lines
+from sglang_coserve.jsonl.request_line import parse_json, prefix_key
 
 _ENTRY: Final = Struct("<QI")
 """Offset and number of a line. Before the first comes how many there are, and a CRC-32 of all."""
@@ -46,19 +45,19 @@ class OrderedLine(NamedTuple):
     number: int
 
 
-def write_order(source: BinaryIO, order: BinaryIO, *, unique_ids: bool = False) -> None:
+def write_order(source: BinaryIO, order: BinaryIO) -> None:
     """Find the order of ``source``, from where it stands, and write it to ``order``.
 
     The requests that begin with the same 128 bytes are a group. Groups come in the order
     of their first lines, so lines without anything in common stay in theirs; within
-    a group come those together that have more in common. Blank lines are left out, with
-    ``unique_ids`` also those with the ``custom_id`` of an earlier line. O(n log n) of the lines.
+    a group come those together that have more in common. Blank lines are left out. O(n log n) of
+    the lines.
 
     Raises:
         OSError: the file cannot be read, or the order not be written.
     """
     with closing(_sorter()) as database:
-        database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", _keyed(source, unique_ids))
+        database.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", _keyed(source))
         found = database.execute(
             "SELECT offset, number FROM"
             " (SELECT *, MIN(number) OVER (PARTITION BY head) AS first FROM lines)"
@@ -108,31 +107,24 @@ def _sorter() -> sqlite3.Connection:
     return database
 
 
-def _keyed(source: BinaryIO, unique_ids: bool) -> Iterator[tuple[bytes, bytes, int, int]]:
+def _keyed(source: BinaryIO) -> Iterator[tuple[bytes, bytes, int, int]]:
     offset = 0
-    with closing(SeenIds()) as seen:
-        for line in read_lines(source, _MAX_LINE_BYTES):
-            begins_at, offset = offset, offset + line.size_bytes
-            if line.content is None or is_blank(line.content):
-                continue
-            key = b""  # Of what is no request: whoever serves it has something to say of it.
-            try:
-                fields = parse_json(line.content)
-                custom_id = custom_id_of(fields) if unique_ids else None
-                if custom_id is not None and not seen.add(custom_id):
-                    continue
-                key = prefix_key(fields["body"])
-            except (ValueError, TypeError, KeyError, AttributeError):
-                pass
-            yield key[:4], key, begins_at, line.number
+    for line in read_lines(source, _MAX_LINE_BYTES):
+        begins_at, offset = offset, offset + line.size_bytes
+        if line.content is None or is_blank(line.content):
+            continue
+        key = b""  # Of what is no request: whoever serves it has something to say of it.
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            key = prefix_key(parse_json(line.content)["body"])
+        yield key[:4], key, begins_at, line.number
 
 
-def main(parent: str, name: str, *unique_ids: str) -> None:
+def main(parent: str, name: str) -> None:
     """Order standard input, as the command line says."""
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     os.nice(10)  # Whatever serves requests is more urgent; with 19 a busy host never gets here.
     with open(0, "rb", buffering=_READ_BYTES) as source:
-        replace(Path(name), partial(write_order, source, unique_ids=bool(unique_ids)))
+        replace(Path(name), partial(write_order, source))
     print("null")  # noqa: T201  (The caller reads JSON.)
 
 

@@ -115,7 +115,7 @@ class LineRun:
     async def serve(
         self,
         lines: LineSource,
-        beside: Coroutine[Any, Any, None],
+        beside: Coroutine[Any, Any, None] | None = None,
         suspects: LineSource | None = None,
     ) -> None:
         """Serve every line, ``suspects`` one at a time, and run ``beside`` meanwhile.
@@ -132,13 +132,17 @@ class LineRun:
             await self._journal.save(self._context.threads)
 
     async def _serve_all(
-        self, lines: LineSource, beside: Coroutine[Any, Any, None], suspects: LineSource | None
+        self,
+        lines: LineSource,
+        beside: Coroutine[Any, Any, None] | None,
+        suspects: LineSource | None,
     ) -> None:
         job, slots = self._job, self._context.slots
         async with asyncio.TaskGroup() as watchers:
             meanwhile = [
                 watchers.create_task(work)
                 for work in (beside, self._writer.failure(), self._journal_regularly())
+                if work is not None
             ]
             async with asyncio.TaskGroup() as tasks:
                 if suspects is not None:

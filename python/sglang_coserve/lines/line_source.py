@@ -56,21 +56,10 @@ class PrefixOrder:
     hundred lines at a time.
     """
 
-    def __init__(self, source: Path, path: Path, *, unique_ids: bool = False) -> None:
-        """``path`` will have the order of ``source``; see ``LineSource`` for ``unique_ids``."""
+    def __init__(self, source: Path, path: Path) -> None:
+        """``path`` will have the order of ``source``."""
         self.path = path
         self._source = source
-        self._unique_ids = unique_ids
-        self._input: BinaryIO | None = None
-
-    @property
-    def read_share(self) -> float | None:
-        """Share of the source that has been read so far; None while the process is not running."""
-        if self._input is None:
-            return None
-        # The process shares the file description, and so its offset.
-        size_bytes = os.fstat(self._input.fileno()).st_size
-        return min(1.0, self._input.tell() / max(1, size_bytes))
 
     async def find(self) -> None:
         """Compute the order, unless a whole one exists.
@@ -79,20 +68,12 @@ class PrefixOrder:
         """
         if await asyncio.to_thread(has_order, self.path):
             return
-        arguments = [
-            str(os.getpid()),
-            str(self.path),
-            *(["unique-ids"] if self._unique_ids else []),
-        ]
         try:
-            with self._source.open("rb", buffering=0) as self._input:
-                await run_module(
-                    f"ordering {self._source}", _MODULE, *arguments, source=self._input
-                )
+            with self._source.open("rb", buffering=0) as source:
+                arguments = (str(os.getpid()), str(self.path))
+                await run_module(f"ordering {self._source}", _MODULE, *arguments, source=source)
         except (StorageError, OSError) as error:
             _log.warning("lines are served in the order of the file: %s", error)
-        finally:
-            self._input = None
 
     def delete(self) -> None:
         """Delete the order and unfinished parts of it. Blocks."""
@@ -118,10 +99,7 @@ class InputLine:
     """None if the line is too long."""
 
     digest: int
-    """See ``jsonl.lines.Line.digest``."""
-
-    is_first: bool | None = None
-    """Whether it is the first line with its ``custom_id``; None if unknown."""
+    """See ``FileLine``."""
 
 
 class LineSource:
@@ -129,10 +107,6 @@ class LineSource:
 
     They come in file order until a whole prefix order exists (``prefix_order``), and in that order
     from then on. Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
-
-    With ``unique_ids`` the prefix order has only the first line of each ``custom_id``; the
-    lines that it omits come last, in file order. Until it exists, unwanted lines are
-    yielded, too, so that the caller can track which ids have occurred.
     """
 
     def __init__(
@@ -143,7 +117,7 @@ class LineSource:
         threads: WorkerThreads,
         order: Path | None = None,
         *,
-        unique_ids: bool = False,
+        with_digests: bool = False,
     ) -> None:
         """``order`` is the file of the prefix order, which may appear later; None for none."""
         self._path = path
@@ -151,9 +125,8 @@ class LineSource:
         self._is_wanted = is_wanted
         self._threads = threads
         self._order = order
-        self._unique_ids = unique_ids
+        self._with_digests = with_digests
         self._is_ordered = False
-        self._is_order_over = False
         self._place = 0
         self._taken = LineBitmap()
         self._offset = 0
@@ -176,7 +149,7 @@ class LineSource:
         if not self._is_ordered and self._order is not None:
             self._is_ordered = has_order(self._order)
         try:
-            if self._is_ordered and not self._is_order_over:
+            if self._is_ordered:
                 self._read_in_order()
             else:
                 self._read_on()
@@ -184,8 +157,6 @@ class LineSource:
             raise StorageError(f"{self._path} cannot be read: {error.strerror}") from error
 
     def _read_on(self) -> None:
-        takes_all = self._unique_ids and not self._is_ordered
-        is_first = False if self._is_order_over else None
         size_bytes = 0
         with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
             file.seek(self._offset)
@@ -193,9 +164,8 @@ class LineSource:
                 offset = self._offset
                 self._offset += line.size_bytes
                 self._number = line.number
-                is_wanted = takes_all or self._is_wanted(line.number)
-                if is_wanted and line.number not in self._taken and not is_blank(line.content):
-                    self._take(line, offset, is_first)
+                if self._is_wanted(line.number) and not is_blank(line.content):
+                    self._take(line, offset)
                     size_bytes += line.size_bytes
                 if self._is_enough(size_bytes) or line.number % _SKIPPED_AT_ONCE == 0:
                     return
@@ -216,22 +186,21 @@ class LineSource:
                     line = next(self._lines(file, number - 1), None)
                     if line is None:
                         raise StorageError(f"{self._path} has changed since it was checked")
-                    self._take(line, offset, is_first=True)
+                    self._take(line, offset)
                     size_bytes += line.size_bytes
         if self._place == before:
-            self._is_order_over = True
-            self._is_at_end = not self._unique_ids
+            self._is_at_end = True
 
     def _lines(self, file: BinaryIO, after_line: int) -> Iterator[FileLine]:
         return read_lines(
-            file, self._max_line_bytes, after_line=after_line, with_digest=self._unique_ids
+            file, self._max_line_bytes, after_line=after_line, with_digest=self._with_digests
         )
 
-    def _take(self, line: FileLine, offset: int, is_first: bool | None) -> None:
+    def _take(self, line: FileLine, offset: int) -> None:
         if self._order is not None:
             self._taken.add(line.number)
         self._ahead.append(
-            InputLine(line.number, offset, line.size_bytes, line.content, line.digest, is_first)
+            InputLine(line.number, offset, line.size_bytes, line.content, line.digest)
         )
 
     def _is_enough(self, size_bytes: int) -> bool:
