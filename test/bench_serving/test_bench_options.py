@@ -66,11 +66,6 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
         ([*MODEL, "--warmup-s", "nan", *LOADS], "--warmup-s nan"),
         ([*MODEL, "--chunk-tokens", "0", *LOADS], "--chunk-tokens 0"),
         ([*MODEL, "--repeats", "0", *LOADS], "--repeats 0: it must be a positive number"),
-        ([*MODEL, "--request-rates", "-1", *LOADS], "--request-rates -1"),
-        (
-            [*MODEL, "--request-rates", "4", *LOADS],
-            "leave --request-rate out",
-        ),
         (["--base-url", "stock-tuned=http://x", *LOADS], "stock-tuned=http://x"),
         (["--base-url", "alone=x", *LOADS], "NAME=]http://"),
         (["--base-url", "http://x", "http://y", *LOADS], "given once"),
@@ -87,18 +82,6 @@ def test_servers_that_run_already_are_systems_too() -> None:
     options = parse_options(["--base-url", "http://a:1/", "alone=http://b:2", *LOADS])
     assert [system.name for system in options.systems] == ["alone", "coserve"]
     assert options.urls == ("http://b:2", "http://a:1")
-
-
-def test_each_rate_is_a_load_of_its_own() -> None:
-    words = [*MODEL, "--out", "o", "--request-rates", "2", "0.5", "2"]
-    options = parse_options([*words, "--online", "--num-prompts", "9", *LOADS[3:]])
-    loads = options.of_each_rate()
-    assert {rate: (load.online[-2:], str(load.out)) for rate, load in loads.items()} == {
-        2.0: (("--request-rate", "2"), "o/rate-2"),
-        0.5: (("--request-rate", "0.5"), "o/rate-0.5"),
-    }
-    one = parse()
-    assert one.of_each_rate() == {None: one}
 
 
 def test_systems_with_many_flags_have_folders_of_their_own() -> None:
@@ -187,7 +170,7 @@ def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any
 
 def table_of(comparison: Comparison) -> tuple[dict[str, dict[str, str]], str]:
     """The cells by system and column, of columns with one name the last one; what is said below."""
-    head, _, *lines = table({None: comparison}).splitlines()
+    head, _, *lines = table(comparison).splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     columns = [cell.strip() for cell in head.split("|")]
     cells = {row[1]: dict(zip(columns, row, strict=True)) for row in rows}
@@ -209,9 +192,7 @@ def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
     cells, said = table_of(comparison)
     assert cells["alone"]["offline tokens/s"] == cells["alone"]["in SLO"] == "–"
     ours = cells["coserve *"]
-    assert ours["P99 TTFT ms"] == "110.0" and "| 1.10 |" in " ".join(
-        table({None: comparison}).split()
-    )
+    assert ours["P99 TTFT ms"] == "110.0" and "| 1.10 |" in " ".join(table(comparison).split())
     assert ours["÷ best stock"] == "0.90" and cells["stock-tuned"]["÷ best stock"] == "0.80"
     assert ours["failed"] == "3"
     assert "stock-tuned: --chunked-prefill-size 256, the best of 2 settings" in said
@@ -231,19 +212,9 @@ def test_of_repeats_the_table_has_medians_and_ranges_of_pairs() -> None:
     cells, said = table_of(comparison)
     ours = cells["coserve"]
     assert ours["P99 TTFT ms"] == "240.0 (150.0–400.0)"
-    assert "1.20 (1.00–1.50)" in table({None: comparison})
+    assert "1.20 (1.00–1.50)" in table(comparison)
     assert ours["offline tokens/s"] == "800 (700–900)"
     assert ours["failed"] == "3"
     assert "Medians of 3 repeats" in said
     figures = comparison.runs["coserve"].figures
     assert (figures.p99_ttft_ms, figures.offline_tokens_per_s) == (240.0, 800.0)
-
-
-def test_each_rate_has_a_table() -> None:
-    comparison = Comparison(parse(), lambda _: None)
-    comparison.runs = {"alone": run("alone", 100.0)}
-    found = table({2.0: comparison, 0.5: comparison})
-    assert [line for line in found.splitlines() if "requests/s" in line] == [
-        "2 online requests/s",
-        "0.5 online requests/s",
-    ]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,19 +25,18 @@ TIMEOUT_S = 300
 SERVER_FLAGS = ("--log-level", "warning", "--startup-profile-seconds", "1")
 ONLINE = (
     *("--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "8"),
-    *("--num-prompts", "12"),
+    *("--num-prompts", "12", "--request-rate", "6"),
 )
-RATE = ("--request-rate", "6")
 OFFLINE = (
     *("--dataset-name", "random-ids", "--random-input-len", "64", "--random-output-len", "16"),
     *("--num-prompts", "4000", "--max-concurrency", "4"),
 )
 
 
-def bench(out: Path, *words: str, rate: Sequence[str] = RATE) -> subprocess.Popen[str]:
+def bench(out: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "sglang_coserve.bench_serving", "--out", str(out), *words]
     return subprocess.Popen(
-        [*command, "--online", *ONLINE, *rate, "--offline", *OFFLINE],
+        [*command, "--online", *ONLINE, "--offline", *OFFLINE],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,19 +69,18 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
     words = ["--base-url", f"coserve-slo={server.base_url}"]
     words += [f"alone=http://127.0.0.1:{free_port()}", "--warmup-s", "0"]
     words += ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
-    process = bench(out, *words, "--repeats", "2", "--request-rates", "6", rate=())
+    process = bench(out, *words, "--repeats", "2")
     output, _ = process.communicate(timeout=1.5 * TIMEOUT_S)
     assert process.returncode == 1, output
     assert processes_of(out) == []
-    (results,) = json.loads((out / "results.json").read_text())["loads"]
+    results = json.loads((out / "results.json").read_text())
     assert "does not answer" in results["failed"]["alone"]
-    assert "failed: alone at 6/s:" in output
-    assert "6 requests/s, coserve-slo (2 of 2): both loads" in output  # Without a terminal.
+    assert "failed: alone:" in output
+    assert "coserve-slo (2 of 2): both loads" in output  # Without a terminal.
     ((name, run),) = results["systems"].items()
     assert (name, run["plan"]["command"]) == ("coserve-slo", [server.base_url])
     assert "| coserve-slo |" in output
 
-    assert results["request_rate"] == 6.0
     assert "Medians of 2 repeats" in output
     first, repeat = run["repeats"]
     first_ms, again_ms = (one["figures"]["p99_ttft_ms"] for one in (first, repeat))
@@ -166,7 +164,7 @@ def test_servers_are_started_stock_is_tuned_and_what_was_measured_is_not_again(
     first = bench(out, *words)
     shown, _ = first.communicate(timeout=6 * TIMEOUT_S)
     assert first.returncode == 1, shown
-    (results,) = json.loads((out / "results.json").read_text())["loads"]
+    results = json.loads((out / "results.json").read_text())
     assert list(results["failed"]) == ["stock --no-such-flag"]
     assert "failed: stock --no-such-flag: the server ended with status" in shown
     assert list(results["systems"]) == ["alone", "stock-tuned"]

@@ -25,20 +25,16 @@ def main(argv: Sequence[str]) -> int:
         console.print(said, highlight=False, markup=False, soft_wrap=True)
 
     def tell_failures() -> int:
-        failures = [
-            (name if rate is None else f"{name} at {rate:g}/s", reason)
-            for rate, comparison in comparisons.items()
-            for name, reason in comparison.failed.items()
-        ]
-        for name, reason in failures:
+        failed = {} if comparison is None else comparison.failed
+        for name, reason in failed.items():
             tell(f"failed: {name}: {reason}")
-        return len(failures)
+        return len(failed)
 
-    comparisons: dict[float | None, Comparison] = {}
+    comparison: Comparison | None = None
     try:
         require("engine", "bench_serving")
         from sglang_coserve.bench_serving import compare, report
-        from sglang_coserve.bench_serving.options import Options, parse_options
+        from sglang_coserve.bench_serving.options import parse_options
 
         options = parse_options(argv)
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
@@ -51,18 +47,12 @@ def main(argv: Sequence[str]) -> int:
                 else:
                     tell(text)
 
-            def compared(rate: float | None, of_rate: Options) -> compare.Comparison:
-                at = "" if rate is None else f"{rate:g} requests/s, "
-                return compare.Comparison(of_rate, lambda text: show(at + text))
-
-            loads = options.of_each_rate()
-            comparisons |= {rate: compared(rate, of_rate) for rate, of_rate in loads.items()}
+            comparison = compare.Comparison(options, show)
             try:
                 with terminate_as_interrupt():
-                    for comparison in comparisons.values():
-                        comparison.run()
+                    comparison.run()
             finally:
-                report.write(comparisons, options.out, argv)
+                report.write(comparison, options.out, argv)
     except CoserveError as error:
         tell(str(error))
         return 2
@@ -70,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         tell_failures()
         tell("interrupted; every process has ended, the same command goes on")
         return 130
-    sys.stdout.write(report.table(comparisons) + "\n")
+    sys.stdout.write(report.table(comparison) + "\n")
     failed = tell_failures()
     tell(f"written: {options.out} (table.md, results.json; logs and SGLang's own output in runs)")
     return 1 if failed else 0

@@ -74,11 +74,9 @@ class Run:
 
 
 class Comparison:
-    """Every run of one online load, but for those that an earlier command made on servers of its
-    own."""
+    """Every run, but for those that an earlier command made on servers of its own."""
 
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
-        """``options`` have one online load: see ``Options.of_each_rate``."""
         self._options = options
         self._say = say
         self._targets = options.targets

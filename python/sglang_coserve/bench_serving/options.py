@@ -77,13 +77,6 @@ class Options:
         type=int,
         metavar="N",
     )
-    request_rates: tuple[float, ...] = setting(
-        (),
-        "online requests a second: everything is run at each of these rates",
-        nargs="+",
-        type=float,
-        metavar="R",
-    )
     repeats: int = setting(1, "measure each so often: medians and ranges", type=int)
     warmup_s: float = setting(5.0, "offline load alone before the online one", type=float)
     ready_timeout_s: float = setting(600.0, "longest start of a server", type=float)
@@ -96,7 +89,6 @@ class Options:
             ("--slo-scale", 1.0 if self.slo_scale is None else self.slo_scale),
             ("--repeats", self.repeats),
             *(("--chunk-tokens", tokens) for tokens in self.chunk_tokens),
-            *(("--request-rates", rate) for rate in self.request_rates),
         ):
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} {value:g}: it must be a positive number")
@@ -111,8 +103,6 @@ class Options:
             for flag in flags:
                 if flag.partition("=")[0] in _OURS:
                     raise ConfigError(f"{section} … {flag}: this program sets that itself")
-        if self.request_rates and any(flag.startswith("--request-rate") for flag in self.online):
-            raise ConfigError("--request-rates: leave --request-rate out of the --online flags")
         if bool(self.urls) == bool(self.model_path):
             raise ConfigError("give either --model-path, to start servers, or --base-url")
         has_targets = self.targets != _NO_TARGETS
@@ -125,20 +115,6 @@ class Options:
             raise ConfigError(
                 "a system that takes targets needs --slo-ttft-ms, --slo-tpot-ms or --slo-scale"
             )
-
-    def of_each_rate(self) -> dict[float | None, Options]:
-        """Return the options of each online load; by None where its own flags have the rate."""
-        if not self.request_rates:
-            return {None: self}
-        return {
-            rate: replace(
-                self,
-                request_rates=(),
-                online=(*self.online, "--request-rate", f"{rate:g}"),
-                out=self.out / f"rate-{rate:g}",
-            )
-            for rate in self.request_rates
-        }
 
 
 _FLAGS: Final = [field for field in fields(Options) if field.metadata]
@@ -161,8 +137,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     args = make_parser().parse_args(sections[""])
     systems, urls = _systems(args)
     given: dict[str, Any] = {field.name: getattr(args, field.name) for field in _FLAGS}
-    for name in ("chunk_tokens", "request_rates"):
-        given[name] = tuple(dict.fromkeys(given[name]))
+    given["chunk_tokens"] = tuple(dict.fromkeys(given["chunk_tokens"]))
     return Options(
         systems=systems,
         urls=urls,

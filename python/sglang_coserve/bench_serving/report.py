@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
@@ -15,9 +15,6 @@ from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import ALONE
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.terminal import markdown_table, median_and_range
-
-Comparisons = Mapping[float | None, Comparison]
-"""By the rate of the online requests, a second; None where the flags of the load have it."""
 
 _COLUMNS: Final = (
     "system",
@@ -35,34 +32,22 @@ _COLUMNS: Final = (
 )
 
 
-def table(comparisons: Comparisons) -> str:
-    """Return a Markdown table for each rate, with a row for each system, and what is to be known
-    beside it."""
-    parts = []
-    for rate, comparison in comparisons.items():
-        if rate is not None:
-            parts.append(f"{rate:g} online requests/s\n")
-        parts += [_table(comparison), "", *_notes(comparison)]
-    return "\n".join(parts)
+def table(comparison: Comparison) -> str:
+    """Return a Markdown table with a row for each system, and what is to be known beside it."""
+    return "\n".join((_table(comparison), "", *_notes(comparison)))
 
 
-def write(comparisons: Comparisons, out: Path, argv: Sequence[str]) -> None:
+def write(comparison: Comparison, out: Path, argv: Sequence[str]) -> None:
     """Write ``table.md`` and ``results.json``."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(table(comparisons) + "\n")
+    (out / "table.md").write_text(table(comparison) + "\n")
     record = {
         "command": ["python", "-m", "sglang_coserve.bench_serving", *argv],
         "sglang_coserve": __version__,
         "sglang": importlib.metadata.version("sglang"),
-        "loads": [
-            {
-                "request_rate": rate,
-                "systems": {name: run.to_dict() for name, run in comparison.runs.items()},
-                "tried": {name: run.to_dict() for name, run in comparison.tried.items()},
-                "failed": comparison.failed,
-            }
-            for rate, comparison in comparisons.items()
-        ],
+        "systems": {name: run.to_dict() for name, run in comparison.runs.items()},
+        "tried": {name: run.to_dict() for name, run in comparison.tried.items()},
+        "failed": comparison.failed,
     }
     (out / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
