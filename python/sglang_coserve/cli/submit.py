@@ -43,7 +43,6 @@ class SubmitFlags(ServerFlags):
         "Begin also where the window cannot be kept; what is not finished then, expires.",
         "--best-effort",
     )
-    wait: bool = flag(False, "Wait for the end; --output does it in any case.", "--wait")
     no_batch: bool = flag(
         False,
         "Send the lines one by one from here, as to a server without a Batch API.",
@@ -57,7 +56,6 @@ class SubmitFlags(ServerFlags):
     )
     max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1)
     retry_failed: bool = flag(False, "Send the failed lines again.", "--retry-failed")
-    seed: int | None = flag(None, "Of the jitter between retries.")
     quiet: bool = flag(False, "No progress, no summary.", "--quiet", "-q")
     as_json: bool = flag(False, "The summary as one JSON object on standard output.", "--json")
 
@@ -89,7 +87,6 @@ def submit(
         request_timeout_s=flags.request_timeout,
         retry_policy=RetryPolicy(retry_for_s=flags.retry_for, max_attempts=flags.max_attempts),
         max_line_bytes=flags.max_line_mib << 20,
-        seed=flags.seed,
     )
     has_options = flags.window is not None or flags.priority is not None or flags.best_effort
     batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
@@ -130,8 +127,8 @@ def submit(
 async def _leave(
     api: BatchApi, source: Path, batch_options: BatchOptions, flags: SubmitFlags
 ) -> int:
-    """Begin a batch, and wait for its end if that is wanted; results stay with the server."""
-    from sglang_coserve.client.server_batch import begin_batch, check_outcome, follow_batch
+    """Begin a batch, whose results stay with the server."""
+    from sglang_coserve.client.server_batch import begin_batch
     from sglang_coserve.client.submission import Submission
 
     if (
@@ -142,16 +139,11 @@ async def _leave(
         raise ConfigError("without a Batch API of the server, results need a place: add -o FILE")
     begun = begin_batch(api, source, batch_options, Submission.new(), lambda _: None)
     batch = await _shown(api, begun, flags.quiet)
-    if flags.wait:
-        batch = await follow_batch(api, batch, source, show=not flags.quiet)
     if flags.as_json:
         typer.echo(json.dumps(batch))
     else:
         say(batch["id"])
-    if not flags.wait:
-        return ExitCode.OK
-    check_outcome(batch, source)
-    return ExitCode.SOME_FAILED if batch["request_counts"]["failed"] else ExitCode.OK
+    return ExitCode.OK
 
 
 async def _shown(api: BatchApi, work: Awaitable[_T], quiet: bool) -> _T:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -17,12 +14,11 @@ from sglang_coserve.cli.console import OperatorFlags, code_of_signal, flag, say,
 from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.terminal import printable
 
-_TIMEOUT_S: Final = 10.0
-_PATH: Final = "/coserve/view"
+if TYPE_CHECKING:
+    from sglang_coserve.client import BatchApi
+
 _LAST_S: Final = 5.0
 """Of the history only the last sample is shown."""
-
-View = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,26 +36,37 @@ def top(flags: TopFlags) -> None:
 
     Ends with Ctrl-C.
     """
+    from sglang_coserve.client import BatchApi, RetryPolicy
+
+    async def watch() -> None:
+        async with BatchApi(flags.base_url, flags.key, RetryPolicy(retry_for_s=5.0)) as api:
+            await _watch(api, flags)
+
     try:
-        with _reading(flags.base_url, flags.key) as read:
-            # An unusable address or key is reported at once.
-            _show(read(), read, flags)
+        asyncio.run(watch())
     except KeyboardInterrupt:
         raise typer.Exit(code_of_signal(signal.SIGINT)) from None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ServerError(
+            f"{flags.base_url}: what the server says cannot be shown ({error!r}): is it of the same"
+            " version as this command?"
+        ) from error
 
 
-def _show(view: View, read: Callable[[], View], flags: TopFlags) -> None:
+async def _watch(api: BatchApi, flags: TopFlags) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
     from sglang_coserve.view.terminal import as_line, as_tables
 
+    view = await api.view()
     if flags.plain or not (flags.once or sys.stdout.isatty()):
         say(as_line(view))
         while not flags.once:
-            time.sleep(flags.interval)
+            await asyncio.sleep(flags.interval)
             try:
-                say(as_line(read()))
+                view = await api.view(view["at"] - _LAST_S)
+                say(as_line(view))
             except ServerGoneError as error:
                 say(error, is_error=True)
         return
@@ -70,66 +77,10 @@ def _show(view: View, read: Callable[[], View], flags: TopFlags) -> None:
     with Live(as_tables(view), console=console, auto_refresh=False) as live:
         while True:
             live.refresh()
-            time.sleep(flags.interval)
+            await asyncio.sleep(flags.interval)
             try:
-                live.update(as_tables(view := read()))
+                view = await api.view(view["at"] - _LAST_S)
+                live.update(as_tables(view))
             except ServerGoneError as error:
                 gone = f"{printable(str(error))}; above is what it said last"
                 live.update(Group(as_tables(view), gone))
-
-
-@contextmanager
-def _reading(base_url: str, key: str | None) -> Iterator[Callable[[], View]]:
-    """Connect to a server, and give what returns its view.
-
-    Raises:
-        ConfigError: the address or the key cannot be used.
-        ServerGoneError: on reading, there is no answer.
-        ServerError: on reading, the server refuses, or is none of ours; or what it said cannot be
-            shown.
-    """
-    import httpx
-    import msgspec
-
-    from sglang_coserve.client.calls import server_address
-
-    address, headers = server_address(base_url, key)
-
-    since_s = 0.0
-
-    def read() -> View:
-        nonlocal since_s
-        try:
-            answer = http.get(_PATH, params={"since": since_s})
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            raise ServerGoneError(
-                f"{address}: no answer: {reason}: is the server there? --base-url says which"
-            ) from error
-        if answer.status_code == HTTPStatus.UNAUTHORIZED:
-            raise ServerError(
-                f"{address}: the server asks for its key: give its --api-key or --admin-api-key as"
-                " --api-key, or in COSERVE_API_KEY"
-            )
-        if answer.status_code != HTTPStatus.OK:
-            raise ServerError(
-                f"{address}{_PATH}: answered with {answer.status_code}: is it a server of "
-                "sglang_coserve, and as new as this command?"
-            )
-        try:
-            view = msgspec.json.decode(answer.content, type=View)
-        except (ValueError, RecursionError) as error:
-            raise ServerError(f"{address}{_PATH}: the answer cannot be read: {error}") from error
-        since_s = view["at"] - _LAST_S
-        return view
-
-    with httpx.Client(
-        base_url=address, headers=headers, timeout=_TIMEOUT_S, trust_env=False
-    ) as http:
-        try:
-            yield read
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ServerError(
-                f"{address}{_PATH}: the answer cannot be shown ({error!r}): is the server of the"
-                " same version as this command?"
-            ) from error

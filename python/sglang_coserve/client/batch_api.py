@@ -145,6 +145,11 @@ class BatchApi(Caller):
         """Cancel a batch; finished lines keep their results."""
         return batch_of(await self._call("POST", f"{self._batches}/{batch_id}/cancel"))
 
+    async def view(self, since_s: float = 0.0) -> dict[str, Any]:
+        """Return what ``/coserve/view`` says, with its history from a time on, in seconds since
+        the epoch."""
+        return await self._call("GET", "/coserve/view", params={"since": since_s})
+
     async def fetch(self, file_id: str, path: Path) -> None:
         """Append the bytes of a file that ``path`` lacks, and force them to the disk.
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
 from sglang_coserve.client.output_files import errors_path, file_errors
-from sglang_coserve.client.progress import JobState, JobStatus, showing
+from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
@@ -21,7 +21,6 @@ from sglang_coserve.lines.result_record import batch_tag
 from sglang_coserve.lines.worker_threads import to_its_end
 
 _FIRST_POLL_S: Final = 0.05
-_SHOW_POLL_S: Final = 0.5
 _MAX_POLL_S: Final = 2.0
 _MAX_SHOWN_FAULTS: Final = 5
 _DEFAULT_ENDPOINT: Final = "/v1/chat/completions"
@@ -172,29 +171,6 @@ async def begin_batch(
         file_id, endpoint, batch_options.window, submission.idempotency_key, options
     )
     save(replace(submission, batch_id=batch["id"]))
-    return batch
-
-
-async def follow_batch(api: BatchApi, batch: Batch, source: Path, *, show: bool) -> Batch:
-    """Wait for the end of a batch that was made of ``source``, and return it as it is then.
-
-    Raises:
-        ServerError: see ``BatchApi``.
-    """
-    total_bytes = source.stat().st_size
-    began_s = time.monotonic()
-
-    async def end() -> None:
-        nonlocal batch
-        while batch["status"] not in FINAL_STATUSES:
-            await asyncio.sleep(_SHOW_POLL_S)
-            batch = await api.retrieve(batch["id"])
-
-    def status() -> JobStatus:
-        elapsed_s = time.monotonic() - began_s
-        return batch_status(batch, JobState.RUNNING, total_bytes, elapsed_s, api.last_failure)
-
-    await (showing(end(), status) if show else end())
     return batch
 
 
