@@ -181,8 +181,12 @@ class FleetProcesses:
         """Stop all processes of an engine for a while."""
 
         def freeze(engine: LocalServer) -> None:
-            with engine.suspended_process():
+            try:
+                os.killpg(engine.pid, signal.SIGSTOP)
                 time.sleep(_FROZEN_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(engine.pid, signal.SIGCONT)
 
         return self._hurt_engine(freeze)
 

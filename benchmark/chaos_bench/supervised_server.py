@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import psutil
 
 from chaos_bench.figures import READY_TIMEOUT_S, ChaosError, Interval
 from chaos_bench.torn_tails import DiskFaults
+from sglang_coserve.errors import StartupError
 from sglang_coserve.local_server import LocalServer, free_port
 
 _FULL_DISK_BYTES: Final = 1 << 20
@@ -101,7 +103,11 @@ class SupervisedServer:
         """The same twice, the second time before it is ready."""
         with self._outage():
             self._server.kill()
-            self._server.start_and_kill(self._rng.uniform(0.2, self._start_s))
+            killing = threading.Timer(self._rng.uniform(0.2, self._start_s), self._server.kill)
+            killing.start()
+            with suppress(StartupError):  # Killed before it was ready.
+                self._server.start()
+            killing.join()
             self._start()
 
     def terminate(self) -> None:

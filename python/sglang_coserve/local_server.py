@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -149,34 +148,6 @@ class ChildServer(ABC):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.stop()
-
-    def start_and_kill(self, after_s: float) -> None:
-        """Start the server, and kill it ``after_s`` later, ready or not."""
-        killing = threading.Timer(after_s, self.kill)
-        killing.start()
-        try:
-            self.start()
-        except StartupError:
-            pass  # Killed before it was ready.
-        finally:
-            killing.join()
-
-    @contextmanager
-    def suspended_process(self) -> Iterator[None]:
-        """Stop all processes of the server, and let them go on at the end.
-
-        Raises:
-            StartupError: the server has ended.
-        """
-        try:
-            os.killpg(self.pid, signal.SIGSTOP)
-        except ProcessLookupError as error:
-            raise StartupError(f"the server has ended; its log: {self._log_path}") from error
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGCONT)
 
     def log_tail(self) -> str:
         """Return the last lines the server wrote."""
