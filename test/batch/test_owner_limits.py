@@ -37,7 +37,7 @@ async def test_one_owner_cannot_take_all_batches(tmp_path: Path) -> None:
             await scene.create(lines(1), owner="modest")
         with pytest.raises(TooManyError, match="0 more could be of all keys"):
             await scene.create(lines(1), owner="third")
-        await service.cancel_batch("greedy", first.id)
+        await service.change_batch("greedy", first.id, "cancel")
         await scene.reaches(first.id, "cancelled", owner="greedy")
         await scene.create(lines(1), owner="third")
 

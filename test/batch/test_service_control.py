@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,7 +15,7 @@ from sglang_coserve.batch.errors import (
     ConflictError,
     NotFoundError,
 )
-from sglang_coserve.batch.schemas import BatchObject
+from sglang_coserve.batch.schemas import BatchAction, BatchObject
 
 
 async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
@@ -25,10 +26,10 @@ async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: P
         await scene.in_flight(3)
         scene.backend.held("id-1").finish()
         await scene.clock.until(lambda: len(scene.backend.started) >= 4)
-        cancelling = await service.cancel_batch(OWNER, batch.id)
+        cancelling = await service.change_batch(OWNER, batch.id, "cancel")
         assert cancelling.status == "cancelling"
         assert cancelling.cancelling_at is not None
-        assert (await service.cancel_batch(OWNER, batch.id)).status in (
+        assert (await service.change_batch(OWNER, batch.id, "cancel")).status in (
             "cancelling",
             "cancelled",
         )
@@ -40,16 +41,16 @@ async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: P
         await scene.clock.until(lambda: bool(scene.backend.in_flight))
         scene.backend.held("other-1").finish()
         assert (await scene.ends(other.id)).status == "completed"
-        for call in (service.cancel_batch, service.pause_batch, service.resume_batch):
+        for action in get_args(BatchAction):
             with pytest.raises(ConflictError, match="it is cancelled"):
-                await call(OWNER, batch.id)
+                await service.change_batch(OWNER, batch.id, action)
         assert (await service.status()).lines_in_flight == 0
 
 
 async def test_a_batch_can_be_cancelled_before_it_is_checked(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
         batch = await scene.create(lines(20_000))
-        assert (await service.cancel_batch(OWNER, batch.id)).status == "cancelling"
+        assert (await service.change_batch(OWNER, batch.id, "cancel")).status == "cancelling"
         assert (await scene.ends(batch.id)).status == "cancelled"
         assert scene.backend.started == []
 
@@ -60,11 +61,11 @@ async def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_
         batch = await scene.create(lines(2, max_tokens=20))
         await scene.in_flight(2)
         scene.backend.held("id-1").generate(7)
-        paused = await service.pause_batch(OWNER, batch.id)
+        paused = await service.change_batch(OWNER, batch.id, "pause")
         assert (paused.status, paused.coserve.paused) == ("in_progress", True)
         await scene.in_flight(0)
-        await service.pause_batch(OWNER, batch.id)
-        resumed = await service.resume_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "pause")
+        resumed = await service.change_batch(OWNER, batch.id, "resume")
         assert not resumed.coserve.paused
         await scene.in_flight(2)
         assert scene.backend.held("id-1").generated == 7
@@ -76,11 +77,11 @@ async def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_
 async def test_a_batch_may_be_paused_before_it_is_checked(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
         batch = await scene.create(lines(1))
-        await service.pause_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "pause")
         await scene.reaches(batch.id, "in_progress")
         scene.clock.advance(10)
         assert scene.backend.started == []
-        await service.resume_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "resume")
         assert (await scene.ends(batch.id)).status == "completed"
 
 
@@ -95,7 +96,7 @@ async def test_an_expired_batch_keeps_what_is_finished_and_names_the_rest(
         scene.backend.held("id-2").finish()
         await scene.clock.until(lambda: len(scene.backend.started) == 3)
         if is_paused:
-            await service.pause_batch(OWNER, batch.id)
+            await service.change_batch(OWNER, batch.id, "pause")
             await scene.in_flight(0)
         scene.clock.advance(1801)
         done = await scene.ends(batch.id)
@@ -148,14 +149,14 @@ async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:
         running = await scene.create(lines(10))
         await scene.in_flight(3)
         paused = await scene.create(lines(4, "other"))
-        await service.pause_batch(OWNER, paused.id)
+        await service.change_batch(OWNER, paused.id, "pause")
         await scene.reaches(paused.id, "in_progress")
         status = await service.status()
         assert status.batches == {"in_progress": 2}
         assert status.paused_batches == 1
         assert (status.lines_in_flight, status.lines_waiting) == (3, 7 + 4)
         assert 0 < status.bytes_in_flight < 3 * 1000
-        await service.cancel_batch(OWNER, running.id)
+        await service.change_batch(OWNER, running.id, "cancel")
         await scene.ends(running.id)
         status = await service.status()
         assert status.batches == {"in_progress": 1}

@@ -45,7 +45,7 @@ async def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Pat
         scene.backend.finish_all()
 
         assert "No such file" in await scene.warning(batch.id)
-        await service.cancel_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "cancel")
         done = await scene.ends(batch.id)
         assert done.status == "cancelled"
         assert 0 < done.request_counts.completed < 2000
@@ -60,10 +60,10 @@ async def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path:
         batches = [await scene.create(lines(3)) for _ in range(2)]
         for batch in batches:
             assert "internal error" in await scene.warning(batch.id)
-        await service.cancel_batch(OWNER, batches[0].id)
+        await service.change_batch(OWNER, batches[0].id, "cancel")
         assert (await scene.ends(batches[0].id)).status == "cancelled"
         scene.backend.answers = answer
-        await service.resume_batch(OWNER, batches[1].id)
+        await service.change_batch(OWNER, batches[1].id, "resume")
         done = await scene.ends(batches[1].id)
         assert (done.status, done.request_counts.completed) == ("completed", 3)
         assert (await service.status()).lines_in_flight == 0
@@ -83,7 +83,7 @@ async def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
         output_file_id = (await scene.once(batch.id, lambda now: now.output_file_id)).output_file_id
         (tmp_path / "files" / str(output_file_id)).unlink()
         if is_cancelled:
-            await service.cancel_batch(OWNER, batch.id)
+            await service.change_batch(OWNER, batch.id, "cancel")
         else:
             scene.clock.advance(3600)
         done = await scene.ends(batch.id)

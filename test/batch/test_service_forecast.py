@@ -61,7 +61,7 @@ async def test_a_window_that_cannot_be_kept_is_refused_with_one_that_can(tmp_pat
         assert len((await service.list_batches(OWNER)).data) == 19
         late = await service.create_batch(OWNER, wanted(file, "10s", best_effort=True))
         assert late.status == "validating"
-        await service.cancel_batch(OWNER, late.id)
+        await service.change_batch(OWNER, late.id, "cancel")
         await scene.ends(late.id)  # Until then it counts as one that is served first.
         enough = str(caught.value).partition("ask for ")[2].partition(" ")[0]
         batch = await service.create_batch(OWNER, wanted(file, enough))
@@ -118,9 +118,9 @@ async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path, backend)).service as service:
         batch = await scene.create(lines(2))
         await scene.in_flight(2)
-        await service.pause_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "pause")
         await scene.in_flight(0)
-        await service.resume_batch(OWNER, batch.id)
+        await service.change_batch(OWNER, batch.id, "resume")
         await scene.in_flight(2)
         backend.finish_all()
         await scene.ends(batch.id)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from batch.manual_clock import ManualClock
 from batch.scenarios import FINAL, OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer, failure
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.schemas import BatchObject, RequestCounts
+from sglang_coserve.batch.schemas import BatchAction, BatchObject, RequestCounts
 
 T = TypeVar("T")
 
@@ -83,14 +83,14 @@ class AnyOrder(RuleBasedStateMachine):
             batch = self.run(self.scene.create(content, window, weight=weight, priority=priority))
             self.sizes[batch.id] = count
 
-    @rule(pick=PICK, what=st.sampled_from(["cancel_batch", "pause_batch", "resume_batch"]))
-    def somebody_asks(self, pick: int, what: str) -> None:
+    @rule(pick=PICK, what=st.sampled_from(get_args(BatchAction)))
+    def somebody_asks(self, pick: int, what: BatchAction) -> None:
         if (batch_id := self.picked(pick)) is not None:
             try:
-                shown = self.run(getattr(self.scene.service, what)(OWNER, batch_id))
+                shown = self.run(self.scene.service.change_batch(OWNER, batch_id, what))
             except ConflictError:
                 return
-            assert what == "cancel_batch" or shown.coserve.paused == (what == "pause_batch")
+            assert what == "cancel" or shown.coserve.paused == (what == "pause")
 
     @rule(picks=st.lists(PICK, max_size=4), how=st.sampled_from(["well", "400", "retry"]))
     def the_engine_answers(self, picks: list[int], how: str) -> None:
@@ -158,7 +158,7 @@ class AnyOrder(RuleBasedStateMachine):
             now = await self.scene.service.retrieve_batch(OWNER, batch_id)
             if now.coserve.paused and now.status in ("validating", "in_progress"):
                 with suppress(ConflictError):
-                    await self.scene.service.resume_batch(OWNER, batch_id)
+                    await self.scene.service.change_batch(OWNER, batch_id, "resume")
             done = await self.scene.reaches(batch_id, *FINAL)
             records = await self.scene.records(done)
             counts = done.request_counts

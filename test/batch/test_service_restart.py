@@ -18,7 +18,7 @@ async def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> N
         running = await scene.create(lines(5, "run", max_tokens=30))
         await scene.in_flight(4)
         paused = await scene.create(lines(2, "pause"))
-        await service.pause_batch(OWNER, paused.id)
+        await service.change_batch(OWNER, paused.id, "pause")
         await scene.reaches(paused.id, "in_progress")
         scene.backend.held("run-1").finish()
         scene.backend.held("run-2").generate(11)
@@ -37,7 +37,7 @@ async def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> N
         assert generated["run-3"] == 0
         assert len(await scene.records(running)) == 5
         assert (await service.retrieve_batch(OWNER, ids[1])).coserve.paused
-        await service.resume_batch(OWNER, ids[1])
+        await service.change_batch(OWNER, ids[1], "resume")
         assert (await scene.ends(ids[1])).status == "completed"
     assert list((tmp_path / "journal").iterdir()) == []
 

@@ -109,7 +109,7 @@ async def test_every_end_is_told(tmp_path: Path) -> None:
         expired = await scene.create(lines(1), window="1s")
         await scene.ends(expired.id)
         cancelled = await scene.create(lines(1))
-        await scene.service.cancel_batch("owner", cancelled.id)
+        await scene.service.change_batch("owner", cancelled.id, "cancel")
         await scene.ends(cancelled.id)
         await scene.clock.until(lambda: len(receiver.got) == 3)
         assert receiver.types() == ["batch.failed", "batch.expired", "batch.cancelled"]

@@ -19,6 +19,8 @@ BatchStatus = Literal[
     "cancelled",
 ]
 
+BatchAction = Literal["cancel", "pause", "resume"]
+
 
 class ExpiresAfter(BaseModel):
     """When a file is deleted, counted from its creation."""

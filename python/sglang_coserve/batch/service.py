@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Servi
 from sglang_coserve.batch.render import batch_list, batch_object, file_object
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
+    BatchAction,
     BatchList,
     BatchObject,
     CreateBatch,
@@ -47,6 +48,11 @@ from sglang_coserve.lines.worker_threads import WorkerThreads
 
 _FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
+_EVENTS: Final[Mapping[BatchAction, Event]] = {
+    "cancel": CancelAsked(),
+    "pause": PauseAsked(),
+    "resume": ResumeAsked(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,29 +303,16 @@ class BatchService:
         # A failed batch has up to a hundred errors, and is not small either.
         return await self._context.threads.run(lambda: batch_list(map(render, found), limit))
 
-    async def cancel_batch(self, owner: str | None, batch_id: str) -> BatchObject:
-        """Cancel a batch; finished lines keep their results.
+    async def change_batch(
+        self, owner: str | None, batch_id: str, action: BatchAction
+    ) -> BatchObject:
+        """Cancel a batch, whose finished lines keep their results; take it out of the engine until
+        it is resumed, while its window goes on; or let it go on.
 
         Raises:
-            ConflictError: it is finalizing, or in a final state.
+            ConflictError: its state forbids it.
         """
-        return await self._change(owner, batch_id, CancelAsked())
-
-    async def pause_batch(self, owner: str | None, batch_id: str) -> BatchObject:
-        """Take a batch out of the engine until it is resumed; its window goes on.
-
-        Raises:
-            ConflictError: it is cancelling or finalizing, or in a final state.
-        """
-        return await self._change(owner, batch_id, PauseAsked())
-
-    async def resume_batch(self, owner: str | None, batch_id: str) -> BatchObject:
-        """Let a paused batch go on.
-
-        Raises:
-            ConflictError: it is cancelling or finalizing, or in a final state.
-        """
-        return await self._change(owner, batch_id, ResumeAsked())
+        return self._shown(await self._runner.change(batch_id, _EVENTS[action], owner))
 
     @property
     def body_limits(self) -> BodyLimits:
@@ -389,9 +382,6 @@ class BatchService:
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:
         now_s = self._context.clock.now_s()
         return await self._context.store.run(file_rows.find, owner, file_id, now_s)
-
-    async def _change(self, owner: str | None, batch_id: str, event: Event) -> BatchObject:
-        return self._shown(await self._runner.change(batch_id, event, owner))
 
     def _shown(self, batch: JobRecord) -> BatchObject:
         return self._renderer([batch])(batch)

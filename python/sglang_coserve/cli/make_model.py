@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from sglang_coserve.cli.console import flag, say, takes
-from sglang_coserve.errors import ConfigError
 
 _CONTEXT_TOKENS: Final = 4096
 _EMULATED: Final = "Emulated"
@@ -19,11 +18,6 @@ _EMULATED: Final = "Emulated"
 class ModelFlags:
     """What ``make-model`` is told."""
 
-    architecture: str = flag("llama", "llama, qwen2 or qwen3.")
-    hidden: int = flag(256, "Width.")
-    layers: int = flag(4, "Depth.")
-    heads: int = flag(4, "Attention heads.")
-    kv_heads: int = flag(2, "Heads of keys and values.")
     vocab: int = flag(2048, "Most tokens in the vocabulary.")
     context: int | None = flag(
         None, "Longest prompt plus output, tokens; 4096, or 32768 if emulated."
@@ -61,20 +55,11 @@ def make_model(
     """
     from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
-    spec = SmallModelSpec(
-        flags.architecture, flags.hidden, flags.layers, flags.heads, flags.kv_heads
-    )
     if flags.emulate is None:
-        spec = replace(
-            spec, vocab=flags.vocab, context=flags.context or _CONTEXT_TOKENS, seed=flags.seed
-        )
+        context = flags.context or _CONTEXT_TOKENS
+        spec = SmallModelSpec(vocab=flags.vocab, context=context, seed=flags.seed)
         say(f"written: {make_small_model(directory, spec)}")
         return
-    if spec != SmallModelSpec():
-        raise ConfigError(
-            "--emulate brings the shape of its model: remove --architecture, --hidden, --layers, "
-            "--heads and --kv-heads"
-        )
     from sglang_coserve.profiler.profile_file import load_profile
     from sglang_coserve.srt.emulation.model_directory import (
         CONTEXT_TOKENS,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +11,6 @@ import typer
 from sglang_coserve.cli.console import ExitCode, say
 
 if TYPE_CHECKING:
-    from sglang_coserve.recording.events import Event
     from sglang_coserve.recording.replay import ReplayedPlan
     from sglang_coserve.recording.scheduler import SchedulerSetup
 
@@ -40,31 +37,25 @@ def replay(
     Exits with 0, with 1 when a plan differs, with 2 when a file or flag cannot be used.
     """
     from sglang_coserve.errors import InputFileError
-    from sglang_coserve.metrics import percentile
     from sglang_coserve.recording.file import read_recording
     from sglang_coserve.recording.replay import replay
 
     if export is not None:
         _export(recording, export)
         return
-    num_different, planning_us = 0, list[float]()
-    clock = _Stopwatch()
+    num_plans = num_different = 0
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
             setup, events = read_recording(lines, str(recording))
             say(_setup_text(setup))
-            for plan in replay(clock.started_at_each(events), setup.make()):
-                planning_us.append(clock.elapsed_s * 1e6)
+            for plan in replay(events, setup.make()):
+                num_plans += 1
                 num_different += bool(plan.differences)
                 if plans or (plan.differences and num_different <= _MAX_SHOWN):
                     say(_comparison(plan))
     except OSError as error:
         raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
-    took = ""
-    if planning_us:
-        median_us, p99_us = (percentile(planning_us, q) for q in (50, 99))
-        took = f"; planning took {median_us:.0f} µs (median), {p99_us:.0f} µs (P99)"
-    say(f"{len(planning_us):,} plans, {num_different:,} differ{took}")
+    say(f"{num_plans:,} plans, {num_different:,} differ")
     if num_different:
         raise typer.Exit(ExitCode.SOME_FAILED)
 
@@ -80,24 +71,6 @@ def _export(recording: Path, directory: Path) -> None:
         raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
     flags = traffic.export(directory)
     say(f"as recorded:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
-
-
-class _Stopwatch:
-    """Measures from when an event is handed out."""
-
-    def __init__(self) -> None:
-        self._started_s = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the last event was handed out."""
-        return time.perf_counter() - self._started_s
-
-    def started_at_each(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Hand out the events."""
-        for event in events:
-            self._started_s = time.perf_counter()
-            yield event
 
 
 def _setup_text(setup: SchedulerSetup) -> str:

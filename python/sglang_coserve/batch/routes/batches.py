@@ -51,16 +51,16 @@ async def retrieve_batch(service: Service, owner: Owner, batch_id: BatchId) -> B
 @router.post("/{batch_id}/cancel")
 async def cancel_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
     """Cancel a batch; what is finished stays."""
-    return await service.cancel_batch(owner, batch_id)
+    return await service.change_batch(owner, batch_id, "cancel")
 
 
 @router.post("/{batch_id}/pause")
 async def pause_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
     """Take a batch out of the engine until it is resumed; its window goes on."""
-    return await service.pause_batch(owner, batch_id)
+    return await service.change_batch(owner, batch_id, "pause")
 
 
 @router.post("/{batch_id}/resume")
 async def resume_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
     """Let a paused batch go on."""
-    return await service.resume_batch(owner, batch_id)
+    return await service.change_batch(owner, batch_id, "resume")

@@ -95,16 +95,16 @@ async def retrieve_any_batch(service: Service, batch_id: BatchId) -> BatchObject
 @router.post("/{batch_id}/cancel")
 async def cancel_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
     """Cancel anybody's batch; what is finished stays its owner's."""
-    return await service.cancel_batch(None, batch_id)
+    return await service.change_batch(None, batch_id, "cancel")
 
 
 @router.post("/{batch_id}/pause")
 async def pause_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
     """Take anybody's batch out of the engine until it is resumed; its window goes on."""
-    return await service.pause_batch(None, batch_id)
+    return await service.change_batch(None, batch_id, "pause")
 
 
 @router.post("/{batch_id}/resume")
 async def resume_any_batch(service: Service, batch_id: BatchId) -> BatchObject:
     """Let anybody's paused batch go on."""
-    return await service.resume_batch(None, batch_id)
+    return await service.change_batch(None, batch_id, "resume")
