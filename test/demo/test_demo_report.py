@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo.loads import write_offline_load
 from sglang_coserve.demo.report import (
     DemoResult,
-    OfflineResult,
     SystemResult,
     as_json,
     as_table,
@@ -51,7 +51,18 @@ def system(
     offline = None
     if tokens_per_s is not None:
         tokens = int(20 * tokens_per_s)
-        offline = OfflineResult(30, 1, tokens, 0, 20.0, is_complete)
+        offline = JobStatus(
+            JobState.COMPLETED if is_complete else JobState.CANCELLED,
+            ok=30,
+            failed=1,
+            resumed=0,
+            done_bytes=0,
+            total_bytes=0,
+            prompt_tokens=tokens,
+            completion_tokens=0,
+            elapsed_s=20.0,
+            trouble=None,
+        )
     return SystemResult(name, f"the {name}", online, offline)
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from sglang_coserve.client import AsyncCoserveClient, ClientOptions
 from sglang_coserve.demo.loads import StreamedLoad, replayed
-from sglang_coserve.demo.report import OfflineResult, SystemResult
+from sglang_coserve.demo.report import SystemResult
 from sglang_coserve.demo.servers import LABELS, System
 from sglang_coserve.workload.trace import TraceRequest
 
@@ -94,16 +94,7 @@ async def measure(
             is_complete = not job.is_running
             job.cancel()
             await job.ended()
-            status = job.status
             if is_complete:
                 await job.wait()  # Raises what ended it early, if anything did.
             await online.finished()
-    result = OfflineResult(
-        ok=status.ok,
-        failed=status.failed,
-        prompt_tokens=status.prompt_tokens,
-        completion_tokens=status.completion_tokens,
-        elapsed_s=status.elapsed_s,
-        is_complete=is_complete,
-    )
-    return SystemResult(system.name, LABELS[system.name], online.timelines(), result)
+    return SystemResult(system.name, LABELS[system.name], online.timelines(), job.status)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.demo.servers import ALONE, OURS, STOCK
 from sglang_coserve.metrics import (
     Outcome,
@@ -28,33 +29,14 @@ _UNFINISHED: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class OfflineResult:
-    """The results of the offline file. Token counts are of finished lines."""
-
-    ok: int
-    failed: int
-    prompt_tokens: int
-    completion_tokens: int
-    elapsed_s: float
-    """From the first line sent to the last record, or to the end of the window."""
-
-    is_complete: bool
-    """False when the time ran out before the file."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Prompt and completion tokens of finished lines per second."""
-        return (self.prompt_tokens + self.completion_tokens) / self.elapsed_s
-
-
-@dataclass(frozen=True, slots=True)
 class SystemResult:
     """Both classes, from the same window of one system."""
 
     name: str
     label: str
     online: Sequence[RequestTimeline]
-    offline: OfflineResult | None
+    offline: JobStatus | None
+    """Of the client, when the window was over; None without an offline load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +103,7 @@ def _system_json(system: SystemResult, targets: SloTargets) -> dict[str, Any]:
         else {
             "ok": offline.ok,
             "failed": offline.failed,
-            "complete": offline.is_complete,
+            "complete": offline.state is JobState.COMPLETED,
             "prompt_tokens": offline.prompt_tokens,
             "completion_tokens": offline.completion_tokens,
             "elapsed_s": round(offline.elapsed_s, 3),
@@ -227,7 +209,7 @@ def _share(more: float) -> str:
 
 
 def _ran_out(*systems: SystemResult) -> str:
-    ended = [s.label for s in systems if s.offline is not None and s.offline.is_complete]
+    ended = [s.label for s in systems if s.offline and s.offline.state is JobState.COMPLETED]
     return f"; the offline lines of {' and '.join(ended)} ended before the window" if ended else ""
 
 
