@@ -98,7 +98,6 @@ PLACES: Final[dict[str, str]] = {
     "http_lines/engine_connection.py::_get": OURS,
     "http_lines/engine_connection.py::_converse": OURS,
     "fleet/engine.py::_load": OURS,
-    "cli/top.py::read": OURS,
     "fleet/report.py::_ask": OURS,
     "lines/worker_threads.py::run_module": OURS,
     "guard/grammar_process.py::_end": OURS,
@@ -109,8 +108,6 @@ PLACES: Final[dict[str, str]] = {
     # What operators choose.
     "core/validation.py::read_json": OPERATOR,
     "fleet/discovery.py::urls": OPERATOR,
-    "profiler/sample_file.py::__init__": OPERATOR,
-    "profiler/sample_file.py::_decode": OPERATOR,
     "recording/file.py::<module>": OPERATOR,
     "recording/file.py::_setup": OPERATOR,
     "recording/file.py::_text": "what this process has encoded",

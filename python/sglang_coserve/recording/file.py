@@ -19,7 +19,6 @@ import msgspec
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.profile import LatencyProfile
-from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens, unpack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
@@ -42,7 +41,7 @@ from sglang_coserve.recording.scheduler import SchedulerSetup
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 13
+VERSION: Final = 14
 
 _LETTERS: Final = MappingProxyType(dict(zip(RequestState, "WPKDSFA", strict=True)))
 _STATES: Final = MappingProxyType({letter: state for state, letter in _LETTERS.items()})
@@ -73,13 +72,6 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON object written by ``LatencyProfile.to_json``."""
 
 
-class _AddedLine(_Line, frozen=True, tag="added"):
-    request: dict[str, Any]
-    """The fields of a ``QueuedRequest`` but its tokens."""
-
-    token_ids: list[int]
-
-
 class _PlannedLine(_Line, frozen=True, tag="planned"):
     engine: EngineSnapshot
     """Without requests."""
@@ -104,7 +96,7 @@ class _UpdatedLine(_Line, frozen=True, tag="updated"):
 
 _EventLine = (
     Arrived
-    | _AddedLine
+    | OfflineAdded
     | _PlannedLine
     | Started
     | _UpdatedLine
@@ -140,10 +132,6 @@ class EventEncoder:
         match event:
             case Arrived(info):
                 self._introduce(info)
-            case OfflineAdded(request):
-                values = {field.name: getattr(request, field.name) for field in fields(request)}
-                tokens = unpack_tokens(values.pop("token_ids")).tolist()
-                return _text(_AddedLine(values, tokens))
             case Planned(snapshot, answers, plan):
                 times: dict[float | None, int] = {}
                 line = {
@@ -293,8 +281,6 @@ class _EventDecoder:
             case Arrived(info) as event:
                 self._new([info], is_kept=True)
                 return event
-            case _AddedLine() as line:
-                return OfflineAdded(_queued(line))
             case _PlannedLine() as line:
                 return self._planned(line)
             case _UpdatedLine() as line:
@@ -302,6 +288,10 @@ class _EventDecoder:
             case Finished(rid) as event:
                 if rid in self._numbers:
                     del self._infos[self._numbers.pop(rid)]
+                return event
+            case OfflineAdded(request) as event:
+                if (size_bytes := len(request.token_ids)) % 4:
+                    raise InputFileError(f"request.token_ids: {size_bytes} bytes are no tokens")
                 return event
             case Started() | Restored() | Cached() | NoRoom() as event:
                 return event
@@ -344,20 +334,6 @@ class _EventDecoder:
         return new
 
 
-def _queued(line: _AddedLine) -> QueuedRequest:
-    try:
-        tokens = pack_tokens(line.token_ids)
-    except CoserveError as error:
-        raise InputFileError(f"token_ids: {error}") from error
-    values = {**line.request, "token_ids": tokens}
-    try:
-        return msgspec.convert(values, QueuedRequest, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        raise InputFileError(_said(error, "request")) from error
-    except CoserveError as error:
-        raise InputFileError(f"request: {error}") from error
-
-
 def _read(decode: Callable[[str], T], source: str, line: str) -> T:
     """Return what ``decode`` makes of a line; errors name the line."""
     try:
@@ -372,8 +348,8 @@ def _read(decode: Callable[[str], T], source: str, line: str) -> T:
         raise InputFileError(f"{source}: {error}") from error
 
 
-def _said(error: msgspec.ValidationError, place: str = "") -> str:
-    """Return the field, within ``place``, and what is wrong with it."""
+def _said(error: msgspec.ValidationError) -> str:
+    """Return the field, and what is wrong with it."""
     problem, _, field = str(error).partition(" - at `$")
-    field = f"{place}{field.rstrip('`')}".lstrip(".")
+    field = field.rstrip("`").lstrip(".")
     return f"{field}: {problem}" if field else problem

@@ -400,14 +400,14 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
             "it refers to what is not there: 9",
         ),
         (
-            '{"event":"added","request":{"rid":"a","arrival_s":0,"max_new_tokens":1},'
-            '"token_ids":[]}',
-            "request: offline request 'a' cannot be queued: its prompt has no tokens",
+            '{"event":"added","request":{"rid":"a","token_ids":"","arrival_s":0,'
+            '"max_new_tokens":1}}',
+            "offline request 'a' cannot be queued: its prompt has no tokens",
         ),
         (
-            '{"event":"added","request":{"rid":"a","arrival_s":0,"max_new_tokens":1},'
-            '"token_ids":[-1]}',
-            "token_ids: a prompt cannot be queued",
+            '{"event":"added","request":{"rid":"a","token_ids":"AAAA","arrival_s":0,'
+            '"max_new_tokens":1}}',
+            "request.token_ids: 3 bytes are no tokens",
         ),
         (
             '{"event":"started","chunks":[["a"]]}',
