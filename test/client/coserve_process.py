@@ -24,8 +24,8 @@ def environment() -> dict[str, str]:
 
 
 def start_submit(source: Path, output: Path, base_url: str, *flags: str) -> subprocess.Popen[str]:
-    """Start ``coserve submit`` with retries quick enough for a test."""
-    arguments = [str(source), "-o", str(output), "--base-url", base_url, "--seed", "0", *flags]
+    """Start ``coserve submit``."""
+    arguments = [str(source), "-o", str(output), "--base-url", base_url, *flags]
     return subprocess.Popen(
         [*COMMAND, "submit", *arguments],
         stdout=subprocess.PIPE,
