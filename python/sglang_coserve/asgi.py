@@ -10,27 +10,9 @@ from http import HTTPStatus
 from secrets import compare_digest
 from typing import Any, Final
 
-from starlette.types import ASGIApp as App
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_coserve.errors import RequestError
-
-__all__ = [
-    "ENGINE_PATHS",
-    "App",
-    "Message",
-    "Receive",
-    "Scope",
-    "Send",
-    "UnreadBodyMiddleware",
-    "bearer_key",
-    "error_content",
-    "is_form",
-    "is_same_key",
-    "replay",
-    "send_error",
-    "send_json",
-]
 
 ENGINE_PATHS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -133,7 +115,7 @@ class UnreadBodyMiddleware:
     """
 
     def __init__(
-        self, app: App, bytes_per_s: float = _BYTES_PER_S, longest_s: float = _LONGEST_S
+        self, app: ASGIApp, bytes_per_s: float = _BYTES_PER_S, longest_s: float = _LONGEST_S
     ) -> None:
         self._app = app
         self._bytes_per_s = bytes_per_s

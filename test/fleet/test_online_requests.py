@@ -16,9 +16,9 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from http_lines.live_engine import ADMIN_KEY, READY_S
-from sglang_coserve.asgi import App, Receive, Scope, Send
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import parse_options
 from waiting import until
@@ -76,7 +76,7 @@ class RecordingRouter:
 
 
 @asynccontextmanager
-async def listening(app: App, *, lifespan: Any = "off") -> AsyncGenerator[str]:
+async def listening(app: ASGIApp, *, lifespan: Any = "off") -> AsyncGenerator[str]:
     """Serve ``app``; yield its address."""
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan=lifespan))  # type: ignore[arg-type]

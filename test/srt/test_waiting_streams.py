@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from sglang_coserve.asgi import Message
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.answers import is_refused, kept_alive
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware

@@ -14,17 +14,9 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import (
-    App,
-    Receive,
-    Scope,
-    Send,
-    UnreadBodyMiddleware,
-    bearer_key,
-    is_same_key,
-    send_error,
-)
+from sglang_coserve.asgi import UnreadBodyMiddleware, bearer_key, is_same_key, send_error
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import (
@@ -113,7 +105,7 @@ async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
 class KeyCheck:
     """An ASGI middleware: refuses who does not bring ``api_key``."""
 
-    def __init__(self, app: App, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._api_key = api_key
 

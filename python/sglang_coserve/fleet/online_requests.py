@@ -15,9 +15,10 @@ from typing import Any, Final, Self
 import aiohttp
 from multidict import CIMultiDict
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from sglang_coserve.asgi import ENGINE_PATHS, Message, Receive, Scope, Send, send_json
+from sglang_coserve.asgi import ENGINE_PATHS, send_json
 from sglang_coserve.errors import ServerError
 
 ONLINE_PATHS: Final = (

@@ -27,19 +27,11 @@ from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUseDefault, SchemaValidator
 from pydantic_core.core_schema import no_info_before_validator_function
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sglang_coserve.asgi import (
-    App,
-    Receive,
-    Scope,
-    Send,
-    error_content,
-    is_form,
-    replay,
-    send_error,
-)
+from sglang_coserve.asgi import error_content, is_form, replay, send_error
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 from sglang_coserve.jsonl.surrogates import mended_json
 
@@ -103,7 +95,7 @@ class RequestGateMiddleware:
     """Refuses bodies that are too large; ``free_prefixes`` are of paths whose routes bound by
     themselves what they read."""
 
-    def __init__(self, app: App, *, free_prefixes: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, free_prefixes: tuple[str, ...] = ()) -> None:
         self._app = app
         self._free_prefixes = free_prefixes
 

@@ -20,7 +20,9 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
-from sglang_coserve.asgi import Message, Send, send_error, send_json
+from starlette.types import Message, Send
+
+from sglang_coserve.asgi import send_error, send_json
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER, duration_s
 

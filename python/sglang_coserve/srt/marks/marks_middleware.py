@@ -18,18 +18,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_coserve.asgi import (
-    ENGINE_PATHS,
-    App,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    is_form,
-    replay,
-    send_error,
-)
+from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.answers import (
@@ -91,7 +82,7 @@ class MarksMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         offline_objectives: Iterable[str] = (),
         *,
         has_room: HasRoom = _always,

@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 import orjson
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import ENGINE_PATHS, App, Receive, Scope, Send, is_form, replay
+from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay
 from sglang_coserve.jsonl.request_line import not_served, served_name
 
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
@@ -67,7 +68,7 @@ def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
 class WantedModelMiddleware:
     """Stands behind what bounds a body and puts it together; see the module's docstring."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,8 +20,9 @@ from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.asgi import send_error
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
@@ -230,7 +231,7 @@ class HealthMiddleware:
     """Answers ``/health``: 503 from an engine that drains, whose schedulers are stuck, or that has
     ended; the last refuses all else, too. Before the engine's first request SGLang answers."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,9 +20,10 @@ from fastapi import FastAPI, HTTPException, Query
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve import __version__
-from sglang_coserve.asgi import App, Receive, Scope, Send, send_error
+from sglang_coserve.asgi import send_error
 from sglang_coserve.batch.routes import (
     PAGE_PATH,
     VIEW_PATH,
@@ -184,7 +185,7 @@ class View:
         """Have ``app`` serve the routes, before all middleware, and sample while it runs."""
         build_stack = app.build_middleware_stack
 
-        def build_with_view() -> App:
+        def build_with_view() -> ASGIApp:
             return _InFront(self._router, build_stack())
 
         app.build_middleware_stack = build_with_view  # type: ignore[method-assign]
@@ -238,7 +239,7 @@ class View:
 class _InFront:
     """Serves what the router knows, and leaves the rest to ``app``."""
 
-    def __init__(self, router: Router, app: App) -> None:
+    def __init__(self, router: Router, app: ASGIApp) -> None:
         self._router = router
         self._app = app
         self._paths = frozenset(route.path for route in router.routes if isinstance(route, Route))
