@@ -13,18 +13,10 @@ from sglang_coserve.errors import ConfigError
 _NEEDS: Mapping[str, str] = MappingProxyType(
     {
         "safepoint_decode_graphs": "safepoint_interval",
-        "batch_max_upload_mib": "coserve_data_dir",
-        "batch_max_lines": "coserve_data_dir",
-        "batch_max_in_flight": "coserve_data_dir",
-        "batch_max_active": "coserve_data_dir",
-        "batch_max_active_per_key": "coserve_data_dir",
-        "batch_max_stored_gib_per_key": "coserve_data_dir",
-        "batch_max_files_per_key": "coserve_data_dir",
-        "batch_webhook_url": "coserve_data_dir",
         "batch_webhook_allow_private": "batch_webhook_url",
     }
 )
-"""Flags that do nothing without another one."""
+"""Flags that do nothing without another one; those of batches do nothing without a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +83,8 @@ class BatchApiConfig(FlagSettings):
     def __post_init__(self) -> None:
         FlagSettings.__post_init__(self)
         changed = self.changed()
-        for name, other in _NEEDS.items():
-            if name in changed and other not in changed:
-                raise ConfigError(f"{flag(name)} has no effect alone: add {flag(other)}")
+        for name in sorted(changed):
+            is_of_batches = name.startswith("batch_")
+            needed = _NEEDS.get(name, "coserve_data_dir" if is_of_batches else name)
+            if needed not in changed:
+                raise ConfigError(f"{flag(name)} has no effect alone: add {flag(needed)}")
