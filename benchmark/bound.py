@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
+from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
@@ -38,7 +39,6 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload.shape import fit_to_context, scale_rate
-from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 SPREAD: Final = 0.6

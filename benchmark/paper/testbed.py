@@ -15,6 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
+from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
@@ -25,8 +26,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
-from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
-from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 Requests = Callable[[], Iterable[SimRequest]]
@@ -118,7 +118,7 @@ def azure_online(path: Path | None, qps: float, seconds: float, seed: int = 1) -
     """
     for factor in count(1):
         whole = scale_rate(read_trace(path or sample_path("online")), factor)
-        part = list(window(whole, 0.0, seconds))
+        part = list(until(whole, seconds))
         keep = qps * seconds / len(part)
         if keep <= 1:
             break

@@ -7,6 +7,7 @@ from itertools import pairwise, repeat, takewhile
 
 import pytest
 
+from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -18,7 +19,6 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from simulator.engines import engine_of, offline, online, run_out
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from common.arrivals import gamma_arrivals
 from sglang_coserve.cli import app
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
@@ -25,7 +26,6 @@ from sglang_coserve.profiler.profile_file import write_profile
 from sglang_coserve.simulator.find_budget import BudgetSearch, Trial
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
-from sglang_coserve.workload.synthetic import gamma_arrivals
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-4, context_token_s=1e-7, iteration_s=5e-3)
 """5 ms and a tenth of one for each token."""

@@ -6,8 +6,8 @@ from itertools import islice, repeat
 import numpy as np
 import pytest
 
+from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.synthetic import gamma_arrivals, synthesize
 from sglang_coserve.workload.trace import TraceRequest
 
 

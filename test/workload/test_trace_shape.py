@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
@@ -17,20 +17,18 @@ def every_second(prompt_tokens: int = 100, output_tokens: int = 10):
     return (TraceRequest(i, float(i), prompt_tokens, output_tokens) for i in count())
 
 
-class TestWindow:
-    def test_is_half_open_and_restarts_the_clock(self):
-        requests = list(window(every_second(), 3, 6))
-        assert [(r.index, r.arrival_s) for r in requests] == [(3, 0.0), (4, 1.0), (5, 2.0)]
+class TestUntil:
+    def test_ends_before_its_end_and_reads_no_further(self):
+        requests = list(until(every_second(), 3))
+        assert [(r.index, r.arrival_s) for r in requests] == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
     def test_without_an_end_it_goes_on(self):
-        assert [r.index for r in islice(window(every_second(), 2.5), 3)] == [3, 4, 5]
+        assert [r.index for r in islice(until(every_second(), math.inf), 3)] == [0, 1, 2]
 
-    @pytest.mark.parametrize(
-        ("start_s", "end_s"), [(5, 5), (6, 5), (-1, 5), (math.nan, 5), (0, math.nan)]
-    )
-    def test_refuses_an_empty_interval_at_once(self, start_s, end_s):
-        with pytest.raises(ConfigError, match="window from"):
-            window(every_second(), start_s, end_s)
+    @pytest.mark.parametrize("end_s", [0, -1, math.nan])
+    def test_refuses_what_is_no_time_at_once(self, end_s):
+        with pytest.raises(ConfigError, match="until"):
+            until(every_second(), end_s)
 
 
 class TestRate:

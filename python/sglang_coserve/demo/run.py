@@ -41,7 +41,7 @@ from sglang_coserve.srt.emulation.model_directory import (
 )
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import printable, terminate_as_interrupt
-from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, window
+from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 # Small enough for two CPU cores to serve both workloads.
@@ -173,7 +173,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     bundled = LoadScale() if emulation is None else _gpu_scale(emulation)
     trace, trace_scale = _given(options.trace, "online", bundled)
     offline, offline_scale = _given(options.offline, "offline", bundled)
-    requests = list(window(trace_scale.applied(read_trace(trace)), 0, options.window_s))
+    requests = list(until(trace_scale.applied(read_trace(trace)), options.window_s))
     if not requests:
         raise WorkloadError(f"{trace}: no request in the first {options.window_s:g} s")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointCo
 from sglang_coserve.simulator.observer import EventLog, RunControl, SimulationObserver
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
-from sglang_coserve.workload.shape import fit_to_context, scale_rate, window
+from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 
@@ -160,7 +160,7 @@ class SimulationOptions:
     def online_trace(self) -> Sequence[TraceRequest]:
         """Read the online requests, at the rate and for the duration asked for."""
         trace = read_trace(self.trace or sample_path("online"))
-        in_time = window(scale_rate(trace, self.rate), 0.0, self.duration or math.inf)
+        in_time = until(scale_rate(trace, self.rate), self.duration or math.inf)
         online, _ = fit_to_context(in_time, self._context_tokens())
         return online
 

@@ -1,5 +1,1 @@
-"""Workloads: recorded and synthetic arrivals, their lengths, and prompts to match.
-
-``trace`` reads requests and ``synthetic`` makes them, ``shape`` fits them to a machine; then
-``synthetic`` makes their prompts.
-"""
+"""Workloads: ``trace`` reads them, ``shape`` fits them to a machine, ``synthetic`` has prompts."""

@@ -19,26 +19,15 @@ RESERVED_TOKENS: Final = 8
 """Positions of a model's context that SGLang keeps for itself, and a few to spare."""
 
 
-def window(
-    requests: Iterable[TraceRequest], start_s: float = 0.0, end_s: float = math.inf
-) -> Iterator[TraceRequest]:
-    """Yield the requests that arrive in [start, end), timed from the start.
-
-    Reads no further than the first request at or after ``end_s``.
+def until(requests: Iterable[TraceRequest], end_s: float) -> Iterator[TraceRequest]:
+    """Yield the requests that arrive before ``end_s``. Reads no further than the first one after.
 
     Raises:
-        ConfigError: The interval is empty or starts before 0.
+        ConfigError: That is no time.
     """
-    if not 0 <= start_s < end_s:
-        raise ConfigError(
-            f"window from {start_s} s to {end_s} s: it must start at 0 or later and end after that"
-        )
-    before_end = takewhile(lambda request: request.arrival_s < end_s, requests)
-    return (
-        replace(request, arrival_s=request.arrival_s - start_s)
-        for request in before_end
-        if request.arrival_s >= start_s
-    )
+    if not end_s > 0:
+        raise ConfigError(f"requests until {end_s} s: it must be a positive number")
+    return takewhile(lambda request: request.arrival_s < end_s, requests)
 
 
 def scale_rate(requests: Iterable[TraceRequest], factor: float) -> Iterator[TraceRequest]:
