@@ -80,7 +80,6 @@ _EXTRAS: Final = {
         "opentelemetry.exporter.otlp.proto.grpc",
         "opentelemetry.exporter.otlp.proto.http",
     ),
-    "plot": ("matplotlib",),
     "ray": ("ray", "pyarrow"),
 }
 
