@@ -105,32 +105,37 @@ def plot(loads: Sequence[Loaded], path: Path) -> None:
     """
     import matplotlib.pyplot as plt
 
-    ordered = sorted(loads, key=lambda one: (one["traffic"], one["load"]))
+    traffics = sorted({one["traffic"] for one in loads})
+    shares = sorted({one["load"] for one in loads})
     measures = (("ttft_p99_ms", "P99 TTFT, ms"), ("itl_p99_ms", "P99 gap, ms"))
+    rows = len(shares) * len(measures)
     figure, axes = plt.subplots(
-        len(measures), len(ordered), figsize=(3.1 * len(ordered), 6), squeeze=False, sharex="col"
+        rows, len(traffics), figsize=(3.1 * len(traffics), 2 * rows + 1), squeeze=False
     )
-    for line, (key, label) in zip(axes, measures, strict=True):
-        for axis, one in zip(line, ordered, strict=True):
+    for axis in axes.flat:
+        axis.set_axis_off()
+    shown: dict[str, Any] = {}
+    for one in loads:
+        column, above = traffics.index(one["traffic"]), shares.index(one["load"]) * len(measures)
+        for row, (key, label) in enumerate(measures, above):
+            axis = axes[row][column]
+            axis.set_axis_on()
             axis.axhline(_first(one, PLAIN, key), color="k", linestyle="--", label=PLAIN)
             for name, style in _styles(one).items():
                 tokens_per_s = _first(one, name, "offline_tokens_per_s")
-                axis.plot(tokens_per_s, _first(one, name, key), style, label=name, clip_on=False)
-            axis.set_ylim(bottom=0)
-            axis.set_xlim(left=0)
+                axis.plot(tokens_per_s, _first(one, name, key), style, label=name)
+            axis.set_xlim(0, 1.1 * axis.dataLim.xmax)
+            axis.set_ylim(0, 1.1 * axis.dataLim.ymax)
+            axis.locator_params(axis="x", nbins=4)
             axis.grid(alpha=0.3)
-        line[0].set_ylabel(label)
-    for axis, one in zip(axes[0], ordered, strict=True):
-        axis.set_title(f"{one['traffic']}, {one['load']:.0%}", fontsize=9)
-    for axis in axes[-1]:
-        axis.set_xlabel("offline tokens/s", fontsize=9)
-    shown: dict[str, Any] = {}
-    for axis in axes[0]:
-        handles, names = axis.get_legend_handles_labels()
-        shown |= dict(zip(names, handles, strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=4, fontsize=8)
-    figure.suptitle(f"Emulated: {loads[0]['emulated']}. No GPU was measured.", fontsize=11)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+            axis.set_ylabel(label, fontsize=9)
+            handles, names = axis.get_legend_handles_labels()
+            shown |= dict(zip(names, handles, strict=True))
+        axes[above][column].set_title(f"{one['traffic']}, {one['load']:.0%}", fontsize=10)
+        axes[above + 1][column].set_xlabel("offline tokens/s", fontsize=9)
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=4, fontsize=9)
+    figure.suptitle(f"{loads[0]['emulated']}: no GPU was measured", fontsize=12)
+    figure.tight_layout(rect=(0, 0.7 / (2 * rows + 1), 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context({"svg.fonttype": "none"}):  # Text instead of outlines: a third of the size.
         figure.savefig(path)
