@@ -177,6 +177,7 @@ def test_the_baseline_has_an_engine_for_each_micro_batch() -> None:
         found.ended(rid, Ending.COMPLETE)
     found.advance(predict, 9.0)
     (ttft, _, _) = found.monitor.report(9.0).standings
+    assert ttft.values == 3
     assert ttft.alone_s == pytest.approx(STEP_S + 0.98 * STEP_S)  # The third's, but for the P99.
     assert len(found) == 0
 

@@ -16,9 +16,11 @@ def slo(
     *,
     limit: float | None = 500.0,
     feasible: bool = True,
+    values: int = 200,
 ) -> dict[str, Any]:
     return {
         "slo": name,
+        "values": values,
         "measured_ms": measured,
         "online_alone_ms": alone,
         "limit_ms": limit,
@@ -55,6 +57,23 @@ def test_a_missed_target_is_harm_if_it_would_be_met_alone() -> None:
         "Online users are hurt by offline work: P99 TTFT is 680 ms, allowed are 500 ms, "
         "without offline work 210 ms."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "level"),
+    [
+        ("ttft p99 <= 500ms", 99, "unknown"),
+        ("ttft p99 <= 500ms", 100, "harmed"),
+        ("ttft p90 <= 500ms", 10, "harmed"),
+        ("ttft mean <= 500ms", 1, "harmed"),
+    ],
+)
+def test_nobody_is_alarmed_by_fewer_values_than_a_percentile_needs(
+    name: str, values: int, level: str
+) -> None:
+    found = standing([replica(slo(name, 680.0, values=values))])
+    assert (found["level"], found["slos"][0]["known"]) == (level, level == "harmed")
+    assert "is 680 ms, allowed are 500 ms" in found["text"]
 
 
 def test_nobody_is_harmed_by_offline_work_that_has_not_run() -> None:

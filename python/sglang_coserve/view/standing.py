@@ -8,6 +8,9 @@ from typing import Any, Final
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
 _STATISTICS: Final = {"mean": "mean"}
 
+_NEEDED: Final = {"p50": 2, "p90": 10, "p99": 100}
+"""Values; of fewer, the percentile is the maximum."""
+
 LEVELS: Final = ("ok", "unknown", "overloaded", "harmed")
 """Of how online users stand, from good to bad."""
 
@@ -69,8 +72,15 @@ def _bill_of_all(bills: Sequence[Mapping[str, float]]) -> dict[str, float] | Non
 
 
 def _worst(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    worst = max(measures, key=lambda slo: (not slo["met"], slo["measured_ms"] or 0.0))
-    return {**worst, "added_ms": _added_ms(worst)}
+    def badness(slo: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        return not slo["met"] and _is_known(slo), not slo["met"], slo["measured_ms"] or 0.0
+
+    worst = max(measures, key=badness)
+    return {**worst, "added_ms": _added_ms(worst), "known": _is_known(worst)}
+
+
+def _is_known(slo: Mapping[str, Any]) -> bool:
+    return bool(slo["values"] >= _NEEDED.get(str(slo["slo"]).split()[1], 1))
 
 
 def _added_ms(slo: Mapping[str, Any]) -> float | None:
@@ -96,15 +106,19 @@ def _verdict(
             "--slo-tpot-ms or --slo."
         )
     missed = [slo for slo in slos if not slo["met"]]
-    harmed = [slo for slo in missed if slo["feasible"]]
+    known = [slo for slo in missed if slo["known"]]
+    harmed = [slo for slo in known if slo["feasible"]]
     if harmed:
         text = "; ".join(map(_missed, harmed))
         if not has_billed:
             return "unknown", f"No offline work has run beside online requests, and yet {text}."
         return "harmed", f"Online users are hurt by offline work: {text}."
+    if known:
+        text = "; ".join(map(_missed, known))
+        return "overloaded", f"Targets are missed, and would be without offline work, too: {text}."
     if missed:
         text = "; ".join(map(_missed, missed))
-        return "overloaded", f"Targets are missed, and would be without offline work, too: {text}."
+        return "unknown", f"Of too few requests to judge, {text}."
     return "ok", f"Online users are within their targets{_cost(slos)}."
 
 

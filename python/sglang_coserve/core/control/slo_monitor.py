@@ -26,6 +26,9 @@ class SloStanding:
 
     slo: Slo
     limit_s: float
+    values: int
+    """How many were measured."""
+
     measured_s: float | None
     alone_s: float | None
     is_feasible: bool
@@ -40,6 +43,7 @@ class SloStanding:
         """Return the values for JSON, latencies in milliseconds."""
         return {
             "slo": format_slo(self.slo),
+            "values": self.values,
             "measured_ms": _ms(self.measured_s),
             "online_alone_ms": _ms(self.alone_s),
             "limit_ms": _ms(self.limit_s) if self.limit_s < math.inf else None,
@@ -223,6 +227,7 @@ class SloMonitor:
                 SloStanding(
                     slo,
                     limit_s,
+                    len(values),
                     measured_s=slo.statistic.of(summarize(values)),
                     alone_s=alone_s,
                     is_feasible=not is_over or misses < _LEAST_MISSES,

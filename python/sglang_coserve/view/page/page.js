@@ -70,8 +70,7 @@ function showUsers(users) {
   if (users.requests) parts.push(`${number(users.requests)} requests ended in the last 10 minutes`);
   if ((users.attainment ?? null) !== null) parts.push(`${percent(users.attainment)} within their targets`);
   if ((users.attainment_online_alone ?? null) !== null) parts.push(`${percent(users.attainment_online_alone)} would be without offline work, as predicted`);
-  const few = users.requests < 100 ? " Of fewer than 100, a P99 is little more than the maximum." : "";
-  write(byId("users-note"), parts.length ? `${parts.join(", ")}.${few}` : "");
+  write(byId("users-note"), parts.length ? `${parts.join(", ")}.` : "");
   byId("bill").hidden = users.bill === null;
   if (users.bill !== null) {
     figures(byId("bill"), [
@@ -90,7 +89,7 @@ function showUsers(users) {
 function sloRow(slo) {
   const cell = (label, text, kind = "number") =>
     element("td", { role: "cell", "data-label": label, class: kind }, element("span", {}, text));
-  const [text, kind] = slo.measured_ms === null ? ["not known yet", ""]
+  const [text, kind] = !slo.known || slo.measured_ms === null ? ["not known yet", ""]
     : slo.met ? ["✓ met", "good"]
     : slo.feasible ? ["✗ missed", "bad"]
     : ["✗ missed, alone too", "fair"];
