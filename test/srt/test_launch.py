@@ -320,6 +320,15 @@ def test_a_bad_value_of_our_flags_is_refused(
     assert "error: --slo-ttft-ms must be greater than 0" in capsys.readouterr().err
 
 
+def test_a_model_that_is_not_there_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "model"
+    assert launch.main(["--model-path", str(missing)]) == 2
+    said = capsys.readouterr().err
+    assert f"error: --model-path {missing}: there is no such directory" in said
+
+
 FOR_OPERATORS = {
     *("abort_request", "configure_logging", "flush_cache", "freeze_gc", "set_trace_level"),
     *("pause_generation", "continue_generation", "slow_down", "set_internal_state", "dumper"),

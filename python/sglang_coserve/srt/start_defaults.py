@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
@@ -42,8 +43,15 @@ def start_defaults(model_path: str | None) -> StartDefaults:
 
     Raises:
         InputFileError: the model is emulated, and its config.json does not say how.
-        ConfigError: what it says is out of range.
+        ConfigError: what it says is out of range, or there is nothing at the model's path.
     """
+    # Anything else may be the name of a model that SGLang downloads.
+    paths = ("/", "./", "../")
+    if model_path and model_path.startswith(paths) and not Path(model_path).exists():
+        raise ConfigError(
+            f"--model-path {model_path}: there is no such directory; name one with a config.json,"
+            " or a model of Hugging Face's"
+        )
     if model_path is not None and is_emulated(Path(model_path)):
         # Only then is any of it imported.
         from sglang_coserve.srt.emulation import model_directory
