@@ -55,13 +55,6 @@ def a_line(**fields: Any) -> bytes:
     return json.dumps(given).encode()
 
 
-def test_a_good_file() -> None:
-    report = check(lines(3, max_tokens=100))
-    assert report.requests == 3
-    assert not report.faults
-    assert 300 < report.estimated_tokens < 400
-
-
 @pytest.mark.parametrize(
     "ending", [b"\n", b"\r\n", b"\n\n \t\n"], ids=["plain", "windows", "blank lines"]
 )
@@ -316,9 +309,3 @@ def test_the_estimate_of_a_file_parses_nothing_long(
     assert estimate_file(path, ENDPOINT, 4096) > path.stat().st_size // 4
     assert len(parsed) == before
     assert sum(parsed) <= len(short)
-
-
-def test_the_estimate_of_a_small_file_is_that_of_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "input.jsonl"
-    path.write_bytes(lines(20))
-    assert estimate_file(path, ENDPOINT, 4096) == check(lines(20)).estimated_tokens

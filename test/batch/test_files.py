@@ -6,7 +6,6 @@ import asyncio
 import os
 import sqlite3
 import stat
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -57,28 +56,6 @@ def test_owners() -> None:
     assert owner_of(None) == owner_of("")
     assert len({owner_of(None), owner_of("a"), owner_of("b")}) == 3
     assert "secret" not in owner_of("secret")
-
-
-async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    async def broken() -> AsyncIterator[bytes]:
-        yield b"x" * 2_000_000
-        raise ConnectionError("gone")
-
-    async def stuck(arrived: asyncio.Event) -> AsyncIterator[bytes]:
-        yield b"x" * 2_000_000
-        arrived.set()
-        await asyncio.Event().wait()
-
-    async with (await opened(tmp_path)).service as service:
-        with pytest.raises(ConnectionError):
-            await service.create_file(OWNER, "a", broken())
-        arrived = asyncio.Event()
-        upload = asyncio.create_task(service.create_file(OWNER, "a", stuck(arrived)))
-        await arrived.wait()
-        assert len(stored(tmp_path)) == 1
-        upload.cancel()
-        await asyncio.wait({upload})
-    assert stored(tmp_path) == in_doubt(tmp_path) == []
 
 
 async def test_an_upload_never_fills_the_disk(tmp_path: Path) -> None:

@@ -142,14 +142,6 @@ def test_a_window_that_cannot_be_kept_is_told_in_words() -> None:
     assert batch_object(batch, in_time, None).coserve.warning is None
 
 
-def test_what_takes_for_ever_has_an_end_that_can_be_written() -> None:
-    batch = replace(served(), estimated_tokens=10**15)
-    job_forecast = job_forecasts([batch], 0.01, 0.0, EXACT)["batch_1"]
-    assert "expected to be complete at 20" in (
-        batch_object(batch, job_forecast).coserve.warning or ""
-    )
-
-
 def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:
     """1,000 tokens each at 10 tokens/s: 100 s alone, 200 s together."""
     others = served(id="batch_2", expires_at_s=10_000.0)
@@ -234,12 +226,6 @@ def test_a_forecast_of_nothing_teaches_nothing() -> None:
 def test_a_window_in_words_is_one_that_is_long_enough(seconds: float) -> None:
     asked_s = window_s(window_text(seconds), 366 * 86_400.0)
     assert seconds <= asked_s <= max(1.0, seconds + 60.0)
-
-
-def test_no_window_is_shorter_than_a_second() -> None:
-    assert window_text(0.0) == "1s"
-    with pytest.raises(BatchRequestError):
-        window_s("0s", 86_400.0)
 
 
 SERVED: dict[str, object] = {

@@ -134,15 +134,6 @@ def test_a_damaged_byte_costs_tokens_but_makes_none(
     assert list(again.tokens(1)) == [*tokens, 7]
 
 
-def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
-    journal = a_journal(tmp_path / "j")
-    journal.add(1, [1])
-    write(journal)
-    journal.delete()
-    journal.delete()
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_named() -> None:
     journal = a_journal(Path("/dev/full"))
     journal.add(1, [1])

@@ -99,15 +99,6 @@ class Engine:
                 await asyncio.sleep(0)
 
 
-async def test_ordinary_lines_do_not_wait_for_each_other() -> None:
-    engine = Engine()
-    tasks = [asyncio.create_task(engine.serve(f"o{n}")) for n in range(5)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(engine.beside) == 5
-    await asyncio.gather(*tasks)
-
-
 async def test_suspects_go_first_and_then_both_take_turns() -> None:
     engine = Engine()
     suspects = [f"s{n}" for n in range(45)]
@@ -150,10 +141,6 @@ async def test_whoever_is_cancelled_holds_up_nobody(seed: int) -> None:
     assert {type(end) for end in ends} == {type(None), asyncio.CancelledError}
     await asyncio.wait_for(engine.serve("o-last"), 5)
     await asyncio.wait_for(engine.batch("s-last"), 5)
-
-
-def test_nothing_is_known_before_a_line_is_finished() -> None:
-    assert OutputLengths().expected(100) is None
 
 
 def test_lines_with_a_like_limit_are_alike() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from batch.scenarios import ENDPOINT, opened
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.lines.backend import ChangeListeners, LineBackend, LineRequest, LineResult
+from sglang_coserve.lines.backend import LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
@@ -131,13 +131,3 @@ async def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:
         async with scene.service:
             assert len(backend.listeners) == 1
     assert len(backend.listeners) == 0
-
-
-def test_a_listener_may_leave_while_all_are_told() -> None:
-    listeners, told = ChangeListeners(), []
-    leave: list[Callable[[], None]] = []
-    leave.append(listeners.add(lambda: (told.append("a"), leave[0]())))
-    listeners.add(lambda: told.append("b"))
-    listeners.tell()
-    listeners.tell()
-    assert told == ["a", "b", "b"]

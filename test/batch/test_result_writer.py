@@ -81,14 +81,6 @@ async def test_results_of_one_interval_are_committed_together(desk: Desk) -> Non
         assert desk.output.read_bytes() == record(1, 2) + record(2, 2) + record(4, 2)
 
 
-async def test_closing_writes_what_waits(desk: Desk) -> None:
-    async with desk.writer() as writer:
-        desk.add(writer, 1)
-        await writer.close()
-        assert [p.completed for p in desk.commits] == [1]
-        assert desk.output.read_bytes() == record(1, 2)
-
-
 async def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
     """A batch is changed, which ends its run, and then the server stops, which ends it again."""
     async with desk.writer() as writer:
@@ -107,12 +99,6 @@ async def test_closing_goes_on_when_it_is_cancelled_again(desk: Desk) -> None:
             await asyncio.wait_for(closing, 30)
         assert [p.completed for p in desk.commits] == [1, 2]
         assert desk.output.read_bytes() == record(1, 2) + record(2, 2)
-
-
-async def test_a_writer_that_was_given_nothing_commits_what_it_began_with(desk: Desk) -> None:
-    async with desk.writer() as writer:
-        await writer.close()
-        assert desk.commits == [Progress()]
 
 
 async def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk) -> None:

@@ -228,12 +228,6 @@ def test_a_compressed_body_is_not_unpacked(http: httpx.Client, data: Path, encod
     assert stored(data) == before
 
 
-def test_a_compressed_file_is_no_input(client: openai.OpenAI) -> None:
-    batch = until(client, create(client, gzip.compress(lines(100_000))).id, "failed")
-    assert batch.errors is not None
-    assert batch.errors.data
-
-
 INPUTS = {
     "empty": b"",
     "blank lines": b"\n\r\n  \n",

@@ -7,9 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from batch.scenarios import OWNER, Scene, line, lines, opened, stream, wanted
+from batch.scenarios import OWNER, line, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
-from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
 
@@ -124,39 +123,3 @@ async def test_a_retry_continues_from_what_was_generated(tmp_path: Path) -> None
         await scene.in_flight(1)
         scene.backend.held("id-1").finish()
         assert (await scene.ends(batch.id)).request_counts.completed == 1
-
-
-async def test_partial_output_is_readable_while_the_batch_runs(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    async with scene.service:
-        batch = await scene.create(lines(4))
-        await scene.in_flight(4)
-        scene.backend.held("id-2").finish()
-        scene.backend.held("id-3").finish(failure(400))
-
-        def has_two(now: BatchObject) -> bool:
-            return now.request_counts.completed + now.request_counts.failed == 2
-
-        now = await scene.once(batch.id, has_two)
-        assert now.status == "in_progress"
-        assert set(await scene.records(now)) == {"id-2", "id-3"}
-        scene.backend.finish_all()
-        assert len(await scene.records(await scene.ends(batch.id))) == 4
-
-
-async def test_the_input_may_be_used_again(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        file = await service.create_file(OWNER, "a", stream(lines(2)))
-        batches = [await service.create_batch(OWNER, wanted(file)) for _ in range(3)]
-        for batch in batches:
-            assert len(await scene.records(await scene.ends(batch.id))) == 2
-
-
-async def test_a_service_on_nothing_starts_and_stops(tmp_path: Path) -> None:
-    async def scenario() -> Scene:
-        scene = await opened(tmp_path)
-        await scene.service.close()
-        return scene
-
-    for _ in range(2):
-        assert (await scenario()).backend.started == []

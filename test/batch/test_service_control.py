@@ -47,14 +47,6 @@ async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: P
         assert (await service.status()).lines_in_flight == 0
 
 
-async def test_a_batch_can_be_cancelled_before_it_is_checked(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        batch = await scene.create(lines(20_000))
-        assert (await service.change_batch(OWNER, batch.id, "cancel")).status == "cancelling"
-        assert (await scene.ends(batch.id)).status == "cancelled"
-        assert scene.backend.started == []
-
-
 async def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_path: Path) -> None:
     scene = await opened(tmp_path, ScriptedBackend(holds=True))
     async with scene.service as service:

@@ -10,7 +10,6 @@ from batch.scenarios import OWNER, Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.schemas import BatchObject
-from sglang_coserve.jsonl.body_limits import BodyLimits
 
 
 async def served_in(scene: Scene, seconds: float) -> BatchObject:
@@ -82,19 +81,6 @@ async def test_without_a_history_no_window_is_refused(tmp_path: Path, batches: i
         batch = await service.create_batch(OWNER, wanted(file, "10s"))
         assert batch.status == "validating"
         assert "after the window of 10s closes" in (batch.coserve.warning or "")
-
-
-async def test_a_limit_beyond_the_context_makes_a_batch_no_longer(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
-    backend.limits = BodyLimits(context_tokens=4096)
-    async with (scene := await opened(tmp_path, backend)).service:
-        batch = await scene.create(lines(10, max_tokens=1_000_000))
-        assert batch.coserve.eta is not None
-        assert 350 <= batch.coserve.eta - batch.created_at <= 410
-        await scene.in_flight(10)
-        again = await scene.service.retrieve_batch(OWNER, batch.id)
-        assert again.coserve.eta is not None
-        assert again.coserve.eta - batch.coserve.eta < 60, "checked, it is no longer than before"
 
 
 async def test_a_repeated_call_is_answered_whatever_could_be_kept_now(tmp_path: Path) -> None:

@@ -159,20 +159,6 @@ async def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
         assert "3 of the lines" in (await warning(model, batch_id) or "")
 
 
-async def test_a_window_that_closes_while_the_server_is_down_is_closed(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    async with scene.service:
-        batch = await scene.create(lines(2), "1h")
-        await scene.in_flight(2)
-        scene.backend.held("id-1").finish()
-        await scene.in_flight(1)
-    batch_id = batch.id
-    async with (scene := await opened(tmp_path, clock=ManualClock(1_010_000.0))).service:
-        done = await scene.ends(batch_id)
-        assert (done.status, done.request_counts.completed) == ("expired", 1)
-        assert scene.backend.started == []
-
-
 async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
     scene = await opened(tmp_path, record_events=True)
     async with scene.service as service:
@@ -190,10 +176,4 @@ async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
         (event,) = await service.pending_events()
         assert (event.id, event.attempts) == (event_id, 1)
         await service.settle_event(event.id)
-        assert await service.pending_events() == []
-
-
-async def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        await scene.ends((await scene.create(lines(1))).id)
         assert await service.pending_events() == []

@@ -150,21 +150,6 @@ def test_idempotency_keys_belong_to_an_owner(connection: sqlite3.Connection) -> 
     assert batch_rows.create(connection, other, 0.0, 2) == (other, True)
 
 
-def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
-    file_rows.insert(connection, a_file(expires_at_s=10.0))
-    file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
-    batch_rows.create(connection, a_batch(), 0.0, 10)
-    with pytest.raises(ConflictError, match="in use by batch batch_1"):
-        file_rows.delete(connection, "o", "file-1")
-    assert file_rows.expired(connection, 15.0, 10) == []
-    assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
-    batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0)
-    batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
-    assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
-    file_rows.delete(connection, "o", "file-1")
-    assert not file_rows.exists(connection, "file-1")
-
-
 @pytest.mark.parametrize(
     "bad_id", ["", "file-2", "' OR 1=1 --", "../../etc/passwd", "\0", "x" * 9999]
 )
@@ -233,31 +218,7 @@ def test_pages_add_up_to_everything_of_one_owner(
     connection.close()
 
 
-def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> None:
-    for number in (1, 2):
-        file_rows.insert(connection, a_file(f"file-{number}"))
-        batch = a_batch(id=f"batch_{number}", input_file_id=f"file-{number}")
-        batch_rows.create(connection, batch, 0.0, 10)
-        failed = Failed((LineFault("x", "y"),))
-        batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
-    first, second = batch_rows.due_events(connection, 10.0, 10)
-    assert [first.id, second.id] == ["evt_1", "evt_2"]
-    batch_rows.postpone_event(connection, "evt_1", 30.0)
-    assert batch_rows.due_events(connection, 29.0, 10) == [second]
-    assert batch_rows.due_events(connection, 30.0, 10) == [replace(first, attempts=1), second]
-    batch_rows.settle_event(connection, "evt_1")
-    assert batch_rows.due_events(connection, 99.0, 10) == [second]
-
-
 class TestOpening:
-    def test_what_was_committed_is_there_again(self, tmp_path: Path) -> None:
-        connection = open_database(tmp_path / "db")
-        file_rows.insert(connection, a_file())
-        connection.close()
-        connection = open_database(tmp_path / "db")
-        assert file_rows.find(connection, "o", "file-1", 0.0) == a_file()
-        connection.close()
-
     def test_a_damaged_database_is_refused_and_left_alone(self, tmp_path: Path) -> None:
         path = tmp_path / "db"
         connection = open_database(path)

@@ -103,16 +103,3 @@ def test_old_proxies_and_careful_clients_are_served(server: LocalServer) -> None
     expect = b"expect: 100-continue\r\nconnection: close\r\n\r\n"
     answer = raw(server, head % b"1.1" + length + expect, body)
     assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
-
-
-def test_a_download_goes_on_where_it_was_and_is_told_where_the_end_is(server: LocalServer) -> None:
-    url = f"{server.base_url}/v1/files"
-    file = httpx.post(url, data={"purpose": "batch"}, files={"file": ("a.jsonl", b"0123456789")})
-    content = f"{url}/{file.json()['id']}/content"
-    rest = httpx.get(content, headers={"range": "bytes=4-"})
-    assert (rest.status_code, rest.content) == (206, b"456789")
-    beyond = httpx.get(content, headers={"range": "bytes=10-"})
-    assert beyond.status_code == 416
-    assert beyond.headers["content-range"] == "bytes */10"
-    old = raw(server, f"GET /v1/files/{file.json()['id']}/content HTTP/1.0\r\n\r\n".encode())
-    assert old.endswith(b"0123456789")

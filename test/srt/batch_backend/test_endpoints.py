@@ -25,10 +25,6 @@ from srt.batch_backend.served import (
 )
 
 
-def test_the_endpoints_are_those_of_the_model(served: Served) -> None:
-    assert served.backend.endpoints == {CHAT, COMPLETIONS, RESPONSES}
-
-
 def test_another_endpoint_is_an_invalid_line(served: Served) -> None:
     result, _ = served.serve(EMBEDDINGS, {"model": "small", "input": PROMPT})
     assert (result.status_code, result.is_retryable) == (400, False)
@@ -103,24 +99,6 @@ def test_a_response_is_not_kept_in_memory(served: Served) -> None:
     assert second.status_code in (400, 404)
     assert not second.is_retryable
     assert "previous_response_id" in str(second.body) or first.body["id"] in str(second.body)
-
-
-def test_echo_and_several_prompts(served: Served) -> None:
-    prompts = [PROMPT, "Oil for the lamp"]
-    body = {**GREEDY, "prompt": prompts, "max_tokens": 4, "echo": True}
-    choices = served.answer(COMPLETIONS, body)["choices"]
-    alone = [served.answer(COMPLETIONS, {**body, "prompt": prompt}) for prompt in prompts]
-    assert [choice["text"] for choice in choices] == [text_of(one) for one in alone]
-    assert all(choice["text"].startswith(p) for choice, p in zip(choices, prompts, strict=True))
-
-
-def test_several_choices(served: Served) -> None:
-    body = {**COMPLETION, "n": 3, "max_tokens": 5}
-    choices = served.answer(COMPLETIONS, body)["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2]
-    assert {choice["text"] for choice in choices} == {
-        text_of(served.answer(COMPLETIONS, {**COMPLETION, "max_tokens": 5}))
-    }
 
 
 @pytest.mark.parametrize(

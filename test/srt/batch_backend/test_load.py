@@ -12,13 +12,6 @@ from sglang_coserve.lines.backend import BackendLoad
 from srt.batch_backend.served import COMPLETION, COMPLETIONS, PROMPT, Served
 
 
-def test_the_load_is_known_once_something_was_served(served: Served) -> None:
-    served.answer(COMPLETIONS, COMPLETION)
-    rate = served.backend.load().offline_tokens_per_s
-    assert rate is not None
-    assert rate > 0
-
-
 @pytest.fixture
 def weight_version(served: Served) -> Iterator[str]:
     """That of the start; it and the model's name, which SGLang loses, count again afterwards."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from srt.batch_backend.served import COMPLETION, COMPLETIONS, EMBEDDINGS, PROMPT, Served
+from srt.batch_backend.served import EMBEDDINGS, PROMPT, Served
 
 
 def test_embeddings(start: Callable[..., Served]) -> None:
@@ -26,18 +26,6 @@ def test_embeddings(start: Callable[..., Served]) -> None:
     assert body["usage"]["total_tokens"] > 0
     offline = served.do(served.counts())["offline"]
     assert offline["received"] == 3
-    served.assert_nothing_left()
-
-
-@pytest.mark.heavy  # A killed server's lines go on under a planning one in test_interruptions.
-def test_plans_continue_lines_too(start: Callable[..., Served]) -> None:
-    served = start("coserve")
-    whole = served.answer(COMPLETIONS, COMPLETION)
-    output_ids = whole["choices"][0]["token_ids"]
-    for num_generated in (1, 40, 69):
-        assert served.answer(COMPLETIONS, COMPLETION, output_ids[:num_generated]) == whole
-    foreign, _ = served.serve(COMPLETIONS, COMPLETION, [7, 8, 9] * 20)
-    assert foreign.body["choices"][0]["token_ids"][:60] == [7, 8, 9] * 20
     served.assert_nothing_left()
 
 

@@ -42,19 +42,6 @@ def test_a_body_that_is_too_large_is_refused(
     assert "than" in answer.json()["message"]
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_a_text_that_is_too_long_is_refused(deployment: Deployment, path: str) -> None:
-    text = TEXT[: 3 << 20]
-    bodies: dict[str, dict[str, Any]] = {
-        "/generate": {"text": text},
-        "/v1/completions": {"model": "small", "prompt": text},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
-    }
-    answer = post(deployment, path, bodies[path])
-    assert answer.status_code == 400
-    assert "longer than the" in answer.text
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,19 +159,3 @@ def test_no_answer_is_of_two_models_when_weights_are_exchanged(
         batch = client.batches.retrieve(batch_id)
         assert f"since {counts['A']} of the lines" in extra_of(batch)["warning"]
         assert server.status()["batch_api"]["line_retries"] == 0
-
-
-def test_weights_that_are_exchanged_again_and_again_fail_no_line(
-    server: Changing, expected: dict[str, dict[str, str]]
-) -> None:
-    """As reinforcement learning does: each time all requests are aborted, more than 5 times."""
-    server.load("A")
-    with server.client() as client:
-        batch_id = half_done(server, client)
-        for name in "BABABA":
-            eventually(lambda: server.status()["batch_api"]["lines_in_flight"])
-            server.load(name, abort_all_requests=True)
-        answers = completed(client, batch_id)
-        assert all(record["error"] is None for record in answers.values()), json.dumps(answers)
-        counts = whose({key: text_of(record) for key, record in answers.items()}, expected)
-        assert sum(counts.values()) == 10

@@ -18,28 +18,6 @@ def says_once(text: str, reason: str) -> bool:
     return len(errors) == 1 and reason in errors[0]
 
 
-def test_a_directory_that_cannot_be_used_stops_the_start(
-    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from sglang_coserve.srt.launch import main
-
-    (tmp_path / "file").write_text("")
-    assert main(flags(small_model, tmp_path / "file")) == 2
-    assert says_once(capsys.readouterr().err, "cannot use the data directory")
-
-
-def test_a_corrupt_database_stops_the_start(
-    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from sglang_coserve.srt.launch import main
-
-    database = tmp_path / "coserve.sqlite"
-    database.touch(mode=0o600)
-    database.write_bytes(b"no database at all" * 1000)
-    assert main(flags(small_model, tmp_path)) == 2
-    assert says_once(capsys.readouterr().err, "coserve.sqlite")
-
-
 def test_a_directory_that_others_can_read_stops_the_start(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-import pytest
 from openai.types.responses import Response
 
 from srt.batch_server.deployment import Deployment
 from waiting import eventually
-
-INPUTS = [f"The old mill {number}" for number in range(4)]
-"""Several, so that none has ended before some of its tokens are in a journal."""
 
 
 def asked(
@@ -42,51 +38,6 @@ def ended(client: openai.OpenAI, response_id: str) -> Response:
 
     eventually(has_ended)
     return client.responses.retrieve(response_id)
-
-
-def lines_in_flight(deployment: Deployment) -> int:
-    return int(deployment.status()["batch_api"]["lines_in_flight"])
-
-
-# A killed server's lines go on in test_interruptions, and responses after a restart in test/batch.
-@pytest.mark.heavy
-def test_a_killed_servers_responses_are_completed(
-    deployment: Deployment, client: openai.OpenAI
-) -> None:
-    deployment.plan_with("coserve")
-    alone = [asked(client, text) for text in INPUTS]
-    begun = [begin(client, text, metadata={"of": text}) for text in INPUTS]
-    journals = [deployment.data / "journal" / each.id.replace("resp_", "batch_") for each in begun]
-    eventually(lambda: all(path.exists() for path in journals))
-    deployment.kill()
-    assert all(path.exists() for path in journals), "they had ended before"
-    deployment.start("coserve")
-    for response, text, expected in zip(begun, INPUTS, alone, strict=True):
-        done = ended(client, response.id)
-        assert (done.status, done.output_text) == (expected.status, expected.output_text)
-        assert (done.id, done.metadata, done.background) == (response.id, {"of": text}, True)
-        assert done.usage is not None
-        assert expected.usage is not None
-        assert done.usage.output_tokens == expected.usage.output_tokens
-        with client.responses.retrieve(response.id, stream=True, starting_after=2) as events:
-            rest = list(events)
-        assert rest[0].sequence_number == 3
-        deltas = [event.delta for event in rest if event.type == "response.output_text.delta"]
-        assert deltas == [done.output_text]
-        client.responses.delete(response.id)
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(response.id)
-
-
-def test_a_cancelled_response_leaves_the_engine(
-    deployment: Deployment, client: openai.OpenAI
-) -> None:
-    response = begin(client, "The old mill", 900)
-    eventually(lambda: client.responses.retrieve(response.id).status == "in_progress")
-    assert client.responses.cancel(response.id).status == "cancelled"
-    eventually(lambda: lines_in_flight(deployment) == 0)
-    eventually(lambda: not deployment.status()["batch_api"]["batches"])
-    assert client.responses.retrieve(response.id).status == "cancelled"
 
 
 def test_what_sglang_refuses_has_failed_and_others_are_its_own(

@@ -93,14 +93,6 @@ def test_the_rest_of_the_device_is_torchs_and_undone() -> None:
     assert not runs_beside_host("cpu")
 
 
-def test_real_time_waits() -> None:
-    now_s = HostClock()
-    until_s = now_s() + 0.02
-    assert not now_s.has_come(until_s)
-    now_s.wait_until(until_s)
-    assert now_s.has_come(until_s)
-
-
 def test_what_is_due_comes_while_the_thread_waits(clock: VirtualTime) -> None:
     came_s: list[float] = []
     for at_s in (3.0, 1.0):
@@ -193,8 +185,3 @@ def test_parts_last_what_the_device_took_though_the_host_ran_ahead(clock: Virtua
     assert timer.take() == (2.0,)
     clock.wait_until(6.0)
     assert timer.take() == (3.0,)
-
-
-def test_a_cpu_that_computes_itself_has_no_such_timer() -> None:
-    scheduler = SimpleNamespace(device="cpu", enable_overlap=True, forward_stream=None)
-    assert device_timer(scheduler) is None

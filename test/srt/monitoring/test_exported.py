@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from srt.monitoring.watched import LINES, ONLINE_REQUESTS, ONLINE_TOKENS, Watched
 
@@ -81,18 +80,6 @@ def test_times_are_those_of_the_clients(watched: Watched) -> None:
         assert 0 < mean_s < 2 * np.mean(seen_s) + 0.02, metric
     queued_s = value(watched, "coserve_queue_seconds_sum", request_class="online")
     assert queued_s < value(watched, "coserve_ttft_seconds_sum", request_class="online")
-
-
-@pytest.mark.parametrize("request_class", ["online", "offline"])
-def test_buckets_add_up(watched: Watched, request_class: str) -> None:
-    buckets = sorted(
-        (float(dict(labels)["le"]), amount)
-        for (name, labels), amount in watched.samples_afterwards.items()
-        if name == "coserve_itl_seconds_bucket" and ("request_class", request_class) in labels
-    )
-    amounts = [amount for _, amount in buckets]
-    assert amounts == sorted(amounts)
-    assert amounts[-1] == value(watched, "coserve_itl_seconds_count", request_class=request_class)
 
 
 def test_loads_are_seen_while_they_last_and_gone_after_that(watched: Watched) -> None:

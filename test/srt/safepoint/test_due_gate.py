@@ -48,10 +48,6 @@ def test_a_group_that_would_end_too_late_is_not_begun(
     assert subject.run(until_s=100.035) == layer
 
 
-def test_without_a_time_it_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Pass(monkeypatch).run(until_s=math.inf) is None
-
-
 def test_the_first_group_runs_also_if_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that never got on would be suspended for ever."""
     subject = Pass(monkeypatch)

@@ -301,38 +301,6 @@ def test_a_suspended_step_is_work_and_is_dropped_for_a_pause(
     assert counts["resumed"] > 5
 
 
-def run_abort_all(engine: ScriptedEngine) -> int:
-    """Abort everything while a step is suspended; return how many requests went on."""
-    stops = suspensions_of(engine)
-    seen = 0
-
-    def script(iteration: int) -> list[Any]:
-        nonlocal seen
-        if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in WORK]
-        if stops.lane.suspended is not None and not seen:
-            seen = iteration
-            return [engine.abort(abort_all=True)]
-        if engine.scheduler.is_fully_idle():
-            raise StopIteration
-        return []
-
-    stops.start(8, 0.7)
-    try:
-        engine.run(script)
-    finally:
-        stops.stop()
-    assert seen
-    engine.assert_nothing_leaked()
-    assert stops.lane.suspended is None
-    return sum(len(engine.output(spec[0])) == spec[2] for spec in WORK)
-
-
-@pytest.mark.parametrize("modes", QUICK)
-def test_abort_all_ends_a_suspended_step(start_engine: Any, modes: str) -> None:
-    assert start(start_engine, modes).call(run_abort_all) == 0
-
-
 ONLINE: list[Spec] = [(f"on{i}", scenarios.prompt(90 + i, 60), 6, False) for i in range(6)]
 
 

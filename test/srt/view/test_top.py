@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from client.coserve_process import COMMAND, PROCESS_TIMEOUT_S, coserve, environment
-from sglang_coserve.local_server import free_port
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 
 
@@ -99,11 +98,3 @@ def test_who_may_not_look_is_told_how_to(deployment: Deployment) -> None:
     assert code == 3
     assert "--api-key" in errors
     assert "Traceback" not in errors
-
-
-def test_without_a_server_one_line_says_so() -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    code, shown, errors = coserve("top", "--base-url", address)
-    assert (code, shown) == (3, "")
-    assert address in errors
-    assert len(errors.splitlines()) == 1

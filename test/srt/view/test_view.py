@@ -117,13 +117,3 @@ def test_the_last_minutes_are_there_under_load(
     assert headroom["required_tokens_per_s"] > 0
     client.batches.cancel(batch_id)
     until(client, batch_id, "cancelled")
-
-
-def test_what_sglang_says_of_itself_is_asked_for_by_nobody(deployment: Deployment) -> None:
-    """A sample is ours alone; the status has all, and the settings."""
-    status = get(deployment, "/coserve/status", API_KEY).raise_for_status().json()
-    (replica,) = status["replicas"]
-    assert replica["config"]["open_view"] is True
-    assert replica["work"]["steps"] > 0
-    (shown,) = view(deployment)["replicas"]
-    assert "config" not in shown
