@@ -13,8 +13,7 @@ from common.arrivals import gamma_arrivals, synthesize
 from interference_bench.load import OnlineArrival, Traffic
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import fit_to_context
-from sglang_coserve.workload.synthetic import prompt_token_ids
+from sglang_coserve.workload.shape import fit_to_context, prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 CONTEXT_TOKENS: Final = 32_000

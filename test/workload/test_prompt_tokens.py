@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.workload.synthetic import prompt_token_ids
+from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 VOCAB = 32_000

@@ -51,7 +51,7 @@ def profile(
     when a flag or file cannot be used, 3 when SGLang failed, 130 after Ctrl-C.
     """
     from sglang_coserve.errors import ConfigError
-    from sglang_coserve.profiler.fits import BEST, KINDS, choose, fit_all, to_profile
+    from sglang_coserve.profiler.fits import BEST, KINDS, choose, fit_all, report_text, to_profile
 
     if flags.kind not in (BEST, *KINDS):
         known = ", ".join((BEST, *KINDS))
@@ -61,7 +61,6 @@ def profile(
     from sglang_coserve.profiler.latency import measure_grid
     from sglang_coserve.profiler.profile_file import write_profile
     from sglang_coserve.profiler.progress import ProfileProgress
-    from sglang_coserve.profiler.report import report_text
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
     sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]

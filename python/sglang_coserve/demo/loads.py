@@ -22,7 +22,7 @@ from httpx_sse import aconnect_sse
 
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.workload.synthetic import prompt_token_ids
+from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
 
 _LINES_PER_S: Final = 500

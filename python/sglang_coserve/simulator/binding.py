@@ -17,7 +17,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import InputFileError, WorkloadError
 from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.workload.synthetic import prompt_token_ids
+from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
 
 

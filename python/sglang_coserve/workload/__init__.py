@@ -1,1 +1,1 @@
-"""Workloads: ``trace`` reads them, ``shape`` fits them to a machine, ``synthetic`` has prompts."""
+"""Workloads: ``trace`` reads them, ``shape`` fits them to a machine and makes their prompts."""
