@@ -9,14 +9,24 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import field
 from types import FrameType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 _LINE_INTERVAL_S: Final = 10.0
 """Of lines that stand for a bar."""
+
+
+def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
+    """Return a field that is a flag of a command, its help being ``doc``.
+
+    ``option`` is as ``typer.Option`` takes it.
+    """
+    return field(default=default, metadata={"doc": doc, "names": names, "option": option})
+
 
 _KEPT: Final = "\n\t"
 _ESCAPED: Final = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})

@@ -133,7 +133,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         lambda: offline_requests("0x5", max_context_tokens=100),
         lambda: offline_requests("99x5", max_context_tokens=100),
         lambda: SimulationOptions(slo_ttft_ms=-1.0),
-        lambda: SimulationOptions(slo=("ttft p99 <= 1s",), slo_tpot_ms=50.0),
+        lambda: SimulationOptions(slo=["ttft p99 <= 1s"], slo_tpot_ms=50.0),
         lambda: SimulationOptions(duration=0.0),
         lambda: SimulationOptions(policy="conserve,nonsense").policies(),
     ],

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from sglang_coserve.cli.simulate import SimulationFlags, simulate
+from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.simulator.options import SimulationOptions
 
 app = typer.Typer()
 app.command()(simulate)
@@ -32,10 +30,6 @@ def run(*arguments: str, output: Path) -> str:
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def test_flags_are_the_options_and_have_their_defaults() -> None:
-    assert asdict(SimulationFlags()) | {"slo": ()} == asdict(SimulationOptions())
 
 
 def test_a_report_of_two_policies(tmp_path: Path) -> None:

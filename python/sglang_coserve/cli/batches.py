@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import ExitCode, OperatorFlags, ServerFlags, flag, say, takes
+from sglang_coserve.cli.console import ExitCode, OperatorFlags, ServerFlags, say, takes
 from sglang_coserve.errors import ConfigError
+from sglang_coserve.terminal import flag
 
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi

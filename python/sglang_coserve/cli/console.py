@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, get_type_hints
@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sglang_coserve.errors import CoserveError, ServerError
-from sglang_coserve.terminal import printable
+from sglang_coserve.terminal import flag, printable
 
 
 class ExitCode(IntEnum):
@@ -53,16 +53,10 @@ def say(text: object, *, newline: bool = True, is_error: bool = False) -> None:
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
-def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
-    """Return a field that is a flag with ``doc`` as its help; ``option``: see ``typer.Option``."""
-    option = typer.Option(*names, help=doc, **option)
-    return dataclasses.field(default=default, metadata={"option": option})
-
-
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a dataclass as flags, in place of its parameter ``flags``.
 
-    All of them are made by ``flag``.
+    All of them are made by ``terminal.flag``.
     """
     hints = get_type_hints(kind)
     fields = dataclasses.fields(kind)
@@ -71,7 +65,7 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=one.default,
-            annotation=Annotated[hints[one.name], one.metadata["option"]],
+            annotation=Annotated[hints[one.name], _option(one.metadata)],
         )
         for one in fields
     ]
@@ -91,6 +85,10 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return give
+
+
+def _option(of: Mapping[str, Any]) -> Any:
+    return typer.Option(*of["names"], help=of["doc"], **of["option"])
 
 
 @dataclass(frozen=True)

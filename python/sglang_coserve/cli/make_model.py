@@ -8,7 +8,8 @@ from typing import Annotated, Final
 
 import typer
 
-from sglang_coserve.cli.console import flag, say, takes
+from sglang_coserve.cli.console import say, takes
+from sglang_coserve.terminal import flag
 
 _CONTEXT_TOKENS: Final = 4096
 _EMULATED: Final = "Emulated"

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from sglang_coserve.cli.console import code_of_signal, flag, say, takes
+from sglang_coserve.cli.console import code_of_signal, say, takes
+from sglang_coserve.terminal import flag
 
 PROFILE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command that leave unknown flags to SGLang."""

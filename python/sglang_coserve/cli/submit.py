@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import ExitCode, ServerFlags, code_of_signal, flag, say, takes
+from sglang_coserve.cli.console import ExitCode, ServerFlags, code_of_signal, say, takes
 from sglang_coserve.errors import ConfigError, CoserveError
+from sglang_coserve.terminal import flag
 
 if TYPE_CHECKING:
     from sglang_coserve.client import AsyncJob, BatchApi, BatchOptions

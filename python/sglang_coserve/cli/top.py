@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from sglang_coserve.cli.console import OperatorFlags, code_of_signal, flag, say, takes
+from sglang_coserve.cli.console import OperatorFlags, code_of_signal, say, takes
 from sglang_coserve.errors import ServerError, ServerGoneError
-from sglang_coserve.terminal import printable
+from sglang_coserve.terminal import flag, printable
 
 if TYPE_CHECKING:
     from sglang_coserve.client import BatchApi

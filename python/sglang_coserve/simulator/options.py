@@ -21,6 +21,7 @@ from sglang_coserve.profiler.profile_file import load_profile
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.flags import SimulationFlags
 from sglang_coserve.simulator.observer import EventLog, RunControl, SimulationObserver
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
@@ -29,8 +30,8 @@ from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 
 @dataclass(frozen=True)
-class SimulationOptions:
-    """A machine, a workload, targets and policies.
+class SimulationOptions(SimulationFlags):
+    """The flags, and what they stand for.
 
     Methods raise ``CoserveError`` if a file or name cannot be used.
 
@@ -38,58 +39,9 @@ class SimulationOptions:
         ConfigError: a number is out of range; the message names it.
     """
 
-    trace: Path | None = None
-    """Trace of online requests; None for the bundled sample."""
-
-    offline: str | None = None
-    """See ``offline_requests``; None for the bundled sample."""
-
-    backlog: int = 256
-    """Number of offline requests kept waiting; 0 to let them arrive as in their trace."""
-
-    hardware: str = "h100"
-    model: str = "llama-3.1-8b"
-    tp_size: int = 1
-    policy: str = "online_only,coserve"
-    """Names of policies, separated by commas."""
-
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    slo: tuple[str, ...] = ()
-    """SLOs as ``parse_slo`` reads them, instead of the two targets."""
-
-    rate: float = 1.0
-    """Factor of the online arrival rate."""
-
-    duration: float | None = None
-    """Simulated seconds; None: until the last online arrival, or without a backlog to the end."""
-
-    profile: Path | None = None
-    """Latency profile that the scheduler uses; None for a roofline from the datasheet."""
-
-    true_profile: Path | None = None
-    """Latency profile of the real step times; None for the scheduler's."""
-
-    kv_capacity_tokens: int | None = None
-    """KV capacity; None for what fits 90% of the memory beside the weights."""
-
-    page_tokens: int = 16
-    max_context_tokens: int = 32768
-    max_running: int = 256
-    max_batch_tokens: int = 8192
-    prefix_cache: bool = True
-    checkpoint_gb_s: float = 37.0
-    """Copy bandwidth of each device; 0 for no checkpoints. Baselines have none."""
-
-    safepoint_layers: int = 4
-    """Layers between safepoints; 0 for no safepoints. Baselines have none."""
-
-    overlap: bool = False
-    noise: float = 0.0
-    seed: int = 0
-
     def __post_init__(self) -> None:
         """Check the values that are not checked elsewhere."""
+        object.__setattr__(self, "slo", list(self.slo or ()))
         for name in ("slo_ttft_ms", "slo_tpot_ms", "duration"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -120,7 +72,7 @@ class SimulationOptions:
             model=load_profile(self.profile).latency_model if self.profile else machine.roofline(),
             true_model=load_profile(self.true_profile).latency_model if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
-            slos=tuple(map(parse_slo, self.slo)),
+            slos=tuple(map(parse_slo, self.slo or ())),
             scheduler=SchedulerConfig(seed=self.seed),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),
