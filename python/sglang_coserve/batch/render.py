@@ -60,7 +60,7 @@ def batch_object(
         errors=BatchErrors(data=list(batch.faults)) if batch.faults else None,
         input_file_id=batch.input_file_id,
         completion_window=batch.completion_window,
-        status=batch.status.value,
+        status=batch.status,
         output_file_id=batch.output_file_id if progress.output_bytes else None,
         error_file_id=batch.error_file_id if progress.error_bytes else None,
         created_at=int(batch.created_at_s),

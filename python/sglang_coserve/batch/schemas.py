@@ -6,18 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sglang_coserve.batch.record import Status
 from sglang_coserve.jsonl.check_file import LineFault
-
-BatchStatus = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
 
 BatchAction = Literal["cancel", "pause", "resume"]
 
@@ -242,7 +232,7 @@ class BatchObject(BaseModel):
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
-    status: BatchStatus
+    status: Status
     output_file_id: str | None
     """Readable while the batch runs; None until a line has succeeded."""
 

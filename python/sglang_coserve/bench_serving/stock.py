@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt.start_defaults import as_flags
 
 CHUNK_TOKENS: Final = (128, 256, 512, 1024, 2048)
@@ -83,21 +82,6 @@ def search(
 def has_decode_interval() -> bool:
     """Tell whether this SGLang has ``--prefill-decode-interval``."""
     return Version(importlib.metadata.version("sglang")) >= _INTERVAL_SINCE
-
-
-def require_decode_interval(system: str) -> None:
-    """Refuse a system that this SGLang cannot run.
-
-    Raises:
-        ConfigError: it has no ``--prefill-decode-interval``.
-    """
-    if has_decode_interval():
-        return
-    installed = importlib.metadata.version("sglang")
-    raise ConfigError(
-        f"{system!r} needs --prefill-decode-interval, an option of SGLang {_INTERVAL_SINCE} and "
-        f"later; {installed} is installed: leave the system out, or install a newer SGLang"
-    )
 
 
 def best_setting(candidates: Mapping[str, Candidate], offline_tokens_per_s: float) -> str:

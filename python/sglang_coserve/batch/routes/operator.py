@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from sglang_coserve.asgi import bearer_key, is_same_key
+from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.routes.caller import Service
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
@@ -17,7 +18,7 @@ from sglang_coserve.batch.routes.errors import (
     JsonRoute,
     NoAdminKeyError,
 )
-from sglang_coserve.batch.schemas import BatchList, BatchObject, BatchStatus
+from sglang_coserve.batch.schemas import BatchList, BatchObject
 
 _STATE: Final = "coserve_admin_key"
 
@@ -80,7 +81,7 @@ async def list_all_batches(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     owner: Annotated[str | None, Query(max_length=64)] = None,
-    status: BatchStatus | None = None,
+    status: Status | None = None,
 ) -> BatchList:
     """List the batches of all keys, or of one ``owner``, the newest first."""
     return await service.list_batches(owner, after=after, limit=limit, status=status)
