@@ -24,14 +24,9 @@ BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """What one row says. Times count from an origin that differs by format."""
-
-    time_ns: int
-    prompt_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...] = ()
+_Row = tuple[int, int, int, tuple[int, ...]]
+"""A row: its time in ns, from an origin that differs by format, the tokens of prompt and output,
+and the hash ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class TraceLayout:
     fields: tuple[str, ...]
     """Names that must be present; the first is the time."""
 
-    decode: Callable[[Mapping[str, Any]], TraceRow]
+    decode: Callable[[Mapping[str, Any]], _Row]
     """Reads one row: text by column name from CSV, values by key from JSON.
     Raises ``BadRowError``."""
 
@@ -111,23 +106,17 @@ def _json_tokens(row: Mapping[str, Any], field: str) -> int:
     return value
 
 
-def _azure(row: Mapping[str, Any]) -> TraceRow:
-    return TraceRow(
-        _wall_clock_ns(row, "TIMESTAMP"),
-        _csv_tokens(row, "ContextTokens"),
-        _csv_tokens(row, "GeneratedTokens"),
-    )
+def _azure(row: Mapping[str, Any]) -> _Row:
+    time_ns = _wall_clock_ns(row, "TIMESTAMP")
+    return time_ns, _csv_tokens(row, "ContextTokens"), _csv_tokens(row, "GeneratedTokens"), ()
 
 
-def _burstgpt(row: Mapping[str, Any]) -> TraceRow:
-    return TraceRow(
-        _seconds_ns(row, "Timestamp"),
-        _csv_tokens(row, "Request tokens"),
-        _csv_tokens(row, "Response tokens"),
-    )
+def _burstgpt(row: Mapping[str, Any]) -> _Row:
+    time_ns = _seconds_ns(row, "Timestamp")
+    return time_ns, _csv_tokens(row, "Request tokens"), _csv_tokens(row, "Response tokens"), ()
 
 
-def _mooncake(row: Mapping[str, Any]) -> TraceRow:
+def _mooncake(row: Mapping[str, Any]) -> _Row:
     prompt_tokens = _json_tokens(row, "input_length")
     hash_ids = row.get("hash_ids", [])
     if type(hash_ids) is not list:
@@ -140,12 +129,8 @@ def _mooncake(row: Mapping[str, Any]) -> TraceRow:
     if len(hash_ids) > -(-prompt_tokens // BLOCK_TOKENS):
         expected = f"at most one id per {BLOCK_TOKENS} of {prompt_tokens} prompt tokens"
         _bad("hash_ids", expected, len(hash_ids))
-    return TraceRow(
-        _json_ms_ns(row, "timestamp"),
-        prompt_tokens,
-        _json_tokens(row, "output_length"),
-        tuple(hash_ids),
-    )
+    time_ns, output_tokens = _json_ms_ns(row, "timestamp"), _json_tokens(row, "output_length")
+    return time_ns, prompt_tokens, output_tokens, tuple(hash_ids)
 
 
 _LAYOUTS: Final = (
@@ -225,24 +210,19 @@ def _requests(path: Path, layout: TraceLayout) -> Iterator[TraceRequest]:
     previous_ns = 0
     for index, (line, row) in enumerate(rows):
         try:
-            record = layout.decode(row)
+            time_ns, prompt_tokens, output_tokens, hash_ids = layout.decode(row)
         except BadRowError as error:
             raise _malformed(path, line, str(error)) from None
         if first_ns is None:
-            first_ns = record.time_ns
-        elif record.time_ns < previous_ns:
+            first_ns = time_ns
+        elif time_ns < previous_ns:
             field = layout.fields[0]
             problem = f"{field}: {row[field]!r} is earlier than the row before: sort the file"
             raise _malformed(path, line, problem)
-        previous_ns = record.time_ns
-        yield TraceRequest(
-            index,
-            # Whole numbers until here: a float of seconds since 1970 cannot hold 100 ns.
-            (record.time_ns - first_ns) / 1e9,
-            record.prompt_tokens,
-            record.output_tokens,
-            record.hash_ids,
-        )
+        previous_ns = time_ns
+        # Whole numbers until here: a float of seconds since 1970 cannot hold 100 ns.
+        arrival_s = (time_ns - first_ns) / 1e9
+        yield TraceRequest(index, arrival_s, prompt_tokens, output_tokens, hash_ids)
     if first_ns is None:
         raise InputFileError(f"{path}: the trace holds no request")
 
