@@ -180,6 +180,10 @@ class TestAttainment:
         assert SLO.met_by(timeline) is met
         assert attainment([timeline], SLO) == met
 
+    def test_attainment_is_a_share(self):
+        group = [request(0.0, 1.0)] * 97 + [request(0.0, 2.0)] * 3
+        assert attainment(group, SLO) == 0.97
+
     def test_nothing_to_attain(self):
         assert attainment([], SLO) is token_attainment([], SLO) is None
 

@@ -79,6 +79,15 @@ def test_an_expiry_is_taken_before_and_after_the_file(
     assert late["expires_at"] - late["created_at"] == 7200
 
 
+def test_pages_of_files(client: openai.OpenAI) -> None:
+    ids = [upload(client, lines(1)) for _ in range(5)]
+    assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
+    assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
+    page = client.files.list(limit=2, after=ids[1])
+    assert ([file.id for file in page.data], page.has_more) == ([ids[0]], False)
+    assert client.files.list(purpose="batch_output").data == []
+
+
 def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with LiveApp(data, max_upload_bytes=1000) as app, app.client() as client:
@@ -166,6 +175,13 @@ def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Clien
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "invalid_request_error")
 
 
+def test_priority_and_weight_come_in_the_body(client: openai.OpenAI) -> None:
+    batch = create(client, lines(1), extra_body={"coserve": {"priority": 3, "weight": 2}})
+    assert batch.model_extra is not None
+    assert batch.model_extra["coserve"]["priority"] == 3
+    assert batch.model_extra["coserve"]["weight"] == 2
+
+
 def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
     file_id = upload(client, lines(1))
 
@@ -183,6 +199,14 @@ def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
         again("1h")
     refused(caught, 409, "idempotency_conflict", "Idempotency-Key")
     assert len(client.batches.list().data) == 1
+
+
+def test_pages_of_batches(client: openai.OpenAI) -> None:
+    ids = [create(client, lines(1)).id for _ in range(5)]
+    assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
+    page = client.batches.list(after=ids[3], limit=2)
+    assert ([batch.id for batch in page.data], page.has_more) == (ids[2:0:-1], True)
+    assert (page.first_id, page.last_id) == (ids[2], ids[1])  # type: ignore[attr-defined]
 
 
 def test_another_key_sees_and_changes_nothing(app: LiveApp, client: openai.OpenAI) -> None:
@@ -221,3 +245,12 @@ def test_without_a_directory_every_call_says_how_to_switch_it_on() -> None:
             with pytest.raises(openai.APIStatusError, match="--coserve-data-dir") as caught:
                 call()
             refused(caught, 404, "batch_api_off", None)
+
+
+def test_an_endpoint_in_azures_form_is_openais(client: openai.OpenAI) -> None:
+    endpoint: Any = "/completions"
+    content = lines(1).replace(ENDPOINT.encode(), endpoint.encode())
+    batch = client.batches.create(
+        input_file_id=upload(client, content), endpoint=endpoint, completion_window="24h"
+    )
+    assert until(client, batch.id, "in_progress").endpoint == ENDPOINT

@@ -177,3 +177,9 @@ async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
         assert (event.id, event.attempts) == (event_id, 1)
         await service.settle_event(event.id)
         assert await service.pending_events() == []
+
+
+async def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
+    async with (scene := await opened(tmp_path)).service as service:
+        await scene.ends((await scene.create(lines(1))).id)
+        assert await service.pending_events() == []

@@ -305,3 +305,23 @@ def test_closing_the_client_stops_its_jobs_and_frees_the_output(
     assert job.status.state is JobState.CANCELLED
     # The first attempt of the line hung; this is its second.
     assert submit(server.base_url, source).ok == 1
+
+
+def test_an_empty_file_is_a_finished_batch(server: FaultServer, source: Path) -> None:
+    source.write_bytes(b"\n  \n")
+    status = submit(server.base_url, source)
+    assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 0, 0)
+
+
+async def test_two_jobs_share_a_client(server: FaultServer, tmp_path: Path) -> None:
+    sources = [
+        write_lines(tmp_path / f"{name}.jsonl", [line(f"{name}-{n}") for n in range(50)])
+        for name in "ab"
+    ]
+    async with (
+        asyncio.timeout(TEST_TIMEOUT_S),
+        AsyncCoserveClient(server.base_url, options=options()) as client,
+    ):
+        jobs = [await client.submit_jsonl(each, each.with_suffix(".out.jsonl")) for each in sources]
+        assert [(await job.wait()).ok for job in jobs] == [50, 50]
+    assert server.most_active <= 8

@@ -43,6 +43,10 @@ def test_a_batch_ends_with_a_summary(server: FaultServer, source: Path, output: 
     assert len(results_by_line(output)) == 40
 
 
+def test_quiet_says_nothing(server: FaultServer, source: Path, output: Path) -> None:
+    assert submit(source, output, server.base_url, "--quiet") == (0, "", "")
+
+
 def test_a_summary_for_scripts(server: FaultServer, source: Path, output: Path) -> None:
     code, stdout, stderr = submit(source, output, server.base_url, "--json")
     summary = json.loads(stdout)

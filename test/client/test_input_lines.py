@@ -188,6 +188,15 @@ def test_a_finished_line_is_passed_over_and_its_id_remembered() -> None:
     assert code_of(second) == "duplicate_custom_id"
 
 
+def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
+    checked = check_all(
+        valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
+    )
+    codes = [code_of(line) for line in checked if isinstance(line, UnservedLine)]
+    assert codes == ["url_mismatch", "duplicate_custom_id", "duplicate_custom_id"]
+    assert isinstance(checked[2], RequestLine)
+
+
 @settings(deadline=None)
 @given(st.lists(st.text(min_size=1).filter(lambda text: text.isprintable()), max_size=40))
 def test_exactly_the_first_of_each_id_is_a_request(ids: list[str]) -> None:

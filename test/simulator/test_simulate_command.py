@@ -67,6 +67,15 @@ def test_slos_bound_what_offline_work_adds_as_they_do_on_a_server(tmp_path: Path
         assert bounded < 0.9 * free
 
 
+def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
+    arguments = ("--policy", "conserve", "--noise", "0.1", "--event-log")
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        run(*arguments, "--seed", seed, output=tmp_path / name)
+    first, second, other = (files(tmp_path / name) for name in "abc")
+    assert first == second
+    assert first["events-conserve.jsonl"] != other["events-conserve.jsonl"]
+
+
 def test_events_are_written_only_when_asked_for(tmp_path: Path) -> None:
     run("--policy", "conserve", output=tmp_path / "report")
     assert set(files(tmp_path / "report")) == {"report.json", "table.txt"}

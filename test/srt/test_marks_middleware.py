@@ -100,6 +100,13 @@ def test_a_mark_in_a_body_goes_with_what_the_route_sends(path: str) -> None:
     assert int(headers[b"content-length"]) == len(body)
 
 
+def test_the_response_gets_the_tier_and_its_new_length() -> None:
+    status, body, headers = call(Inner("application/json", [b'{"a":', b"1}"]), FLEX)
+    assert status == 200
+    assert json.loads(body) == {"service_tier": "flex", "a": 1}
+    assert int(headers[b"content-length"]) == len(body)
+
+
 @pytest.mark.parametrize("headers", [(), ((b"x-gateway-inference-objective", b"batch-jobs"),)])
 def test_a_response_in_the_background_names_its_tier_itself(
     headers: Sequence[tuple[bytes, bytes]],
@@ -141,6 +148,24 @@ def test_the_answer_names_the_tier_used(tier: str) -> None:
     app = Inner("application/json", [b'{"a":1}'])
     _, answer, _ = call(app, json.dumps({"service_tier": tier}).encode())
     assert json.loads(answer)["service_tier"] == ("flex" if tier == "flex" else "default")
+
+
+@pytest.mark.parametrize("tier", ["fast", "standard_only"])
+def test_a_tier_that_sglang_refuses_is_not_shown_to_it(tier: str) -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    call(app, json.dumps({"service_tier": tier, "input": "x"}).encode(), path="/v1/responses")
+    assert app.body is not None
+    assert json.loads(app.body) == {"service_tier": "auto", "input": "x"}
+    assert app.sent_params == {"coserve_class": "online"}
+
+
+def test_a_route_that_refuses_unknown_fields_is_shown_no_marks() -> None:
+    """With a length that is that of what it is shown."""
+    app = Inner("application/json", [b"{}"])
+    fields = {"service_tier": "flex", "coserve_deadline_s": 60, "input": "x"}
+    call(app, json.dumps(fields).encode(), path="/v1/decisions")
+    assert app.body == b'{"input":"x"}'
+    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": 60}
 
 
 # --- Headers ------------------------------------------------------------------------------

@@ -87,3 +87,9 @@ def test_in_a_burst_everything_else_is_answered(http: httpx.Client) -> None:
         codes = list(threads.map(send, range(36)))
     assert codes == [503 if number % 3 == 0 else 200 for number in range(36)]
     assert num_shed(http) == before + 12
+
+
+def test_prometheus_counts_refusals(http: httpx.Client) -> None:
+    http.post("/generate", json=DOORS["/generate"] | LATE)
+    lines = http.get("/metrics").raise_for_status().text.splitlines()
+    assert any(line.startswith("coserve_online_shed_total{") for line in lines)

@@ -58,3 +58,14 @@ def test_seeds_choose_the_tokens(engine: EngineProcess) -> None:
     assert retracted > 0
     assert beside == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == len(SEEDED)
+
+
+def sampled_without_seeds(engine: ScriptedEngine) -> list[list[int]]:
+    for number in range(2):
+        engine.run([engine.request(f"free-{number}", [5, 6, 7], 30, temperature=1.0)])
+    return [engine.output(f"free-{number}") for number in range(2)]
+
+
+def test_requests_without_a_seed_are_drawn_anew(engine: EngineProcess) -> None:
+    first, again = engine.call(sampled_without_seeds)
+    assert first != again

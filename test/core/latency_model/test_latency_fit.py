@@ -11,6 +11,7 @@ from latency_cases import (
     LINEAR,
     MACHINES,
     POLYNOMIAL,
+    SPLIT_LINEAR,
     error_of,
     machine_id,
     measure,
@@ -101,6 +102,14 @@ def test_decodes_beyond_the_captured_sizes_run_eagerly() -> None:
     five = StepStats.of([], [100] * 5)
     assert model.predict(five) == eager.predict(five)
     assert model.predict(StepStats.of([], [100] * 4)) < eager.predict(five)
+
+
+def test_separate_phases_of_bros_add_up() -> None:
+    prefill, decode = StepStats.of([(500, 0)]), StepStats.of([], [700] * 9)
+    mixed = StepStats.of([(500, 0)], [700] * 9)
+    assert SPLIT_LINEAR.predict(mixed) == pytest.approx(
+        SPLIT_LINEAR.predict(prefill) + SPLIT_LINEAR.predict(decode)
+    )
 
 
 def grid(

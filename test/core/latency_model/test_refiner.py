@@ -57,6 +57,14 @@ def test_refining_converges_to_a_changed_machine(
 
 
 @pytest.mark.parametrize("profiled", MACHINES, ids=machine_id)
+def test_a_machine_that_changes_while_serving_is_followed(profiled: LatencyModel) -> None:
+    machine = scaled(profiled, 1.6)
+    calm = as_samples(measure(profiled, random_batches(600, seed=1), seed=2))
+    slow = as_samples(measure(machine, random_batches(400, seed=3), seed=4))
+    assert error_of(refined(profiled, calm + slow), machine, CHECK) < 0.05
+
+
+@pytest.mark.parametrize("profiled", MACHINES, ids=machine_id)
 @pytest.mark.parametrize("outlier", [10.0, 0.1], ids=str)
 def test_refining_survives_a_fifth_of_gross_outliers(
     profiled: LatencyModel, outlier: float

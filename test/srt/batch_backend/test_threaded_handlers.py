@@ -159,6 +159,15 @@ def test_tokens_become_text_in_a_thread(served: Served, handlers: Any) -> None:
         assert said(response)["text"] == TEXT
 
 
+def test_an_invalid_ollama_request_is_a_bad_request(served: Served, handlers: Any) -> None:
+    from sglang.srt.entrypoints.ollama.protocol import OllamaGenerateRequest
+
+    request = OllamaGenerateRequest(model="small", prompt=LONG_TEXT, stream=False)
+    with pytest.raises(HTTPException, match="longer than the") as refused:
+        served.do(handlers.ollama_serving.handle_generate(request, raw_request(LARGE)))
+    assert refused.value.status_code == 400
+
+
 def test_a_query_before_very_many_items_is_refused(served: Served) -> None:
     """SGLang would put it before each of them at once."""
     scoring = served.manager.score_request("q" * 20_000, ["a"] * 5_000, label_token_ids=[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -62,3 +63,12 @@ def test_it_is_the_operators_alone(watched: Watched) -> None:
         assert watched.get("/coserve/trace", key).status_code == 401
     assert watched.get("/coserve/trace?seconds=0", ADMIN_KEY).status_code in (400, 422)
     assert "rows" not in watched.get("/coserve/status").text
+
+
+def test_only_the_seconds_that_are_asked_for_are_there(
+    watched: Watched, events: list[dict[str, Any]]
+) -> None:
+    assert watched.deployment.status()["replicas"]
+    few = json.loads(watched.get("/coserve/trace?seconds=0.001", ADMIN_KEY).text)
+    assert [event["ph"] for event in few] == ["M"]
+    assert len(events) > len(few)
