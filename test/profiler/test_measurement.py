@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS
+from sglang_coserve.cli.profile import ProfileProgress
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.latency import CostBound, ShapeTiming, measure, repeat_error
-from sglang_coserve.profiler.progress import ProfileProgress
 
 SHAPE = StepShape(prefills=((64, 0),))
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sglang_coserve.cli.console import code_of_signal, say, takes
-from sglang_coserve.terminal import flag
+from sglang_coserve.terminal import StoppableBar, flag
+
+if TYPE_CHECKING:
+    from sglang_coserve.profiler.latency import ShapeTiming
 
 PROFILE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of the command that leave unknown flags to SGLang."""
@@ -61,7 +66,6 @@ def profile(
     from sglang_coserve.profiler.grid import plan_grid
     from sglang_coserve.profiler.latency import measure_grid
     from sglang_coserve.profiler.profile_file import write_profile
-    from sglang_coserve.profiler.progress import ProfileProgress
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
     sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]
@@ -84,3 +88,36 @@ def profile(
     say(f"profile: {output} ({chosen.model.kind})")
     if progress.is_interrupted:
         raise typer.Exit(code_of_signal(signal.SIGINT))
+
+
+class ProfileProgress(StoppableBar):
+    """A bar that shows the shapes done, or the time if that ends first."""
+
+    def __init__(
+        self,
+        num_shapes: int,
+        time_limit_s: float,
+        *,
+        show: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``show``: on standard error, a bar on a terminal and otherwise occasional lines."""
+        super().__init__("profiling", total=1.0, show=show, clock=clock)
+        self._num_shapes = num_shapes
+        self._time_limit_s = time_limit_s
+        self._start_s = clock()
+        self._num_measured = 0
+
+    def advance(self, measurement: ShapeTiming) -> None:
+        """Show one more measurement."""
+        self._num_measured += 1
+        of_time = (self._clock() - self._start_s) / self._time_limit_s
+        of_shapes = self._num_measured / max(1, self._num_shapes)
+        done = min(1.0, max(of_time, of_shapes))
+        batch = measurement.shape.stats
+        text = (
+            f"{self._num_measured} measured; P {batch.prefill_tokens} × "
+            f"{batch.prefill_requests}, decodes {batch.decode_requests}: "
+            f"{measurement.seconds * 1e3:,.1f} ms"
+        )
+        self._show(done, lambda: f"profiling: {done:.0%}, {text}", text=text)
