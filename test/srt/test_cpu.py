@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import sgl_kernel
 import torch
 
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu import replacements
 
@@ -80,11 +82,15 @@ def test_a_missing_submodule_is_an_import_error() -> None:
         import sgl_kernel.flash_attn  # noqa: F401
 
 
+def ranks(tp_size: int = 1, pp_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(tp_size=tp_size, pp_size=pp_size, dp_size=1)
+
+
 def test_defaults_leave_what_is_set() -> None:
     environment = {"OMP_NUM_THREADS": "7", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
     environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] = "1"
     cpu.set_environment_defaults(environment)
-    with cpu.divided_cores(1, environment):
+    with cpu.cores_for(ranks(), environment):
         pass
     assert environment == {
         "OMP_NUM_THREADS": "7",
@@ -95,22 +101,22 @@ def test_defaults_leave_what_is_set() -> None:
     }
 
 
-def test_stages_share_a_set_of_cores_where_sglang_asks_for_one_per_rank_of_a_stage() -> None:
+def test_there_are_as_many_sets_of_cores_as_sglang_asks_for() -> None:
     environment: dict[str, str] = {}
-    with cpu.divided_cores(4, environment, num_sets=2):
+    with cpu.cores_for(ranks(tp_size=2, pp_size=2), environment):
         sets = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
         threads = int(environment["OMP_NUM_THREADS"])
-    assert len(sets) == 2
+    assert len(sets) == compat.num_core_sets(ranks(tp_size=2, pp_size=2))
     assert threads == max(1, (len(os.sched_getaffinity(0)) - 1) // 4)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 64])
 def test_every_rank_gets_cores_and_at_least_one_thread(tp_size: int) -> None:
     environment: dict[str, str] = {}
-    with cpu.divided_cores(tp_size, environment):
+    with cpu.cores_for(ranks(tp_size), environment):
         assert int(environment["OMP_NUM_THREADS"]) >= 1
-        ranks = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        sets = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
     assert environment == {}
-    assert len(ranks) == tp_size
+    assert len(sets) == tp_size
     cores = os.sched_getaffinity(0)
-    assert all(rank and set(map(int, rank.split(","))) <= cores for rank in ranks)
+    assert all(one and set(map(int, one.split(","))) <= cores for one in sets)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from sglang_coserve.srt import compat
@@ -49,30 +49,20 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
     environment.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
 
 
-def cores_for(server_args: Any) -> AbstractContextManager[None]:
-    """Return ``divided_cores`` for all ranks of a server with these settings."""
-    num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
-    return divided_cores(num_ranks, num_sets=compat.num_core_sets(server_args))
-
-
 @contextmanager
-def divided_cores(
-    num_ranks: int,
-    environment: MutableMapping[str, str] = os.environ,
-    *,
-    num_sets: int | None = None,
+def cores_for(
+    server_args: Any, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[None]:
     """Divide the cores evenly among the ranks started in this context, leaving one core over.
 
-    ``num_ranks`` counts the ranks of all replicas. The HTTP server and the detokenizer need the
-    remaining core: OpenMP threads that
-    compete with other processes for a core make small matrix products many times
-    slower. Variables that are set already are kept. ``num_sets`` is the number of
-    core sets that SGLang asks for, by default one for each rank.
+    The HTTP server and the detokenizer need that one: OpenMP threads that compete with other
+    processes for a core make small matrix products many times slower. Variables that are set
+    already are kept.
     """
+    num_ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
     cores = sorted(os.sched_getaffinity(0))
     # If the variable is unset, SGLang wants a NUMA node for each set.
-    num_sets = num_ranks if num_sets is None else num_sets
+    num_sets = compat.num_core_sets(server_args)
     cores_of_set = [cores[number::num_sets] or cores for number in range(num_sets)]
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (len(cores) - 1) // num_ranks)),

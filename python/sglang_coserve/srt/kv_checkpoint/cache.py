@@ -8,8 +8,7 @@ device slots can be reclaimed at once.
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,7 +45,6 @@ class CheckpointCache(UnifiedRadixCache):
     def __init__(self, params: Any, server_args: Any, policy: CheckpointPolicy) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.step = 0
         self._inserting = RequestClass.ONLINE
         params.tree_components = (BASE_COMPONENT_TYPE,)
@@ -122,17 +120,14 @@ class CheckpointCache(UnifiedRadixCache):
         ``kept_tokens`` is the number of the request's tokens that were inserted into the tree; None
         if none were.
         """
-        begin_s = time.perf_counter()
         checkpoint = self._saver.checkpoints.get(req.rid)
         if checkpoint is not None and kept_tokens is not None and not req.finished():
-            end = self._handover.adopt(self._saver.checkpoints.pop(req.rid), kept_tokens)
+            del self._saver.checkpoints[req.rid]
+            end = self._handover.adopt(checkpoint, kept_tokens)
             self._saver.save_released(req.rid, end, self.step)
         self._saver.discard(req.rid)
         if req.finished():
             self.forget(req.rid)
-        if checkpoint is not None:
-            self.counts["releases"] += 1
-            self.seconds["release"] += time.perf_counter() - begin_s
 
     def copy_to_host(self, req: Req) -> None:
         """Begin to copy what is not on the host yet of a request that was released, in any mode."""
@@ -202,12 +197,8 @@ class CheckpointCache(UnifiedRadixCache):
         self, request_by_type: Any, tracker: dict[Any, int], *_args: Any, **_kwargs: Any
     ) -> None:
         num_tokens = request_by_type[BASE_COMPONENT_TYPE]
-        if num_tokens <= 0:
-            return
-        begin_s = time.perf_counter()
-        tracker[BASE_COMPONENT_TYPE] += self._reclaimer.reclaim(num_tokens)
-        self.counts["reclaims"] += 1
-        self.seconds["reclaim"] += time.perf_counter() - begin_s
+        if num_tokens > 0:
+            tracker[BASE_COMPONENT_TYPE] += self._reclaimer.reclaim(num_tokens)
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
         """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are

@@ -32,7 +32,7 @@ COUNTED: Final = (
     *("allocation_failures", "backed_off_steps", "stalled_steps", "late_copies", "refused_loads"),
     *("adopted_tokens", "demoted_tokens", "dropped_tokens", "splits", "host_evicted_tokens"),
     *("prefetch_issued_tokens", "prefetch_published_tokens", "prefetch_discarded_tokens"),
-    *("releases", "reclaims", "moved_out_tokens", "moved_in_tokens", "moves_without_kv"),
+    *("moved_out_tokens", "moved_in_tokens", "moves_without_kv"),
 )
 """What the cache counts, and only ever grows."""
 
@@ -183,7 +183,6 @@ class KvCheckpointing:
         """Return what ``/coserve/status`` says of them (docs/kv_checkpoint.md). O(1)."""
         cache, meter = self._cache, self._meter
         counts = cache.counts if cache is not None else {}
-        seconds = cache.seconds if cache is not None else {}
         bytes_per_token = cache.host_pool.size_per_token if cache is not None else 0
         checkpointed = counts.get("checkpointed_tokens", 0)
         return {
@@ -193,8 +192,6 @@ class KvCheckpointing:
             "lag_tokens": cache.copies.in_flight_tokens if cache is not None else 0,
             "host_tokens": cache.space.used_tokens if cache is not None else 0,
             "host_limit_tokens": cache.space.limit_tokens if cache is not None else 0,
-            "release_ms": seconds.get("release", 0.0) * 1e3,
-            "reclaim_ms": seconds.get("reclaim", 0.0) * 1e3,
             "classes": {
                 request_class.value: {
                     "computed_tokens": meter.computed_tokens[request_class],
