@@ -286,7 +286,7 @@ function showBatches(batches) {
   const found = batches === null || batches.path === null ? [] : batches.data;
   const note = batches === null ? "The Batch API is off: the server was started without --coserve-data-dir."
     : batches.error ? batches.error
-    : batches.path === null ? "Batches are shown to who brings the server’s key."
+    : batches.path === null ? "Batches are shown to whoever brings the server’s key."
     : found.length === 0 ? "There are no batches."
     : batches.path === "/v1/batches" ? key ? "Those of this key." : "Those sent without a key." : "Those of every key.";
   write(byId("batches-note"), note);
@@ -425,7 +425,7 @@ function showTrace(path) {
   tracePath = path;
   byId("perfetto").disabled = byId("save-trace").disabled = path === null;
   write(byId("trace-note"), path === null
-    ? "The last minute, step by step, is shown to who brings the server’s --admin-api-key."
+    ? "The last minute, step by step, is shown to whoever brings the server’s --admin-api-key."
     : "Each step, who was in it, and where it was suspended. ui.perfetto.dev reads it in this browser, and sends it nowhere.");
 }
 
