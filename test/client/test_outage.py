@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from batch.live_app import LiveApp
 from batch.scenarios import lines
-from batch.scripted_backend import ScriptedBackend
 from sglang_coserve import terminal
 from sglang_coserve.batch.routes import set_not_ready
 from sglang_coserve.cli.submit import SubmitFlags, _leave
@@ -306,12 +305,8 @@ async def test_what_is_waited_for_is_shown_without_an_output(
             set_not_ready(app.app, "it is starting")
             port = app.port
             api = BatchApi(app.base_url, None, policy)
-            leaving = asyncio.create_task(
-                _leave(api, source, BatchOptions(), SubmitFlags(wait=True))
-            )
+            leaving = asyncio.create_task(_leave(api, source, BatchOptions(), SubmitFlags()))
             await is_shown("waiting for the server: HTTP 503: it is starting")
-        with LiveApp(tmp_path / "data", ScriptedBackend(holds=True), port=port):
-            await is_shown("in_progress")
         await is_shown("All connection attempts failed")
         with LiveApp(tmp_path / "data", port=port):
             assert await leaving == 0
