@@ -88,6 +88,14 @@ def test_a_file_cut_off_anywhere_keeps_its_whole_records(
     assert again.progress == log.progress
 
 
+def test_no_file_is_made_for_nothing(tmp_path: Path) -> None:
+    log = a_log(tmp_path)
+    log.append(b"", b"", Progress())
+    assert recover(log, Progress()) == []
+    assert log.progress == Progress()
+    assert not list(tmp_path.iterdir())
+
+
 def test_results_that_were_counted_and_are_gone_are_no_reason_to_start_over(tmp_path: Path) -> None:
     committed = Progress(completed=2, output_bytes=len(record(1) + record(2)))
     with pytest.raises(StorageError, match="output is gone"):

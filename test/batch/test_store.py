@@ -150,6 +150,21 @@ def test_idempotency_keys_belong_to_an_owner(connection: sqlite3.Connection) -> 
     assert batch_rows.create(connection, other, 0.0, 2) == (other, True)
 
 
+def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file(expires_at_s=10.0))
+    file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
+    batch_rows.create(connection, a_batch(), 0.0, 10)
+    with pytest.raises(ConflictError, match="in use by batch batch_1"):
+        file_rows.delete(connection, "o", "file-1")
+    assert file_rows.expired(connection, 15.0, 10) == []
+    assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
+    batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0)
+    batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
+    assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
+    file_rows.delete(connection, "o", "file-1")
+    assert not file_rows.exists(connection, "file-1")
+
+
 @pytest.mark.parametrize(
     "bad_id", ["", "file-2", "' OR 1=1 --", "../../etc/passwd", "\0", "x" * 9999]
 )
@@ -216,6 +231,22 @@ def test_pages_add_up_to_everything_of_one_owner(
         batches += [batch.id for batch in found]
     assert batches == [f"batch_{n}" for n in reversed(mine)]
     connection.close()
+
+
+def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> None:
+    for number in (1, 2):
+        file_rows.insert(connection, a_file(f"file-{number}"))
+        batch = a_batch(id=f"batch_{number}", input_file_id=f"file-{number}")
+        batch_rows.create(connection, batch, 0.0, 10)
+        failed = Failed((LineFault("x", "y"),))
+        batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
+    first, second = batch_rows.due_events(connection, 10.0, 10)
+    assert [first.id, second.id] == ["evt_1", "evt_2"]
+    batch_rows.postpone_event(connection, "evt_1", 30.0)
+    assert batch_rows.due_events(connection, 29.0, 10) == [second]
+    assert batch_rows.due_events(connection, 30.0, 10) == [replace(first, attempts=1), second]
+    batch_rows.settle_event(connection, "evt_1")
+    assert batch_rows.due_events(connection, 99.0, 10) == [second]
 
 
 class TestOpening:

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from srt.batch_server.deployment import API_KEY, Deployment, completed, create, lines
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, completed, create, lines
 from waiting import eventually
 
 FLAGS = (
@@ -69,6 +69,12 @@ def test_a_batch_runs_on_all_replicas(server: Deployment) -> None:
         found = completed(client, create(client, lines(16)).id)
     assert sorted(found) == sorted(f"id-{n}" for n in range(16))
     assert all(now > then for now, then in zip(received(server), before, strict=True))
+
+
+def test_the_load_is_that_of_both(server: Deployment) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    load = httpx.get(f"{server.base_url}/coserve/load", headers=headers, timeout=60).json()
+    assert (load["replicas"], load["kv_tokens"]) == (2, 2 * 4096)
 
 
 def test_metrics_name_the_replica(server: Deployment) -> None:

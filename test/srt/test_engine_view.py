@@ -58,6 +58,14 @@ def test_what_was_offered_and_not_admitted_is_taken_back() -> None:
     assert engine.view.withdraw() == ([], 0)
 
 
+def test_others_wait_only_if_not_all_in_the_queue_were_offered() -> None:
+    engine = Engine()
+    engine.view.offer([req("off", offline=True)])
+    assert not engine.view.has_others_waiting
+    engine.waiting_queue.insert(0, req("on"))
+    assert engine.view.has_others_waiting
+
+
 def test_a_request_that_comes_during_a_pass_goes_before_the_offered_ones() -> None:
     engine, late = Engine(req("on")), req("late")
     engine.view.offer([req("off0", offline=True), req("off1", offline=True)])
@@ -180,6 +188,10 @@ def test_what_any_micro_batch_keeps_is_kept() -> None:
     engine.chunked_req = kept["chunk"]
     engine.view.paused_requests.park(kept["parked"])
     assert {req.rid for req in engine.view.kept()} == kept.keys()
+
+
+def test_without_a_pipeline_nothing_is_elsewhere() -> None:
+    assert Engine().view.elsewhere() == []
 
 
 def test_a_micro_batch_without_work_forgets_its_last_batch() -> None:

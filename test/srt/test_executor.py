@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.profiler.executor import StepShape
 from sglang_coserve.profiler.grid import plan_grid
 from sglang_coserve.profiler.profile_file import load_profile
@@ -107,3 +108,8 @@ def test_the_command_measures_and_reports(small_model: Path, tmp_path: Path) -> 
     assert loaded.report is not None
     assert loaded.tp_size == 1
     assert loaded.hardware
+
+
+def test_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cubic"):
+        invoke("--model-path", "m", "-o", str(tmp_path / "p.json"), "--kind", "cubic")

@@ -170,6 +170,15 @@ def test_what_is_refused_is_in_the_table_of_the_documentation() -> None:
     assert [flag for flag in UNSUPPORTED if flag not in table] == []
 
 
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random"])
+def test_another_order_of_sglangs_is_for_fifo_alone(policy: str) -> None:
+    """It would sort the chunks of a plan again."""
+    args = server_args(schedule_policy=policy)
+    compat.check_server_args(args, CoserveConfig(offline_policy="fifo"))
+    with pytest.raises(UnsupportedError, match=f"--schedule-policy {policy} with"):
+        compat.check_server_args(args, CoserveConfig(offline_policy="coserve"))
+
+
 def test_a_pipeline_takes_plans_but_no_checkpoints_and_no_chunks_of_sglangs_choice() -> None:
     compat.check_server_args(server_args(pp_size=2), CoserveConfig(offline_policy="coserve"))
     with pytest.raises(UnsupportedError, match="--kv-checkpoint with pipeline parallelism"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from dataclasses import replace
@@ -160,6 +161,13 @@ def add_some(path: Path, count: int, **settings: Any) -> int:
     return len(scheduler.queue)
 
 
+def test_what_was_recorded_is_in_the_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    scheduler = recorded(SETUP, path)
+    scheduler.add_offline(queued(50, rid="q"))
+    assert read(path) == (SETUP, [OfflineAdded(queued(50, rid="q"))])
+
+
 def test_an_earlier_recording_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "plans.jsonl"
     path.write_text("an earlier recording\n")
@@ -276,3 +284,9 @@ def test_what_cannot_be_replayed_is_named(tmp_path: Path, text: str | None, mess
         path.write_text(text, encoding="latin-1")
     with pytest.raises(InputFileError, match=message):
         run(path)
+
+
+def test_a_recording_without_plans_has_nothing_to_compare(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    path.write_text(json.dumps(json.loads(encode_setup(SETUP))) + "\n")
+    assert run(path).output.splitlines()[1] == "0 plans, 0 differ"

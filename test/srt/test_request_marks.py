@@ -81,11 +81,21 @@ def test_a_gateways_time_to_live_is_the_nearest_deadline_there_is(
     assert marked == {**marks, "coserve_deadline_s": due_in_s}
 
 
+def test_an_online_request_has_no_deadline() -> None:
+    with pytest.raises(RequestError, match="coserve_deadline_s is for offline requests"):
+        check_marks({"coserve_deadline_s": 60})
+
+
 def test_a_deadline_is_refused_where_it_would_not_be_kept() -> None:
     marks = {"coserve_class": "offline", "coserve_deadline_s": 60}
     assert with_client_marks(marks, CoserveConfig()) == marks
     with pytest.raises(RequestError, match="fifo serves offline requests in order of arrival"):
         with_client_marks(marks, CoserveConfig(offline_policy="fifo"))
+
+
+def test_a_line_of_a_batch_has_the_window_of_its_batch() -> None:
+    with pytest.raises(RequestError, match="coserve_deadline_s' has no place in a line"):
+        check_line_marks({"coserve_deadline_s": 60})
 
 
 def test_an_offline_request_has_no_targets() -> None:

@@ -82,6 +82,12 @@ def test_who_names_none_gets_what_there_is(client: TestClient) -> None:
         assert post(client, "/v1/completions", body) == (200, body)
 
 
+def test_the_name_of_an_adapter_reaches_it(client: TestClient) -> None:
+    body = {"model": "poet", "prompt": ["\u2028", 1e10]}
+    served = {**body, "model": "small:poet"}
+    assert post(client, "/v1/completions", body) == (200, served)
+
+
 @pytest.mark.parametrize(
     "content",
     [

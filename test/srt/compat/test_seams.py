@@ -92,6 +92,17 @@ def test_the_imports_of_a_version_are_those_it_takes() -> None:
 # --- Replacements ------------------------------------------------------------------------
 
 
+def test_a_replaced_name_is_given_back() -> None:
+    import sglang.srt.lora.layers as layers
+
+    name = "sglang.srt.lora.layers.torch"
+    ours = object()
+    former = replace(name, ours)
+    assert layers.torch is ours
+    assert replace(name, former) is ours
+    assert layers.torch is former
+
+
 def test_what_is_replaced_is_listed() -> None:
     listed = {seam.name for seam in SEAMS if seam.use is NameUse.REPLACED}
     replaced = set()

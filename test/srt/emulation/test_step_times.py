@@ -65,6 +65,11 @@ def test_it_is_read_as_it_was_written() -> None:
     assert one.name == "emulated-llama-3.1-8b-2xh100"
 
 
+def test_a_gpu_with_more_memory_computes_in_larger_chunks() -> None:
+    chunks = {name: Emulation.of("llama-3.1-8b", name).chunk_tokens for name in ("h100", "b200")}
+    assert chunks == {"h100": 8192, "b200": 16384}
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -91,6 +91,12 @@ def test_layers_of_other_pipeline_ranks_are_left_out() -> None:
     assert decoder_layers(model) == layers
 
 
+def test_a_model_without_layers_has_none() -> None:
+    from sglang_coserve.srt.safepoint.instrument import decoder_layers
+
+    assert decoder_layers(Holder(model=Holder(layers=nn.ModuleList()))) == []
+
+
 # --- Passing safepoints -------------------------------------------------------------------
 
 
@@ -130,6 +136,18 @@ def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> No
         run(layers)
     assert preempted.value.layer == 2
     assert [layer.calls for layer in layers] == [3, 3, 2, 2, 2, 2]
+
+
+def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
+    flag = PreemptionFlag()
+    gate = LeaderGate(flag)
+    layers = some_layers(2)
+    add_safepoints(layers, 1, gate)
+    gate.arm(7)
+    gate.disarm()
+    flag.raise_for(7)
+    run(layers)
+    assert [layer.calls for layer in layers] == [1, 1]
 
 
 def test_the_exception_is_none_that_a_graph_context_takes_for_a_failure() -> None:

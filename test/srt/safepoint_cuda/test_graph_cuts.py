@@ -104,6 +104,15 @@ def test_before_the_first_layer_nothing_is_kept() -> None:
     assert model.resumption.outputs is None
 
 
+def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
+    model = GraphedModel()
+    graph = model.capture()
+    model.flag.raise_for(1)
+    model.ran.clear()
+    whole(model, graph, 1)
+    assert model.ran == list(range(LAYERS))
+
+
 def test_what_stopped_without_a_graph_does_not_go_on_in_one() -> None:
     model = GraphedModel()
     graph = model.capture()

@@ -157,6 +157,13 @@ def test_a_stop_waits_for_what_was_launched_before_the_pass(device: DeviceThread
     monitor.join(WAIT_S)
 
 
+def test_a_flag_for_another_batch_stops_nothing(device: DeviceThread) -> None:
+    engine = Engine(device, depth=1, interval=1, layer_s=0.0005)
+    engine.flag.raise_for(6)
+    assert engine.run(7) is None
+    assert engine.model.most_outstanding <= 2
+
+
 def test_batches_stop_at_whatever_layer_the_flag_is_raised(device: DeviceThread) -> None:
     engine = Engine(device, depth=1, interval=2, layer_s=0.0001)
     rng = random.Random(1)
