@@ -134,12 +134,11 @@ def test_aborted_requests_leave_nothing(engine: Any) -> None:
     assert is_flushed(engine), "something is left behind"
     short = ("after", [11, 12, 13], 4, True)
     assert len(engine.loop.run_until_complete(generate(engine, short))["output_ids"]) == 4
+    if engine.recording is not None:
+        assert_plans_see_both_micro_batches_and_replay_to_the_same(engine)
 
 
-def test_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> None:
-    if engine.policy == "fifo":
-        pytest.skip("nothing is planned")
-    serve(engine, [(f"p-{rid}", *rest) for rid, *rest in specs(9)])
+def assert_plans_see_both_micro_batches_and_replay_to_the_same(engine: Any) -> None:
     now = state(engine)
     assert now["safepoints"] == {"enabled": False, "reason": "pipeline parallelism"}
     assert now["prediction"]["mape"] is not None

@@ -38,32 +38,14 @@ def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     assert count["retracted"] > 0
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_generation_keeps_both_classes_whole(
-    planned: EngineProcess, reference_outputs: Reference, mode: str
-) -> None:
-    outputs = planned.call(scenarios.run_pause, mode)
-    assert outputs == reference_outputs(scenarios.PAUSE_SPECS)
-
-
 def test_a_pause_after_any_step_keeps_both_classes_whole(
     planned: EngineProcess, reference_outputs: Reference
 ) -> None:
     """Whatever ran last: prefills or decodes, of either lane."""
     expected = reference_outputs(scenarios.PAUSE_SPECS)
+    assert planned.call(scenarios.run_pause, "in_place") == expected
     for first in range(1, 11):
         assert planned.call(scenarios.run_pause, "retract", first) == expected
-
-
-def test_offline_requests_can_be_aborted_waiting_and_running(planned: EngineProcess) -> None:
-    generated = planned.call(scenarios.run_aborts)
-    assert generated["off4"] == 0
-    assert generated["off0"] < 30
-    assert [generated[f"off{i}"] for i in (1, 2, 3)] == [30, 30, 30]
-
-
-def test_abort_all_empties_the_offline_queue(planned: EngineProcess) -> None:
-    assert planned.call(scenarios.run_abort_all) == 0
 
 
 def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_check(

@@ -193,29 +193,6 @@ def test_an_offline_request_that_does_not_fit_does_not_block_a_small_online_one(
 # --- Control messages ---------------------------------------------------------------------
 
 
-def run_aborts(engine: ScriptedEngine) -> dict[str, int]:
-    specs: list[Spec] = [(f"off{i}", prompt(i, 300), 30, True) for i in range(5)]
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 12:
-            raise StopIteration
-        if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in specs]
-        # One that still waits, then the one being prefilled or decoding.
-        return {3: [engine.abort("off4")], 6: [engine.abort("off0")]}.get(iteration, [])
-
-    engine.run(script)
-    engine.assert_nothing_leaked()
-    return {spec[0]: len(engine.output(spec[0])) for spec in specs}
-
-
-def test_offline_requests_can_be_aborted_waiting_and_running(engine: EngineProcess) -> None:
-    generated = engine.call(run_aborts)
-    assert generated["off4"] == 0
-    assert generated["off0"] < 30
-    assert [generated[f"off{i}"] for i in (1, 2, 3)] == [30, 30, 30]
-
-
 def run_abort_all(engine: ScriptedEngine) -> int:
     def script(iteration: int) -> list[Any]:
         if iteration > 5:
@@ -227,10 +204,6 @@ def run_abort_all(engine: ScriptedEngine) -> int:
     engine.run(script)
     engine.assert_nothing_leaked()
     return int(engine.scheduler.parts.admission.num_waiting())
-
-
-def test_abort_all_empties_the_offline_queue(engine: EngineProcess) -> None:
-    assert engine.call(run_abort_all) == 0
 
 
 IDLE_ANSWERS = {"idle": False, "health_check_idle": True}
@@ -370,15 +343,15 @@ def assert_outputs(
         assert outputs[rid] == expected[rid][: len(outputs[rid])]
 
 
-def test_two_hundred_mixed_requests_finish_with_the_outputs_of_stock(
+def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
-    specs = mixed_specs(seed=11, num_online=80, num_offline=120)
+    specs = mixed_specs(seed=11, num_online=40, num_offline=60)
     outputs, aborted, count = engine.call(run_mixed, specs, 5)
     assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert aborted
     # The pool was small enough for the scenario to mean something.
-    assert count["retracted"] > 10
+    assert count["retracted"] > 5
     assert count["parked"] >= 1
 
 

@@ -57,7 +57,7 @@ def run_mixed(engine: ScriptedEngine, specs: list[Spec], seed: int) -> Any:
 def test_mixed_requests_finish_with_the_outputs_of_stock(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
-    specs = duplicated_specs(seed=21, num_online=20, num_offline=30)
+    specs = duplicated_specs(seed=21, num_online=10, num_offline=15)
     outputs, aborted, count, demoted = engine.call(run_mixed, specs, 3)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert count["retracted"] > 0
@@ -199,7 +199,7 @@ def test_a_full_host_pool_costs_recomputation_only(
     start_checkpointing: Any, reference_outputs: Reference
 ) -> None:
     engine = start_checkpointing("eager", overlap=True, page_size=16)
-    specs = duplicated_specs(seed=23, num_online=20, num_offline=30)
+    specs = duplicated_specs(seed=23, num_online=10, num_offline=15)
     outputs, aborted, stats = engine.call(run_with_little_host_memory, specs)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats["allocation_failures"] > 0
@@ -281,7 +281,7 @@ def test_loads_that_do_not_come_back_cost_recomputation_only(
     start_checkpointing: Any, reference_outputs: Reference
 ) -> None:
     engine = start_checkpointing("eager", overlap=True, page_size=16)
-    specs = duplicated_specs(seed=25, num_online=20, num_offline=30)
+    specs = duplicated_specs(seed=25, num_online=10, num_offline=15)
     outputs, aborted, stats = engine.call(run_with_stuck_loads, specs)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats["refused_loads"] > 0
