@@ -43,6 +43,17 @@ class ModelFlags:
     noise: float = flag(
         0.03, "Coefficient of variation of a step's time.", rich_help_panel=_EMULATED
     )
+    model_error: float = flag(
+        0.0,
+        "The same of a factor that all batches of about the same sizes share.",
+        rich_help_panel=_EMULATED,
+    )
+    slow_spells: str | None = flag(
+        None,
+        "Times at which steps take longer, such as 60:2:3.",
+        metavar="EVERY_S:LAST_S:FACTOR",
+        rich_help_panel=_EMULATED,
+    )
 
 
 @takes(ModelFlags)
@@ -67,7 +78,7 @@ def make_model(
         make_emulated_model,
         stock_command,
     )
-    from sglang_coserve.srt.emulation.settings import Emulation
+    from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 
     emulation = Emulation.of(
         flags.emulate,
@@ -75,6 +86,8 @@ def make_model(
         tp_size=flags.tp,
         latency=load_profile(flags.profile) if flags.profile else None,
         noise=flags.noise,
+        model_error=flags.model_error,
+        slow_spells=None if flags.slow_spells is None else SlowSpells.parse(flags.slow_spells),
         seed=flags.seed,
     )
     context = flags.context or CONTEXT_TOKENS

@@ -15,7 +15,7 @@ from sglang_coserve.core.latency_model.machine import HARDWARE, MODELS
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.srt.emulation.model import StepTimes, stats_of
-from sglang_coserve.srt.emulation.settings import Emulation
+from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 
 BATCH = StepStats.of([(512, 0)], [1000] * 8)
 
@@ -26,7 +26,7 @@ def emulation(**options: Any) -> Emulation:
 
 def seconds_of(count: int = 1, **options: Any) -> list[float]:
     times = StepTimes(emulation(**options))
-    return [times.seconds(BATCH) for _ in range(count)]
+    return [times.seconds(BATCH, float(number)) for number in range(count)]
 
 
 def test_without_more_a_step_takes_what_the_model_predicts() -> None:
@@ -40,6 +40,26 @@ def test_noise_varies_around_it_and_repeats() -> None:
     assert statistics.stdev(noisy) / predicted == pytest.approx(0.1, rel=0.15)
     assert noisy == seconds_of(500, noise=0.1)
     assert noisy != seconds_of(500, noise=0.1, seed=1)
+
+
+def test_an_error_of_the_model_is_the_same_for_batches_of_about_the_same_sizes() -> None:
+    times = StepTimes(emulation(model_error=0.2))
+    predict = emulation().latency_model().predict
+
+    def error(batch: StepStats) -> float:
+        return times.seconds(batch, 0.0) / predict(batch)
+
+    same = error(StepStats.of([], [1000] * 8))
+    assert same == pytest.approx(error(StepStats.of([], [1001] * 8)))
+    assert same != pytest.approx(error(StepStats.of([], [1000] * 20)))
+
+
+def test_slow_spells_come_and_go() -> None:
+    slow = seconds_of(2000, slow_spells=SlowSpells(every_s=50.0, last_s=10.0, factor=3.0))
+    usual = seconds_of()[0]
+    factors = [round(one / usual, 6) for one in slow]
+    assert set(factors) == {1.0, 3.0}
+    assert factors.count(3.0) / len(factors) == pytest.approx(10 / 60, rel=0.5)
 
 
 def test_decodes_of_a_mixed_batch_are_told_by_one_token_after_a_prefix() -> None:
@@ -60,7 +80,7 @@ def test_every_known_model_runs_on_devices_that_hold_it() -> None:
 
 
 def test_it_is_read_as_it_was_written() -> None:
-    one = emulation(tp_size=2, seed=3)
+    one = emulation(tp_size=2, slow_spells=SlowSpells.parse("60:2:3"), seed=3)
     assert Emulation.from_mapping(json.loads(json.dumps(one.to_mapping())), "here") == one
     assert one.name == "emulated-llama-3.1-8b-2xh100"
 
@@ -77,6 +97,8 @@ def test_a_gpu_with_more_memory_computes_in_larger_chunks() -> None:
         (lambda: Emulation.of("llama-3.1-8b", "h900"), "'h900': use one of"),
         (lambda: Emulation.of("llama-3.1-70b", "h100"), "do not fit"),
         (lambda: emulation(noise=-0.1), "noise must be from 0 to below 1, got -0.1"),
+        (lambda: SlowSpells.parse("often"), "EVERY_S:LAST_S:FACTOR"),
+        (lambda: SlowSpells.parse("1:1:0.5"), "a factor of at least 1"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(make: Any, says: str) -> None:

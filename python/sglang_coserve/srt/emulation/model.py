@@ -28,20 +28,50 @@ ForwardBatch = Any
 
 
 class StepTimes:
-    """What a latency model predicts, and noise; by the seed, the same batches take the same."""
+    """What a latency model predicts, and what it does not know: noise, slow spells, its error.
+
+    The same batches at the same times take the same, by the seed.
+    """
 
     def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
         self._model: LatencyModel = emulation.latency_model()
-        # Of a lognormal distribution with mean 1 and this coefficient of variation.
-        self._sigma = math.sqrt(math.log1p(emulation.noise**2))
-        self._random = random.Random(f"noise {emulation.seed}")
+        self._noise = random.Random(f"noise {emulation.seed}")
+        self._spells = random.Random(f"slow spells {emulation.seed}")
+        self._spell_s = self._gap_s()
+        """When the current slow spell began, or the next one will."""
 
-    def seconds(self, batch: StepStats) -> float:
-        """Return the seconds of a batch."""
-        seconds = self._model.predict(batch)
-        if not self._sigma:
-            return seconds
-        return seconds * self._random.lognormvariate(-(self._sigma**2) / 2, self._sigma)
+    def seconds(self, batch: StepStats, now_s: float) -> float:
+        """Return the seconds of a batch that is launched at ``now_s``; times never go back."""
+        emulation = self._emulation
+        seconds = self._model.predict(batch) * self._slowness(now_s)
+        seconds *= _factor(self._noise, emulation.noise)
+        if emulation.model_error:
+            # Batches of about the same sizes run the same kernels.
+            sizes = [value.bit_length() for value in batch]
+            of_kernels = random.Random(f"model error {emulation.seed} {sizes}")
+            seconds *= _factor(of_kernels, emulation.model_error)
+        return seconds
+
+    def _slowness(self, now_s: float) -> float:
+        spells = self._emulation.slow_spells
+        if spells is None:
+            return 1.0
+        while now_s >= self._spell_s + spells.last_s:
+            self._spell_s += spells.last_s + self._gap_s()
+        return spells.factor if now_s >= self._spell_s else 1.0
+
+    def _gap_s(self) -> float:
+        spells = self._emulation.slow_spells
+        return math.inf if spells is None else self._spells.expovariate(1 / spells.every_s)
+
+
+def _factor(source: random.Random, variation: float) -> float:
+    """Draw from a lognormal distribution with mean 1 and this coefficient of variation."""
+    if not variation:
+        return 1.0
+    sigma = math.sqrt(math.log1p(variation**2))
+    return source.lognormvariate(-(sigma**2) / 2, sigma)
 
 
 def stats_of(batch: ForwardBatch) -> StepStats:
@@ -108,7 +138,7 @@ class EmulatedForCausalLM(nn.Module):
     ) -> Any:
         """Return the logits of the tokens that SGLang asks for."""
         hidden = self.embed_tokens(input_ids) + self.embed_places(positions % PLACES)
-        seconds = self._times.seconds(stats_of(forward_batch))
+        seconds = self._times.seconds(stats_of(forward_batch), self._device.clock())
         self.launched_s += seconds
         for layer in self.layers:
             hidden = layer(hidden, seconds / len(self.layers))

@@ -1,4 +1,4 @@
-"""What is emulated: a model on devices, and how much their times vary."""
+"""What is emulated: a model on devices, and how far their times are from a latency model's."""
 
 from __future__ import annotations
 
@@ -32,6 +32,45 @@ _LARGE_MEMORY_BYTES: Final = 160 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
+class SlowSpells:
+    """Times at which a device is slow: another tenant, a clock that was lowered."""
+
+    every_s: float
+    """Mean time between the end of one and the beginning of the next."""
+
+    last_s: float
+    factor: float
+    """By which steps then take longer."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: one is out of range.
+        """
+        if self.every_s <= 0 or self.last_s <= 0 or self.factor < 1:
+            raise ConfigError(
+                f"slow spells every {self.every_s} s, for {self.last_s} s, {self.factor} times "
+                "slower: use positive times, and a factor of at least 1"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> SlowSpells:
+        """Read ``EVERY_S:LAST_S:FACTOR``, such as ``60:2:3``.
+
+        Raises:
+            ConfigError: it is not that.
+        """
+        try:
+            every_s, last_s, factor = map(float, text.split(":"))
+        except ValueError:
+            raise ConfigError(
+                f"slow spells: {text!r} is not EVERY_S:LAST_S:FACTOR, such as 60:2:3"
+            ) from None
+        return cls(every_s, last_s, factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Emulation:
     """An emulated engine; what the config.json of its model directory says of it."""
 
@@ -50,6 +89,11 @@ class Emulation:
     noise: float = 0.03
     """Coefficient of variation of each step's time."""
 
+    slow_spells: SlowSpells | None = None
+    model_error: float = 0.0
+    """Coefficient of variation of a factor that batches of about the same sizes share: what a
+    latency model cannot know, and meets again and again."""
+
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,8 +103,9 @@ class Emulation:
             ConfigError: one is unknown or out of range, or the model does not fit the devices.
             InputFileError: the profile is not one.
         """
-        if not 0 <= self.noise < 1:
-            raise ConfigError(f"noise must be from 0 to below 1, got {self.noise}")
+        for name in ("noise", "model_error"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
         self.latency_model()
         assert self.kv_tokens
 
