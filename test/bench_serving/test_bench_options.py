@@ -66,6 +66,7 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
         ([*MODEL, "--warmup-s", "nan", *LOADS], "--warmup-s nan"),
         ([*MODEL, "--chunk-tokens", "0", *LOADS], "--chunk-tokens 0"),
         ([*MODEL, "--repeats", "0", *LOADS], "--repeats 0: it must be a positive number"),
+        ([*MODEL, "--steady-state-concurrency-ratio", "2", *LOADS], "at most 1"),
         (["--base-url", "stock-tuned=http://x", *LOADS], "stock-tuned=http://x"),
         (["--base-url", "alone=x", *LOADS], "NAME=]http://"),
         (["--base-url", "http://x", "http://y", *LOADS], "given once"),

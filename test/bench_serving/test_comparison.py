@@ -104,6 +104,8 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
     if "slo_attainment" in online["bench_serving"]:  # SGLang 0.5.23 has goodput.
         assert figures["slo_attainment"] == 1.0
         assert 0 < figures["request_goodput"] < 12
+    if offline["steady_state"] is not None:
+        assert offline["steady_state"]["concurrency_threshold"] == 4  # ⌈0.8 × 4⌉.
 
 
 def test_the_two_lines_of_the_docs(server: LocalServer, tmp_path: Path) -> None:

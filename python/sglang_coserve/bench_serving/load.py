@@ -35,6 +35,9 @@ class LoadResult:
     unsent: int
     """Requests that were left when the load was told to end."""
 
+    steady_state: Mapping[str, Any] | None
+    """SGLang's, of this load; None where it finds none or is too old to look for it."""
+
     @property
     def began_s(self) -> float:
         """When the first request was sent."""
@@ -138,6 +141,7 @@ class LoadProcess:
                 for number, each in enumerate(measured["requests"])
             ),
             unsent=measured["unsent"],
+            steady_state=measured["steady_state"],
         )
 
     def _told(self) -> list[dict[str, Any]]:

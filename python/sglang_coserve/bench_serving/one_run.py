@@ -87,8 +87,10 @@ def measure(
         if target_s is not None
         for word in ("--slo", f"{name}:{target_s * 1e3:.3f}")
     ]
-    # It would look the served name up on Hugging Face, and retry where there is no network.
-    common = [] if options.model_path is None else ["--model", options.model_path]
+    common = ["--concurrency-ratio", str(options.steady_state_concurrency_ratio)]
+    if options.model_path is not None:
+        # It would look the served name up on Hugging Face, and retry where there is no network.
+        common += ["--model", options.model_path]
     limit_s = options.run_timeout_s
     _make_ready(base_url)
     with ExitStack() as stack:
@@ -182,6 +184,7 @@ def _record(load: LoadResult) -> dict[str, Any]:
             for name, value in load.report.items()
             if name != "server_info"
         },
+        "steady_state": load.steady_state,
         "began_s": load.began_s,
         "ended_s": load.ended_s,
         "unsent": load.unsent,

@@ -79,6 +79,11 @@ class Options:
     )
     repeats: int = setting(1, "measure each so often: medians and ranges", type=int)
     warmup_s: float = setting(5.0, "offline load alone before the online one", type=float)
+    steady_state_concurrency_ratio: float = setting(
+        0.8,
+        "SGLang's: its steady state has this share of the peak concurrency (default: 0.8)",
+        type=float,
+    )
     ready_timeout_s: float = setting(600.0, "longest start of a server", type=float)
     run_timeout_s: float = setting(3600.0, "longest run of a load", type=float)
 
@@ -94,6 +99,10 @@ class Options:
                 raise ConfigError(f"{name} {value:g}: it must be a positive number")
         if not 0 <= self.warmup_s < math.inf:
             raise ConfigError(f"--warmup-s {self.warmup_s:g}: it must be at least 0")
+        if not 0 < (ratio := self.steady_state_concurrency_ratio) <= 1:
+            raise ConfigError(
+                f"--steady-state-concurrency-ratio {ratio:g}: it must be above 0 and at most 1"
+            )
         if not self.online:
             raise ConfigError("no online load: add --online and flags of sglang.bench_serving")
         has_offline = any(system.has_offline for system in self.systems)

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from sglang.benchmark import serving
 
-from sglang_coserve.srt.compat import replace
+from sglang_coserve.srt.compat import replace, steady_state
 
 _NOT_SENT: Final = "not sent: the load was told to end"
 
@@ -32,8 +32,9 @@ _NOT_SENT: Final = "not sent: the load was told to end"
 class _Load:
     """What bench_serving calls in place of its own functions, each of which it goes on to call."""
 
-    def __init__(self, events: Path) -> None:
+    def __init__(self, events: Path, concurrency_ratio: float) -> None:
         self._events = events
+        self._concurrency_ratio = concurrency_ratio
         self._unsent = 0
         self._is_measured = False
         self._has_answered = False
@@ -108,6 +109,9 @@ class _Load:
                 "measured",
                 unsent=max(0, self._unsent) + was_sent.count(False),
                 requests=list(map(_times, outputs)),
+                steady_state=steady_state(
+                    outputs, given["tokenizer"], self._concurrency_ratio, requests
+                ),
             )
             return calculate(**given)
 
@@ -127,14 +131,15 @@ def _times(output: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the load; its flags but for two are those of bench_serving."""
+    """Run the load; its flags but for three are those of bench_serving."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--events", type=Path, required=True)
+    parser.add_argument("--concurrency-ratio", type=float, default=0.8)
     parser.add_argument("--slo", action="append", default=[])
     own, others = parser.parse_known_args(argv)
     if own.slo and find_spec("sglang.benchmark.goodput") is not None:
         others += ["--goodput", *own.slo]
-    _Load(own.events).install()
+    _Load(own.events, own.concurrency_ratio).install()
     sys.argv[1:] = others
     serving.cli_main()
 

@@ -273,3 +273,17 @@ def check_extra_keys() -> None:
             raise ValueError(str(error)) from error  # Which SGLang answers with a 400.
 
     OpenAIServingBase._compute_extra_key = checked
+
+
+# --- The benchmark client --------------------------------------------------------------------
+
+
+def steady_state(
+    outputs: Sequence[Any],
+    tokenizer: Any,
+    concurrency_ratio: float,
+    requests: Sequence[Any] | None,
+) -> dict[str, Any] | None:
+    """As in ``v22``; bench_serving says nothing of it here."""
+    del outputs, tokenizer, concurrency_ratio, requests
+    return None

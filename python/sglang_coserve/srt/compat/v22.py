@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sglang_coserve.errors import StartupError
@@ -424,3 +425,29 @@ def aborted_errors() -> tuple[type[Exception], ...]:
 
 def check_extra_keys() -> None:
     """Let a request whose ``extra_key`` is no text be answered with a 400; SGLang does it here."""
+
+
+# --- The benchmark client --------------------------------------------------------------------
+
+
+def steady_state(
+    outputs: Sequence[Any],
+    tokenizer: Any,
+    concurrency_ratio: float,
+    requests: Sequence[Any] | None,
+) -> dict[str, Any] | None:
+    """Return what bench_serving says of the steady state of its answers; None where it finds none.
+
+    Args:
+        outputs: Its ``RequestFuncOutput``, one for each request.
+        tokenizer: Counts the tokens.
+        concurrency_ratio: The share of the peak concurrency that a steady state has.
+        requests: Its rows of the dataset.
+    """
+    from sglang.benchmark.steady_state import calculate_steady_state_metrics
+
+    try:
+        found = calculate_steady_state_metrics(outputs, tokenizer, concurrency_ratio, requests)
+    except ValueError:
+        return None
+    return asdict(found)
