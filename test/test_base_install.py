@@ -197,9 +197,9 @@ def test_every_extra_has_its_packages() -> None:
 
 
 def test_an_extra_that_is_missing_in_part_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(errors._EXTRAS, "otel", ("json", "no_such_package.part"))
-    with pytest.raises(MissingExtraError, match=r"A plot needs no_such_.*coserve\[otel\]'"):
-        errors.require("otel", "A plot")
+    monkeypatch.setitem(errors._EXTRAS, "plot", ("json", "no_such_package.part"))
+    with pytest.raises(MissingExtraError, match=r"A plot needs no_such_.*coserve\[plot\]'"):
+        errors.require("plot", "A plot")
 
 
 def test_what_a_checkout_is_given_lacks_nothing_that_it_needs() -> None:

@@ -80,6 +80,7 @@ _EXTRAS: Final = {
         "opentelemetry.exporter.otlp.proto.grpc",
         "opentelemetry.exporter.otlp.proto.http",
     ),
+    "plot": ("matplotlib",),
     "ray": ("ray", "pyarrow"),
 }
 

@@ -92,6 +92,7 @@ def test_three_systems_are_given_the_same_and_compared(
     assert systems["online_alone"]["online"]["finished"] == 3
     assert report["online"] == systems["coserve"]["online"]
     assert report["offline"] == systems["coserve"]["offline"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     text = re.sub(r"\s+", " ", output)
     assert "1 cut to 1016 tokens" in text
     assert report["sentence"] in text

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
 from rich.console import Console
 
 from sglang_coserve.client import JobState, JobStatus
@@ -18,6 +19,7 @@ from sglang_coserve.demo.report import (
     SystemResult,
     as_json,
     as_table,
+    draw,
     sentence,
 )
 from sglang_coserve.demo.run import LoadScale
@@ -48,9 +50,10 @@ def system(
         )
         for number in range(20)
     ]
-    offline = None
+    offline, finished_at = None, []
     if tokens_per_s is not None:
         tokens = int(20 * tokens_per_s)
+        finished_at = [(10.0, tokens)]
         offline = JobStatus(
             JobState.COMPLETED if is_complete else JobState.CANCELLED,
             ok=30,
@@ -63,7 +66,7 @@ def system(
             elapsed_s=20.0,
             trouble=None,
         )
-    return SystemResult(name, f"the {name}", online, offline)
+    return SystemResult(name, f"the {name}", online, offline, finished_at)
 
 
 def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
@@ -114,7 +117,16 @@ def test_latencies_are_set_against_those_alone() -> None:
     assert as_json(found)["offline"]["tokens_per_s"] == 900
 
 
-def test_what_is_emulated_says_so_wherever_it_is_shown() -> None:
+def test_the_picture_is_drawn_also_of_one_system(tmp_path: Path) -> None:
+    ours = system("coserve", 0.11, 0.011, 900)
+    for number, found in enumerate(
+        (result(ours, system("stock", 0.5, 0.02, 1000)), DemoResult((ours,), SloTargets(0.5, 0.1)))
+    ):
+        draw(found, tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
     name = "emulated-llama-3.1-8b-h100"
     ours, stock = system("coserve", 0.11, 0.011, 900), system("stock", 0.5, 0.02, 1000)
     for found in (
@@ -126,6 +138,9 @@ def test_what_is_emulated_says_so_wherever_it_is_shown() -> None:
         assert f"{name}, no GPU" in out.getvalue()
         assert sentence(found).startswith(f"{name}, no GPU: ")
         assert as_json(found)["emulated"] == name
+        with rc_context({"svg.fonttype": "none"}):  # Its text stays text.
+            draw(found, tmp_path / "timeline.svg")
+        assert f"{name}, no GPU" in (tmp_path / "timeline.svg").read_text()
     computed = result(ours, stock)
     assert as_json(computed)["emulated"] is None
     assert "emulated" not in sentence(computed)

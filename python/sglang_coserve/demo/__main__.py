@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     console.print(as_table(result))
     console.print(sentence(result), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written: {options.out / 'report.json'}", markup=False, soft_wrap=True)
+    written = f"written: {options.out / 'report.json'}, {options.out / 'timeline.png'}"
+    console.print(written, markup=False, soft_wrap=True)
     return 0
 
 

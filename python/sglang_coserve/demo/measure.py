@@ -84,9 +84,13 @@ async def measure(
             async with asyncio.timeout(window.seconds):
                 while job.is_running and not job.status.ok + job.status.failed:
                     await asyncio.sleep(_POLL_S)
+        finished_at: list[tuple[float, int]] = []
         async with online:
             while elapsed_s() < window.seconds:
                 status = job.status
+                tokens = status.prompt_tokens + status.completion_tokens
+                if not finished_at or tokens > finished_at[-1][1]:
+                    finished_at.append((elapsed_s(), tokens))
                 say_progress(f", offline {status.ok} ok, {status.failed} failed")
                 if not online.is_running and not job.is_running:
                     break
@@ -97,4 +101,5 @@ async def measure(
             if is_complete:
                 await job.wait()  # Raises what ended it early, if anything did.
             await online.finished()
-    return SystemResult(system.name, LABELS[system.name], online.timelines(), job.status)
+    timelines = online.timelines()
+    return SystemResult(system.name, LABELS[system.name], timelines, job.status, finished_at)

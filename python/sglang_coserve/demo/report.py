@@ -1,4 +1,4 @@
-"""The report of the demo: a table, a sentence and ``report.json``."""
+"""The report of the demo: a table, a sentence, ``report.json`` and ``timeline.png``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.demo.servers import ALONE, OURS, STOCK
+from sglang_coserve.errors import require
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,
@@ -20,6 +21,9 @@ from sglang_coserve.metrics import (
     attainment,
     latency_report,
 )
+
+_BIN_S: Final = 1.0
+_TTFT, _GAP, _OFFLINE = "tab:blue", "tab:red", "tab:orange"
 
 _ALIKE: Final = 0.1
 """Ratios that differ by less are called alike: windows are short, and a P99 is of few values."""
@@ -37,6 +41,9 @@ class SystemResult:
     online: Sequence[RequestTimeline]
     offline: JobStatus | None
     """Of the client, when the window was over; None without an offline load."""
+
+    finished_at: Sequence[tuple[float, int]] = ()
+    """Seconds into the window, and the prompt and output tokens of lines that were done by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,7 @@ def as_table(result: DemoResult) -> Table:
 
 
 def _caption(emulated: str) -> str:
-    """Return what is said of figures that are emulated."""
+    """Return what tables and pictures say of figures that are emulated."""
     return f"{emulated}, no GPU"
 
 
@@ -231,3 +238,75 @@ def _milliseconds(summary: Summary) -> dict[str, float | None]:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
+
+
+def draw(result: DemoResult, path: Path) -> None:
+    """Draw a panel for each system, all with the same axes."""
+    require("plot", "timeline.png")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    count = len(result.systems)
+    figure, axes = pyplot.subplots(
+        2,
+        count,
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        figsize=(3 + 3.5 * count, 6),
+        dpi=120,
+        height_ratios=(3, 1),
+    )
+    end_s = max([1.0, *(t.arrival_s for s in result.systems for t in s.online)])
+    for column, system in enumerate(result.systems):
+        latency, rate = axes[0][column], axes[1][column]
+        _draw_latencies(latency, system)
+        _draw_offline(rate, system, end_s)
+        latency.set_title(system.label)
+        latency.set_yscale("log")
+        latency.yaxis.set_major_formatter("{x:g}")
+        latency.grid(axis="y", alpha=0.3)
+        rate.set_xlim(0, end_s + _BIN_S)
+        rate.set_xlabel("seconds")
+        rate.locator_params(axis="x", nbins=5, integer=True)
+    for target_s, color in ((result.targets.ttft_s, _TTFT), (result.targets.tpot_s, _GAP)):
+        if target_s is not None:
+            for latency in axes[0]:
+                latency.axhline(target_s * 1e3, color=color, lw=1, ls="--")
+    axes[1][0].set_ylim(bottom=0)  # Of all, once everything is drawn.
+    axes[0][0].set_ylabel("online latency, ms")
+    axes[1][0].set_ylabel("offline\ntokens/s")
+    title = None if result.emulated is None else _caption(result.emulated)
+    figure.tight_layout(rect=(0, 0, 1, 0.94 if title is None else 0.91))
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=2, frameon=False, title=title)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_latencies(axes: Any, system: SystemResult) -> None:
+    timed = [t for t in system.online if t.ttft_s is not None]
+    paced = [t for t in timed if t.itls_s]
+    for marker, color, label, points in (
+        ("o", _TTFT, "TTFT of a request, at its arrival", [(t, t.ttft_s or 0.0) for t in timed]),
+        ("x", _GAP, "its longest gap between tokens", [(t, max(t.itls_s)) for t in paced]),
+    ):
+        times = [t.arrival_s for t, _ in points]
+        axes.plot(
+            times, [s * 1e3 for _, s in points], marker, ms=4, alpha=0.8, color=color, label=label
+        )
+
+
+def _draw_offline(axes: Any, system: SystemResult, end_s: float) -> None:
+    """Prompt and output tokens per second, when a line is done."""
+    if system.offline is None:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color="gray")
+        return
+    edges = [i * _BIN_S for i in range(int(end_s / _BIN_S) + 2)]
+    rates, previous = [0.0] * (len(edges) - 1), 0
+    for time_s, tokens_done in system.finished_at:
+        rates[min(int(time_s / _BIN_S), len(rates) - 1)] += (tokens_done - previous) / _BIN_S
+        previous = tokens_done
+    axes.stairs(rates, edges, fill=True, alpha=0.8, color=_OFFLINE)

@@ -125,7 +125,7 @@ class DemoOptions:
     offline: Path | None = setting(
         None, "offline requests: JSONL in OpenAI's batch format", type=Path
     )
-    out: Path = setting(Path("demo-report"), "where report.json goes", type=Path)
+    out: Path = setting(Path("demo-report"), "where report.json and timeline.png go", type=Path)
     model: Path | None = setting(
         None, "a model of your own; default: a small random one", type=Path
     )
@@ -163,7 +163,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
-    """Run the demo and write ``report.json`` into ``options.out``.
+    """Run the demo and write ``report.json`` and ``timeline.png`` into ``options.out``.
 
     Raises:
         CoserveError: the trace, the file or a server is at fault.
@@ -197,6 +197,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     name = None if emulation is None else emulation.name
     result = report.DemoResult(tuple(results), options.targets, name)
     report.write_json(result, options.out / "report.json")
+    report.draw(result, options.out / "timeline.png")
     return result
 
 
