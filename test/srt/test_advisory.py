@@ -16,7 +16,7 @@ from srt.test_scheduler import prompt
 
 EVERYWHERE = {
     "status": ("status", ("idle", "launched", "processed", "forget")),
-    "load": ("online_load", ("processed", "get_pool_stats", "put_into")),
+    "load": ("online_load", ("get_pool_stats", "put_into")),
     "safepoint delays": ("runner", ("processed",)),
     "status queries": ("status", ("internal_state", "state", "batch_delays_s", "last_steps")),
     "judgement": ("admission.interference", ("arrived", "produced", "ended")),
