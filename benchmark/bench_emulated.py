@@ -26,7 +26,7 @@ from typing import Any
 
 from common.own_process import OwnProcess
 from common.results import claim_folder, settings_of, write_json, write_results
-from emulated_bench.contenders import ALONE, DEFAULT, PLAIN, STOCK, ours, stock_settings
+from emulated_bench.contenders import ALONE, DEFAULT, PLAIN, STOCK, of_papers, ours, stock_settings
 from emulated_bench.figures import bound_per_s, full_rate_per_s, row
 from emulated_bench.report import plot, table
 from interference_bench.engine import CpuClockEngine
@@ -196,14 +196,15 @@ def compared(
             print(f"  {_line(rows[-1])}", file=sys.stderr)
         write_json(kept, {"rows": rows})
 
-    run(PLAIN, ALONE, [_without_offline(load) for load in loads])
+    run(PLAIN, ALONE, [Load(one.traffic, one.rate_per_s, one.seconds, one.seed) for one in loads])
     ttft_s, gap_s = (
         1.2e-3 * statistics.mean(one[key] for one in rows if one["system"] == PLAIN)
         for key in ("ttft_p99_ms", "itl_p99_ms")
     )
     given = SloTargets(options.ttft_ms / 1e3, options.tpot_ms / 1e3)
     targets |= {"1.2 × alone": SloTargets(ttft_s, gap_s), "given": given}
-    for name, system in ours(targets["1.2 × alone"], given, options.chunks_of_ours).items():
+    papers = of_papers(targets["1.2 × alone"]) if options.papers else {}
+    for name, system in (ours(targets["1.2 × alone"], given) | papers).items():
         run(name, system, loads)
     settings = stock_settings(options.chunks)
     for name, system in settings.items():
@@ -219,10 +220,6 @@ def compared(
     return rows, targets, best
 
 
-def _without_offline(load: Load) -> Load:
-    return Load(load.traffic, load.rate_per_s, load.seconds, load.seed)
-
-
 def _line(one: Row) -> str:
     return (
         f"{one['system']}: TTFT {one['ttft_p50_ms']:.0f}, {one['ttft_p99_ms']:.0f}, "
@@ -234,7 +231,7 @@ def _line(one: Row) -> str:
 
 def _claimed(options: argparse.Namespace) -> Row:
     """Return the settings that all files of a folder share."""
-    own = {"traffic", "load", "requests", "traces", "core", "plots", "chunks_of_ours"}
+    own = {"traffic", "load", "requests", "traces", "core", "plots", "papers"}
     return {key: value for key, value in settings_of(options).items() if key not in own}
 
 
@@ -258,7 +255,7 @@ def parse_options() -> argparse.Namespace:
     add("--requests", type=int, default=300, help="a run has at least so many online ones")
     add("--at-once", type=int, default=1000, help="requests that show what full load is")
     add("--chunks", nargs="+", type=int, default=[512, 1024, 2048], help="tried for stock")
-    add("--chunks-of-ours", nargs="*", type=int, default=[], help="tried for ours with targets")
+    add("--papers", action="store_true", help="also run the policies of the papers")
     add("--plots", type=Path, help="write a picture of all loads in --out")
     add("--out", type=Path, required=True, help="folder")
     return parser.parse_args()

@@ -33,25 +33,33 @@ def stock_settings(chunk_tokens: Sequence[int]) -> dict[str, EngineSystem]:
     return found
 
 
-def ours(
-    alone: SloTargets, given: SloTargets, chunk_tokens: Sequence[int] = ()
-) -> dict[str, EngineSystem]:
+def ours(alone: SloTargets, given: SloTargets) -> dict[str, EngineSystem]:
     """Return our default, and ours with two kinds of targets.
 
     Args:
         alone: P99 TTFT and P99 gap to keep, from online requests alone.
         given: those that an operator would state.
-        chunk_tokens: sizes that are tried besides SGLang's own, with the latter targets.
     """
-    stated = {**_POLICY, "slo": _slos(given)}
-    systems = {
+    return {
         DEFAULT: EngineSystem(coserve={**_POLICY, "online_slowdown": "10%"}),
         "ours, 1.2 × alone": EngineSystem(coserve={**_POLICY, "slo": _slos(alone)}),
-        _name(given): EngineSystem(coserve=stated),
+        _name(given): EngineSystem(coserve={**_POLICY, "slo": _slos(given)}),
     }
-    for tokens in chunk_tokens:
-        flags = {"chunked_prefill_size": tokens}
-        systems[f"{_name(given)}, chunks of {tokens:,}"] = EngineSystem(coserve=stated, flags=flags)
+
+
+def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
+    """Return the papers' policies with the first of these targets.
+
+    HyGen's budget L is found by test runs (§4.2): it gets the limit of gaps, and parts of it.
+    """
+    slos, gap_ms = _slos(alone), 1e3 * (alone.tpot_s or 0)
+    systems = {
+        f"{policy}, 1.2 × alone": EngineSystem(coserve={"offline_policy": policy, "slo": slos})
+        for policy in ("conserve", "ooco", "bros", "hygen")
+    }
+    for part in (2, 4):
+        settings = {"offline_policy": "hygen", "slo": slos, "iteration_budget_ms": gap_ms / part}
+        systems[f"hygen, L of 1/{part} the gap"] = EngineSystem(coserve=settings)
     return systems
 
 
