@@ -40,10 +40,11 @@ def ours(alone: SloTargets, given: SloTargets) -> dict[str, EngineSystem]:
         alone: P99 TTFT and P99 gap to keep, from online requests alone.
         given: those that an operator would state.
     """
+    stated = "ours, {:.0f} and {:.0f} ms".format(*_limits_ms(given))
     return {
         DEFAULT: EngineSystem(coserve={**_POLICY, "online_slowdown": "10%"}),
         "ours, 1.2 × alone": EngineSystem(coserve={**_POLICY, "slo": _slos(alone)}),
-        _name(given): EngineSystem(coserve={**_POLICY, "slo": _slos(given)}),
+        stated: EngineSystem(coserve={**_POLICY, "slo": _slos(given)}),
     }
 
 
@@ -52,7 +53,7 @@ def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
 
     HyGen's budget L is found by test runs (§4.2): it gets the limit of gaps, and parts of it.
     """
-    slos, gap_ms = _slos(alone), 1e3 * (alone.tpot_s or 0)
+    slos, (_, gap_ms) = _slos(alone), _limits_ms(alone)
     systems = {
         f"{policy}, 1.2 × alone": EngineSystem(coserve={"offline_policy": policy, "slo": slos})
         for policy in ("conserve", "ooco", "bros", "hygen")
@@ -63,14 +64,11 @@ def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
     return systems
 
 
-def _name(targets: SloTargets) -> str:
-    assert targets.ttft_s is not None and targets.tpot_s is not None
-    return f"ours, {1e3 * targets.ttft_s:.0f} and {1e3 * targets.tpot_s:.0f} ms"
-
-
 def _slos(targets: SloTargets) -> tuple[str, ...]:
+    ttft_ms, gap_ms = _limits_ms(targets)
+    return f"ttft p99 <= {ttft_ms:.3f}ms", f"tbt p99 <= {gap_ms:.3f}ms"
+
+
+def _limits_ms(targets: SloTargets) -> tuple[float, float]:
     assert targets.ttft_s is not None and targets.tpot_s is not None
-    return (
-        f"ttft p99 <= {1e3 * targets.ttft_s:.3f}ms",
-        f"tbt p99 <= {1e3 * targets.tpot_s:.3f}ms",
-    )
+    return 1e3 * targets.ttft_s, 1e3 * targets.tpot_s
