@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -114,12 +113,19 @@ def test_other_threads_sleep_in_real_time(clock: VirtualTime) -> None:
 # --- What only a GPU reaches -----------------------------------------------------------------
 
 
-def run_layers(gate: Any, until_s: float = math.inf) -> int:
-    """Launch layers, with a safepoint before each, as fast as the gate lets; return how many."""
+def gate_of(depth: int = DEPTH) -> tuple[LeaderGate, PreemptionFlag]:
+    flag = PreemptionFlag(pinned=False)
+    return LeaderGate(flag, device_events("cpu", depth)), flag
+
+
+def run_layers(
+    gate: LeaderGate, until_s: float = math.inf, *, first: int = 0, interval: int = 1
+) -> int:
+    """Launch layers, with safepoints between them, as fast as the gate lets; return how many."""
     gate.arm(BATCH, until_s)
     try:
-        for number in range(LAYERS):
-            if gate.attention[0]:
+        for number in range(first, LAYERS):
+            if number % interval == 0:
                 gate.reached(number)
             torch.cpu.current_stream().launch(LAYER_S)
     except ForwardPreempted as stop:
@@ -129,33 +135,57 @@ def run_layers(gate: Any, until_s: float = math.inf) -> int:
     return LAYERS
 
 
-def test_the_host_stays_close_ahead_of_the_device(clock: VirtualTime) -> None:
-    flag = PreemptionFlag(pinned=False)
-    gate = LeaderGate(flag, device_events("cpu", DEPTH))
-    assert run_layers(gate) == LAYERS
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_host_is_as_far_ahead_of_the_device_as_it_may(
+    clock: VirtualTime, depth: int, interval: int
+) -> None:
+    gate, flag = gate_of(depth)
+    flag.raise_for(BATCH - 1)  # Left over from another batch.
+    assert run_layers(gate, interval=interval) == LAYERS
     left_s = torch.cpu.current_stream().free_s - clock()
-    assert LAYER_S < left_s <= (DEPTH + 1) * LAYER_S
+    assert left_s == pytest.approx((depth + 1) * interval * LAYER_S, abs=0.01)
 
 
 @pytest.mark.parametrize("arrival_s", [0.5, 3.0, 7.25])
 def test_an_arrival_stops_a_pass_within_the_layers_in_flight(
     clock: VirtualTime, arrival_s: float
 ) -> None:
-    flag = PreemptionFlag(pinned=False)
-    gate = LeaderGate(flag, device_events("cpu", DEPTH))
+    gate, flag = gate_of()
     clock.call_at(arrival_s, lambda: flag.raise_for(BATCH))
     layers = run_layers(gate)
     assert layers < LAYERS
-    assert clock() - arrival_s < LAYER_S
+    assert clock() - arrival_s < 0.01  # It waits for nothing that is in flight.
     assert torch.cpu.current_stream().free_s - arrival_s <= (DEPTH + 1) * LAYER_S
 
 
-def test_a_deadline_stops_a_pass_so_that_the_device_is_free_by_then(clock: VirtualTime) -> None:
-    flag = PreemptionFlag(pinned=False)
-    layers = run_layers(LeaderGate(flag, device_events("cpu", DEPTH)), until_s=9.0)
+def test_a_stop_waits_for_what_was_launched_before_the_pass(clock: VirtualTime) -> None:
+    """Copies from host memory are there, which the next batch overwrites."""
+    gate, flag = gate_of()
+    torch.cpu.current_stream().launch(3.0)
+    clock.call_at(1.0, lambda: flag.raise_for(BATCH))
+    assert run_layers(gate) == 1
+    assert clock() >= 3.0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_deadline_stops_a_pass_so_that_the_device_is_free_by_then(
+    clock: VirtualTime, depth: int
+) -> None:
+    gate, _ = gate_of(depth)
+    layers = run_layers(gate, until_s=9.5)
     free_s = torch.cpu.current_stream().free_s
     assert layers < LAYERS
-    assert 9.0 - (DEPTH + 2) * LAYER_S <= free_s <= 9.0
+    assert 9.5 - (depth + 2) * LAYER_S <= free_s <= 9.5
+
+
+def test_the_first_group_runs_also_if_time_is_up(clock: VirtualTime) -> None:
+    """A step that never got on would be suspended for ever."""
+    gate, flag = gate_of()
+    clock.wait_until(5.0)
+    assert run_layers(gate, until_s=4.0) == 1
+    flag.lower()
+    assert run_layers(gate, until_s=4.0, first=1) == 2
 
 
 def test_what_follows_a_dropped_pass_is_ordered_behind_it(clock: VirtualTime) -> None:

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
 from sglang_coserve.srt.safepoint.placement import why_no_grouped_decode_graphs
 from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     INTERVAL,
@@ -19,27 +18,16 @@ from srt.safepoint_cuda.call_graphs import (  # noqa: F401
     lone_decode_backend,
     weak_references,
 )
-from srt.safepoint_cuda.device_thread import DeviceEvent, DeviceThread
 
 SHAPE = "a shape"
-
-
-@pytest.fixture
-def device() -> Any:
-    thread = DeviceThread()
-    yield thread
-    thread.close()
 
 
 class Decode:
     """A captured decode step."""
 
-    def __init__(self, device: DeviceThread) -> None:
-        flag = PreemptionFlag()
-        events = [DeviceEvent(device), DeviceEvent(device)]
-        gate = LeaderGate(flag, events)
-        self.model = model = GraphedModel(gate, flag)
-        self.backend = lone_decode_backend(torch.cpu, model.cuts, gate)
+    def __init__(self) -> None:
+        self.model = model = GraphedModel()
+        self.backend = lone_decode_backend(torch.cpu, model.cuts, model.gate)
         self.graph = model.capture()
         self.backend._grouped[SHAPE] = self.graph, "grouped"
         plain = SimpleNamespace(replay=lambda: model.ran.extend(range(LAYERS)))
@@ -50,8 +38,8 @@ class Decode:
         return self.backend.replay(SHAPE, None)
 
 
-def test_only_an_armed_step_replays_the_groups(device: DeviceThread) -> None:
-    decode = Decode(device)
+def test_only_an_armed_step_replays_the_groups() -> None:
+    decode = Decode()
     model, outputs = decode.model, []
     assert decode.replay() == "plain"
     assert model.run_until(decode.graph, None, lambda: outputs.append(decode.replay())) is None
@@ -61,9 +49,9 @@ def test_only_an_armed_step_replays_the_groups(device: DeviceThread) -> None:
 
 @pytest.mark.parametrize(("arrival", "layer"), [(None, 0), (0, 3), (2, 3), (3, 6)])
 def test_a_step_stops_before_the_next_group_and_goes_on_there(
-    device: DeviceThread, arrival: int | None, layer: int
+    arrival: int | None, layer: int
 ) -> None:
-    decode = Decode(device)
+    decode = Decode()
     model = decode.model
     if arrival is None:
         model.flag.raise_for(1)
@@ -77,8 +65,8 @@ def test_a_step_stops_before_the_next_group_and_goes_on_there(
     assert model.ran == list(range(layer, LAYERS))
 
 
-def test_layers_keep_a_forward_of_their_own(device: DeviceThread) -> None:
-    cuts = Decode(device).model.cuts
+def test_layers_keep_a_forward_of_their_own() -> None:
+    cuts = Decode().model.cuts
     layer = cuts._layers[INTERVAL]
     own = layer.forward = lambda x: x
     with cuts.placed():
