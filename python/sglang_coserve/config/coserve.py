@@ -23,20 +23,21 @@ OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non
 
 _BUDGET, _SHEDDING = "iteration_budget_ms", "overload"
 _UTILITY, _RANDOM = "offline_utility_ratio", "offline_random_picks"
+_CHUNK, _BASE = "step_prefill_tokens", "base_batch_requests"
 _SAFEPOINTS = ("safepoint_interval", "safepoint_decode_graphs")
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fifo": (
-            *(_BUDGET, _SHEDDING, _UTILITY, _RANDOM),
+            *(_BUDGET, _SHEDDING, _UTILITY, _RANDOM, _CHUNK, _BASE),
             *("startup_profile_seconds", "record_plans", "online_slowdown", *_SAFEPOINTS),
         ),
-        "coserve": (_RANDOM,),
-        "conserve": (_BUDGET, _UTILITY, _RANDOM),
-        "hygen": (_RANDOM,),
-        "bros": (_BUDGET, "offline_max_running", _SHEDDING, _UTILITY, _RANDOM),
-        "ooco": (_BUDGET, _UTILITY),
-        "non_preemptive": (_BUDGET, _UTILITY, _RANDOM, *_SAFEPOINTS),
+        "coserve": (_RANDOM, _CHUNK, _BASE),
+        "conserve": (_BUDGET, _UTILITY, _RANDOM, _CHUNK, _BASE),
+        "hygen": (_RANDOM, _BASE),
+        "bros": (_BUDGET, "offline_max_running", _SHEDDING, _UTILITY, _RANDOM, _CHUNK),
+        "ooco": (_BUDGET, _UTILITY, _CHUNK, _BASE),
+        "non_preemptive": (_BUDGET, _UTILITY, _RANDOM, _CHUNK, _BASE, *_SAFEPOINTS),
     }
 )
 """By policy: what it would not act on, and is refused with it (``test_settings_act``)."""
@@ -132,6 +133,20 @@ class CoserveConfig(BatchApiConfig):
         None,
         "How many offline decodes are drawn at random for a step that cannot hold all of them, "
         "before the shortest fill it up: K of OOCO's mix decoding selection, 8 by default.",
+        type=int,
+        metavar="N",
+    )
+    step_prefill_tokens: Annotated[int | None, POSITIVE] = setting(
+        None,
+        "Most prompt tokens of a step, of online and offline requests together: HyGen's chunk "
+        "size C, 512 by default.",
+        type=int,
+        metavar="N",
+    )
+    base_batch_requests: Annotated[int | None, POSITIVE] = setting(
+        None,
+        "How many requests a step may have again after a deadline limited one; until then the "
+        "number doubles with each step: BROS's B_base, 128 by default.",
         type=int,
         metavar="N",
     )

@@ -57,6 +57,13 @@ class SchedulerConfig:
     """For OOCO: number of offline decodes drawn at random (K of its Algorithm 2); ``None``: the
     policy's default."""
 
+    step_prefill_tokens: int | None = None
+    """For HyGen: most prompt tokens of a step (C); ``None``: the policy's default."""
+
+    base_batch_requests: int | None = None
+    """For BROS: most requests of a step after one that a deadline limited (B_base); ``None``: the
+    policy's default."""
+
     refine: bool = False
     """Whether ``Scheduler.update`` corrects the latency model."""
 
@@ -84,6 +91,8 @@ class SchedulerConfig:
             ("headroom_tokens", 0),
             ("max_picks", 1),
             ("random_picks", 0),
+            ("step_prefill_tokens", 1),
+            ("base_batch_requests", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -55,13 +55,13 @@ class TestHygen:
 
     def test_both_phases_share_the_chunk(self) -> None:
         prompt = online(100)
-        plan = scheduler(HygenPolicy(chunk_tokens=128), queued(500, rid="q")).plan(
+        plan = scheduler(HygenPolicy(step_prefill_tokens=128), queued(500, rid="q")).plan(
             snapshot(prompt), NO_CACHE
         )
         assert [tuple(chunk) for chunk in plan.prefills] == [(prompt.info.rid, 100), ("q", 28)]
 
     def test_the_tpot_target_is_the_budget_without_a_search(self) -> None:
-        plan = scheduler(HygenPolicy(chunk_tokens=8192), queued(5000)).plan(
+        plan = scheduler(HygenPolicy(step_prefill_tokens=8192), queued(5000)).plan(
             snapshot(online(state=DECODING)), NO_CACHE
         )
         assert 0.09 < plan.predicted_s <= 0.1

@@ -29,6 +29,8 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "overload": ("shed", {"overload": Overload.SHED}),
     "offline_utility_ratio": (0.0, {"utility_ratio": 0.0}),
     "offline_random_picks": (0, {"random_picks": 0}),
+    "step_prefill_tokens": (64, {"step_prefill_tokens": 64}),
+    "base_batch_requests": (2, {"base_batch_requests": 2}),
 }
 """By flag: a value, and what the core makes of it. The other flags act outside of the core."""
 
@@ -178,6 +180,8 @@ def test_fifo_refuses_targets_that_are_relative() -> None:
         ("offline_utility_ratio", 1.5),
         ("offline_utility_ratio", float("nan")),
         ("offline_random_picks", -1),
+        ("step_prefill_tokens", 0),
+        ("base_batch_requests", 0),
         ("batch_max_in_flight", 0),
     ],
 )

@@ -44,7 +44,8 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
 _SHARED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         CoservePolicy.name: ("utility_ratio",),
-        HygenPolicy.name: ("utility_ratio",),
+        HygenPolicy.name: ("utility_ratio", "step_prefill_tokens"),
+        BrosPolicy.name: ("base_batch_requests",),
         OocoPolicy.name: ("random_picks",),
     }
 )

@@ -40,7 +40,7 @@ class HygenPolicy(Policy):
 
     name: ClassVar[str] = "hygen"
 
-    chunk_tokens: int = 512
+    step_prefill_tokens: int = 512
     """C: prefill tokens of a step, both phases together."""
 
     utility_ratio: float = 0.95
@@ -62,6 +62,6 @@ class HygenPolicy(Policy):
         budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
         # Decodes do not count towards the chunk size: leave tokens for the offline ones.
-        batch.limit_tokens(self.chunk_tokens + len(batch.offline_decodes))
+        batch.limit_tokens(self.step_prefill_tokens + len(batch.offline_decodes))
         prefill_online(batch, budget_s * batch.context.timely)
         serve_offline(batch)

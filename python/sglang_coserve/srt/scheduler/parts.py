@@ -53,6 +53,8 @@ def core_setup(
             overload=Overload(config.overload),
             utility_ratio=config.offline_utility_ratio,
             random_picks=config.offline_random_picks,
+            step_prefill_tokens=config.step_prefill_tokens,
+            base_batch_requests=config.base_batch_requests,
             refine=True,
         ),
         profile=profile,
