@@ -19,7 +19,6 @@ from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.errors import StorageError
-from sglang_coserve.jsonl import check_file as check_file_module
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.check_file import (
     CheckLimits,
@@ -289,23 +288,3 @@ def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
         validate(tmp_path / "gone")
-
-
-@pytest.mark.parametrize("before", [0, 3])
-def test_the_estimate_of_a_file_parses_nothing_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
-) -> None:
-    parsed: list[int] = []
-    parse = check_file_module.parse_request_line
-
-    def noting(content: bytes, endpoint: str | None) -> object:
-        parsed.append(len(content))
-        return parse(content, endpoint)
-
-    monkeypatch.setattr(check_file_module, "parse_request_line", noting)
-    short = lines(before)
-    path = tmp_path / "input.jsonl"
-    path.write_bytes(short + b'{"body":[' + b"{}," * 1_000_000 + b"{}]}")
-    assert estimate_file(path, ENDPOINT, 4096) > path.stat().st_size // 4
-    assert len(parsed) == before
-    assert sum(parsed) <= len(short)

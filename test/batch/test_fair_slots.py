@@ -12,22 +12,32 @@ from hypothesis import strategies as st
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 
 
-async def keep_sending(
-    slots: FairSlots, job: JobShare, name: str, tokens: int, served: Counter[str], lines: int
+async def keep_taking(
+    slots: FairSlots,
+    job: JobShare,
+    expected: int,
+    tokens: int,
+    taken: Counter[str],
+    lines: int = 10_000,
 ) -> None:
-    """Send lines one after the other as fast as the slots allow."""
+    """Send lines one after the other; ``taken`` counts a line in flight as expected, then as it
+    was."""
     slots.join(job)
 
     async def one_line() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
-        served[name] += tokens
+
+    def ended(task: asyncio.Task[None]) -> None:
+        used = 0 if task.cancelled() else tokens
+        taken[job.owner] += used - expected
+        slots.release(job, 1, expected, used)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(lines):
-            await slots.acquire(job, 1, tokens)
-            task = group.create_task(one_line())
-            task.add_done_callback(lambda _: slots.release(job, 1, tokens, tokens))
+            await slots.acquire(job, 1, expected)
+            taken[job.owner] += expected
+            group.create_task(one_line()).add_done_callback(ended)
     slots.leave(job)
 
 
@@ -44,10 +54,9 @@ async def test_lanes_share_by_weight_to_within_one_line(
     """All jobs want more than they get, so that their shares can be compared at any moment."""
     slots = FairSlots(max_lines, 1000)
     members = [JobShare("a", 0, weight, 0.0) for weight, _ in jobs]
-    served: Counter[str] = Counter()
     senders = [
-        asyncio.create_task(keep_sending(slots, job, str(i), tokens, served, 10_000))
-        for i, (job, (_, tokens)) in enumerate(zip(members, jobs, strict=True))
+        asyncio.create_task(keep_taking(slots, job, tokens, tokens, Counter()))
+        for job, (_, tokens) in zip(members, jobs, strict=True)
     ]
     for _ in range(200):
         await asyncio.sleep(0)
@@ -106,29 +115,6 @@ async def test_owners_share_alike_whatever_their_batches_ask_for(
         sender.cancel()
     await asyncio.gather(*senders, return_exceptions=True)
     assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
-
-
-async def keep_taking(
-    slots: FairSlots, job: JobShare, expected: int, tokens: int, taken: Counter[str]
-) -> None:
-    """Send lines one after the other; ``taken`` counts a line in flight as expected, then as it
-    was."""
-    slots.join(job)
-
-    async def one_line() -> None:
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    def ended(task: asyncio.Task[None]) -> None:
-        used = 0 if task.cancelled() else tokens
-        taken[job.owner] += used - expected
-        slots.release(job, 1, expected, used)
-
-    async with asyncio.TaskGroup() as group:
-        while True:
-            await slots.acquire(job, 1, expected)
-            taken[job.owner] += expected
-            group.create_task(one_line()).add_done_callback(ended)
 
 
 async def test_an_owner_who_leaves_after_every_line_earns_nothing_by_it() -> None:
@@ -248,17 +234,17 @@ async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
 async def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     slots = FairSlots(2, 1000)
     jobs = [JobShare("a", 0, 1.0, 0.0) for _ in range(4)]
-    served: Counter[str] = Counter()
+    served = [Counter[str]() for _ in jobs]
     senders = [
-        asyncio.create_task(keep_sending(slots, job, str(i), 1, served, 20))
-        for i, job in enumerate(jobs)
+        asyncio.create_task(keep_taking(slots, job, 1, 1, taken, lines=20))
+        for job, taken in zip(jobs, served, strict=True)
     ]
     for sender in senders[:3]:
         for _ in range(data.draw(st.integers(0, 12))):
             await asyncio.sleep(0)
         sender.cancel()
     await asyncio.gather(*senders, return_exceptions=True)
-    assert served["3"] == 20
+    assert served[3]["a"] == 20
     assert (slots.lines_in_flight, slots.bytes_in_flight) == (0, 0)
 
 

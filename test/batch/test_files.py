@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import stat
 from pathlib import Path
 
 import pytest
 
 from batch.scenarios import OWNER, Scene, lines, list_files, opened, stream, wanted
-from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
@@ -107,53 +105,6 @@ async def test_a_file_in_use_cannot_be_deleted(tmp_path: Path) -> None:
         for file_id in (running.input_file_id, done.output_file_id):
             assert (await service.delete_file(OWNER, file_id)).deleted
     assert stored(tmp_path) == in_doubt(tmp_path) == []
-
-
-async def crash_while(tmp_path: Path, step: str) -> None:
-    """Leave the directory as a crash at ``step`` of an upload or a deletion would."""
-    scene = await opened(tmp_path)
-    kept = await scene.upload(lines(1))
-    await scene.service.close()
-    directory = DataDirectory(tmp_path)
-    database = sqlite3.connect(tmp_path / "coserve.sqlite")
-    match step:
-        case "uploading":
-            directory.mark_in_doubt("file-" + "0" * 24)
-            directory.file("file-" + "0" * 24).write_bytes(b"half")
-        case "uploaded":
-            directory.mark_in_doubt(kept.id)
-        case "about to be deleted":
-            directory.mark_in_doubt(kept.id)
-        case "deleted":
-            directory.mark_in_doubt(kept.id)
-            database.execute("DELETE FROM files")
-        case "bytes deleted":
-            directory.mark_in_doubt(kept.id)
-            database.execute("DELETE FROM files")
-            directory.file(kept.id).unlink()
-    database.commit()
-    database.close()
-
-
-@pytest.mark.parametrize(
-    ("step", "files"),
-    [
-        ("uploading", 1),
-        ("uploaded", 1),
-        ("about to be deleted", 1),
-        ("deleted", 0),
-        ("bytes deleted", 0),
-    ],
-)
-async def test_a_crash_leaves_a_file_or_none(tmp_path: Path, step: str, files: int) -> None:
-    await crash_while(tmp_path, step)
-    async with (scene := await opened(tmp_path)).service as service:
-        found = (await list_files(service, OWNER)).data
-        assert len(found) == files
-        assert stored(tmp_path) == [file.id for file in found]
-        assert in_doubt(tmp_path) == []
-        for file in found:
-            assert await scene.content(file.id) == lines(1)
 
 
 async def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:

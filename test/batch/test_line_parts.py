@@ -7,44 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.request_line import output_limit
 from sglang_coserve.lines.backend import TokenRate
 from sglang_coserve.lines.engine_lines import LineTurns
 from sglang_coserve.lines.line_run import OutputLengths
-from sglang_coserve.lines.line_source import LineBitmap, LineSource
+from sglang_coserve.lines.line_source import LineSource
 from sglang_coserve.lines.worker_threads import WorkerThreads
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    texts=st.lists(st.sampled_from([b"", b" ", b"a", b"bb", b"c" * 20]), max_size=40),
-    finished=st.sets(st.integers(1, 40)),
-    ending=st.sampled_from([b"\n", b"\r\n"]),
-)
-async def test_a_source_yields_what_is_not_finished(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[bytes],
-    finished: set[int],
-    ending: bytes,
-) -> None:
-    path = tmp_path_factory.mktemp("source") / "in"
-    path.write_bytes(b"".join(text + ending for text in texts))
-    bitmap = LineBitmap()
-    for number in finished:
-        bitmap.add(number)
-    threads = WorkerThreads("test", 1)
-    source = LineSource(path, 100, lambda line: line not in bitmap, threads)
-    found = [(line.number, line.content) async for line in source]
-    await threads.close()
-    assert found == [
-        (number, text)
-        for number, text in enumerate(texts, 1)
-        if text.strip() and number not in finished
-    ]
 
 
 async def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from batch.scenarios import Scene, lines, list_files, opened, wanted
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch import job_supervisor
-from sglang_coserve.batch.errors import ConflictError, NotFoundError, QuotaError, TooManyError
+from sglang_coserve.batch.errors import QuotaError, TooManyError
 from sglang_coserve.batch.file_store import Transfers
-from sglang_coserve.jsonl.check_file import estimate_file
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -53,42 +51,6 @@ async def test_by_default_an_owner_leaves_as_many_batches_as_it_has(tmp_path: Pa
                     await scene.create(lines(1), owner=owner)
                     had[owner] += 1
         assert had == {"first": 5, "second": 2, "third": 1, "fourth": 1}
-
-
-async def test_the_input_of_a_batch_that_is_refused_is_not_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_at: list[Path] = []
-
-    def noting(path: Path, endpoint: str, context_tokens: int) -> int:
-        looked_at.append(path)
-        return estimate_file(path, endpoint, context_tokens)
-
-    monkeypatch.setattr(job_supervisor, "estimate_file", noting)
-    scene = await opened(
-        tmp_path,
-        ScriptedBackend(holds=True),
-        max_active_batches_per_owner=1,
-        max_files_per_owner=3,
-    )
-    async with scene.service as service:
-        file = await scene.upload(lines(1))
-        with pytest.raises(NotFoundError):
-            await service.create_batch("owner", wanted("file-none"))
-        assert looked_at == []
-        first = await service.create_batch("owner", wanted(file.id), "key")
-        assert len(looked_at) == 1
-        with pytest.raises(TooManyError):
-            await service.create_batch("owner", wanted(file.id))
-        with pytest.raises(ConflictError):
-            await service.create_batch("owner", wanted(file.id, "1h"), "key")
-        assert (await service.create_batch("owner", wanted(file.id), "key")).id == first.id
-        await scene.upload(b"", "other")
-        await scene.upload(b"", "other")
-        full = await scene.upload(lines(1), "other")
-        with pytest.raises(QuotaError):
-            await service.create_batch("other", wanted(full.id))
-        assert len(looked_at) == 1
 
 
 async def fed(chunks: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:

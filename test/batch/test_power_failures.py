@@ -21,8 +21,6 @@ from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.file_store import FileStore
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.journal import TokenJournal
-from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_log import ResultLog
 from sglang_coserve.lines.result_record import Progress
 
@@ -148,25 +146,6 @@ def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(
         assert found in versions[max(0, done) :] + ([None] if done < 0 else [])
         durable_files.discard_unfinished(left / "file")
         assert {path.name for path in left.iterdir()} <= {"file"}
-
-
-@settings(deadline=None, max_examples=100)
-@given(step=STEPS, seed=SEEDS)
-def test_a_journal_loses_tokens_and_makes_none_up(step: int, seed: int) -> None:
-    with power_failure(step) as (disk, left):
-        journal = TokenJournal(disk.folder / "journal", "m", 100)
-        for start in range(0, 100, 10):
-            for line in (1, 2):
-                journal.add(line, range(start, start + 10))
-            journal.add(3 + start, [1] * 10)
-            journal.write(*journal.take_unwritten())
-            journal.drop(3 + start)
-        disk.fail().leave(left, random.Random(seed))
-        journal = TokenJournal(left / "journal", "m", 100)
-        journal.load(LineBitmap())
-        for line in (1, 2):
-            tokens = journal.tokens(line)
-            assert tokens == tuple(range(len(tokens)))
 
 
 @settings(deadline=None, max_examples=150)

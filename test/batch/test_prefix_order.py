@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import os
 import random
 import subprocess
@@ -192,15 +191,6 @@ async def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) ->
     assert changes(ordered) == 99
     order.delete()
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-async def test_a_batch_is_served_where_no_order_can_be_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    order = PrefixOrder(tmp_path / "missing", tmp_path / "order")
-    await order.find()
-    assert "served in the order of the file" in caplog.text
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -79,8 +79,9 @@ def test_an_expiry_is_taken_before_and_after_the_file(
     assert late["expires_at"] - late["created_at"] == 7200
 
 
-def test_pages_of_files(client: openai.OpenAI) -> None:
-    ids = [upload(client, lines(1)) for _ in range(5)]
+def test_pages_of_files(app: LiveApp, client: openai.OpenAI) -> None:
+    with app.client("another") as other:
+        ids = [(upload(client, lines(1)), upload(other, lines(1)))[0] for _ in range(5)]
     assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
     assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
     page = client.files.list(limit=2, after=ids[1])
@@ -138,9 +139,11 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     output = client.files.retrieve(batch.output_file_id or "")
-    assert output.purpose == "batch_output"
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
     record = records(client, output.id)["id-2"]
     assert record["id"].startswith("batch_req_")
+    assert record["response"]["request_id"] == "cmpl-id-2"
+    assert {int(each.deadline_s) for each in app.backend.started} == {batch.expires_at}
     assert record["response"]["status_code"] == 200
     assert record["error"] is None
     assert client.batches.list().data == [batch]
@@ -182,7 +185,9 @@ def test_priority_and_weight_come_in_the_body(client: openai.OpenAI) -> None:
     assert batch.model_extra["coserve"]["weight"] == 2
 
 
-def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
+def test_an_idempotency_key_of_an_owner_makes_one_batch(
+    app: LiveApp, client: openai.OpenAI
+) -> None:
     file_id = upload(client, lines(1))
 
     def again(window: Any = "24h") -> Batch:
@@ -199,10 +204,14 @@ def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
         again("1h")
     refused(caught, 409, "idempotency_conflict", "Idempotency-Key")
     assert len(client.batches.list().data) == 1
+    with app.client("another") as other:
+        theirs = create(other, lines(1), extra_headers={"Idempotency-Key": "once"})
+    assert theirs.id != first.id
 
 
-def test_pages_of_batches(client: openai.OpenAI) -> None:
-    ids = [create(client, lines(1)).id for _ in range(5)]
+def test_pages_of_batches(app: LiveApp, client: openai.OpenAI) -> None:
+    with app.client("another") as other:
+        ids = [(create(client, lines(1)).id, create(other, lines(1)))[0] for _ in range(5)]
     assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
     page = client.batches.list(after=ids[3], limit=2)
     assert ([batch.id for batch in page.data], page.has_more) == (ids[2:0:-1], True)

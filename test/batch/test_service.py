@@ -7,45 +7,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from batch.scenarios import OWNER, line, lines, opened, wanted
+from batch.scenarios import line, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer, failure, name_of, tokens_of
 from sglang_coserve.lines.backend import LineRequest, LineResult
-
-
-async def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service:
-        file = await scene.upload(lines(3, max_tokens=5))
-        request = wanted(file, "2h")
-        request.metadata = {"project": "x"}
-        batch = await scene.service.create_batch(OWNER, request)
-        assert batch.status == "validating"
-        assert batch.expires_at - batch.created_at == 7200
-        assert (batch.output_file_id, batch.error_file_id, batch.errors) == (None, None, None)
-        done = await scene.ends(batch.id)
-        assert done.status == "completed"
-        assert done.metadata == {"project": "x"}
-        assert done.request_counts.model_dump() == {"total": 3, "completed": 3, "failed": 0}
-        assert (done.usage.input_tokens, done.usage.output_tokens) == (9, 15)
-        times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
-        assert None not in times and times == sorted(times)  # type: ignore[type-var]
-        assert done.error_file_id is None
-        records = await scene.records(done)
-        assert set(records) == {"id-1", "id-2", "id-3"}
-        for custom_id, record in records.items():
-            assert record["id"].startswith("batch_req_")
-            assert record["error"] is None
-            response = record["response"]
-            assert (response["status_code"], response["request_id"]) == (
-                200,
-                f"cmpl-{custom_id}",
-            )
-            text = response["body"]["choices"][0]["text"]
-            assert text == " ".join(map(str, tokens_of(custom_id, 5)))
-        assert done.output_file_id
-        output = await scene.service.retrieve_file(OWNER, done.output_file_id)
-        assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
-        deadlines = {int(request.deadline_s) for request in scene.backend.started}
-        assert deadlines == {done.expires_at}
 
 
 async def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
@@ -54,7 +18,7 @@ async def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
 
     backend = ScriptedBackend(answers=answers)
     async with (scene := await opened(tmp_path, backend)).service:
-        content = lines(3) + line("streams", stream=True).encode()
+        content = lines(3) + b"\n \t\n" + line("streams", stream=True).encode()
         done = await scene.ends((await scene.create(content)).id)
         assert done.status == "completed"
         assert done.request_counts.model_dump() == {"total": 4, "completed": 2, "failed": 2}

@@ -9,11 +9,9 @@ from typing import get_args
 import pytest
 
 from batch.scenarios import OWNER, lines, opened, wanted
-from batch.scripted_backend import ENDPOINT, ScriptedBackend, failure
+from batch.scripted_backend import ScriptedBackend, failure
 from sglang_coserve.batch.errors import (
-    BatchRequestError,
     ConflictError,
-    NotFoundError,
 )
 from sglang_coserve.batch.schemas import BatchAction, BatchObject
 
@@ -117,19 +115,6 @@ async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: 
             return next(iter((await service.list_batches(OWNER)).data), None)
 
         assert (await scene.ends((await scene.eventually(known)).id)).status == "completed"
-
-
-async def test_batches_that_cannot_be_created(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        file = await scene.upload(lines(1))
-        request = wanted(file)
-        request.endpoint = "/v1/embeddings"
-        with pytest.raises(BatchRequestError, match=f"/v1/chat/completions, {ENDPOINT}"):
-            await service.create_batch(OWNER, request)
-        with pytest.raises(BatchRequestError, match="completion_window"):
-            await service.create_batch(OWNER, wanted(file, "forever"))
-        with pytest.raises(NotFoundError):
-            await service.create_batch(OWNER, wanted("file-unknown"))
 
 
 async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:

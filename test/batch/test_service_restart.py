@@ -183,3 +183,12 @@ async def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
         await scene.ends((await scene.create(lines(1))).id)
         assert await service.pending_events() == []
+
+
+async def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    for _ in range(3):
+        scene = await opened(tmp_path, backend)
+        async with scene.service:
+            assert len(backend.listeners) == 1
+    assert len(backend.listeners) == 0

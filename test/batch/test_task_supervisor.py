@@ -16,7 +16,6 @@ from batch.scenarios import OWNER, lines, opened, stream, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
-from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 GIVE_UP_S = 60
@@ -42,26 +41,6 @@ async def test_a_task_that_fails_is_started_again_after_growing_pauses() -> None
     assert state["last_error"] == "RuntimeError: out of luck"
     assert state["last_failure_at"] == began_s[7]
     assert counted["work"] == 1 + 8
-
-
-def test_the_same_failure_is_logged_once_and_another_one_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock = ManualClock()
-    supervisor = TaskSupervisor(clock)
-    for _ in range(5):
-        supervisor.note_failure("work", RuntimeError("a"), "one")
-    assert len(caplog.records) == 1 and caplog.records[0].exc_info
-    supervisor.note_failure("work", RuntimeError("a"), "two")
-    group = ExceptionGroup("several", [ExceptionGroup("", [StorageError("the disk is full")])])
-    supervisor.note_failure("work", group, "one")
-    assert len(caplog.records) == 3 and not caplog.records[2].exc_info
-    supervisor.note_failure("work", RuntimeError("a"), "two")
-    assert len(caplog.records) == 3
-    clock.advance(3600)
-    supervisor.note_failure("work", RuntimeError("a"), "two")
-    assert len(caplog.records) == 4
-    assert supervisor.state()["work"]["failures"] == 9
 
 
 async def test_a_task_ends_when_it_is_cancelled_or_done_and_not_with_what_it_awaits() -> None:

@@ -136,21 +136,6 @@ async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Pat
         assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
 
 
-async def test_a_restart_goes_on_telling(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, record_events=True)
-    async with (
-        scene.service,
-        receiving(*[503] * 1000) as receiver,
-        webhooks(scene, receiver.url),
-    ):
-        await scene.ends((await scene.create(lines(1))).id)
-        await scene.clock.until(lambda: len(receiver.got) >= 2)
-    scene = await opened(tmp_path, clock=scene.clock, record_events=True)
-    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
-        await scene.clock.until(lambda: bool(receiver.got))
-        assert receiver.types() == ["batch.completed"]
-
-
 async def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
     scene = await opened(tmp_path, record_events=True)
     async with scene.service:
