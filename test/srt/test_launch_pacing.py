@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.steps import clocks
-from sglang_coserve.srt.steps.clocks import LaunchPacer, PacedReceiver
+from sglang_coserve.srt.steps.clocks import LaunchPacer
 
 
 class Host:
@@ -59,25 +59,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return host
 
 
-def test_the_next_step_is_planned_just_before_the_end(host: Host) -> None:
-    assert host.wait() == pytest.approx(0.002 + 0.002)  # The first began as soon as its launch.
-    host.launch(0.050, 0.050)
-    host.process()
-    assert host.wait() == pytest.approx(0.002)
-
-
 def test_a_step_may_end_earlier_by_the_usual_error(host: Host) -> None:
     host.wait()
     host.launch(0.050, 0.050, error=0.1)
     host.process()
     assert host.wait() == pytest.approx(0.002 + 0.005)
-
-
-def test_nobody_waits_longer_than_the_step_runs(host: Host) -> None:
-    host.wait()
-    host.launch(0.005, 1.0)
-    host.process()
-    assert host.wait() == pytest.approx(0.0, abs=clocks._POLL_S + 1e-9)
 
 
 def test_what_was_not_planned_is_followed_at_once(host: Host) -> None:
@@ -106,20 +92,3 @@ def test_results_have_the_time_at_which_they_came(host: Host) -> None:
     came_s = host.now_s
     host.wait()
     assert host.pacer.results_s == came_s < host.now_s
-
-
-def test_an_idle_engine_waits_for_nothing(host: Host) -> None:
-    host.process()
-    before_s = host.now_s
-    host.wait()
-    assert host.now_s == before_s
-
-
-def test_the_receiver_waits_first(host: Host) -> None:
-    seen = []
-    inner = SimpleNamespace(recv_requests=lambda: seen.append(host.now_s), other=3)
-    receiver = PacedReceiver(inner, host.pacer)
-    receiver.recv_requests()
-    assert seen == [host.now_s]
-    assert host.now_s > 0.02
-    assert receiver.other == 3

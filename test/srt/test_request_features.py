@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from srt import test_scheduler as scenarios
+from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE, TIGHT
 
@@ -146,8 +147,9 @@ def start(start_engine: Start, adapter_paths: dict[str, Path]) -> Start:
     return start
 
 
-def start_tight(start: Start, *, overlap: bool) -> EngineProcess:
-    return start(overlap=overlap, page_size=16 if overlap else 1, coserve=TIGHT)
+def start_tight(start: Start, *, overlap: bool, **coserve: Any) -> EngineProcess:
+    page_size = 16 if overlap else 1
+    return start(overlap=overlap, page_size=page_size, coserve={**TIGHT, **coserve})
 
 
 @pytest.fixture(scope="module")
@@ -267,21 +269,47 @@ def mixed_asks() -> tuple[list[Ask], list[int]]:
     return asks, arrivals
 
 
+def run_suspended(
+    engine: ScriptedEngine, asks: Sequence[Ask], arrivals: Sequence[int], drops: float
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Run them while steps of the offline lane are suspended, and this part of them dropped."""
+    stops = suspensions_of(engine)
+    stops.start(seed=4, probability=0.5, drops=drops)
+    try:
+        results, _, counts = run_script(engine, asks, arrivals)
+    finally:
+        stops.stop()
+    counts["resumed steps"] = engine.scheduler.parts.runner.state()["safepoints"]["resumed"]
+    return results, counts
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize(
+    ("drops", "counted"),
+    [
+        pytest.param(None, ("paused", "resumed", "parked", "retracted"), id="paused"),
+        pytest.param(0.0, ("resumed steps",), id="suspended"),
+        pytest.param(0.2, ("resumed steps", "dropped"), id="dropped"),
+    ],
+)
 def test_everything_comes_out_as_from_stock_beside_requests_that_give_way(
-    start: Start, from_stock: Any, overlap: bool
+    start: Start, from_stock: Any, overlap: bool, drops: float | None, counted: Sequence[str]
 ) -> None:
     asks, arrivals = mixed_asks()
     expected = from_stock(asks)
     for kind in KINDS:
         assert kind == "plain" or expected[f"{kind} off1"] != expected["plain off1"]
-    results, _, counts = start_tight(start, overlap=overlap).call(run_script, asks, arrivals)
+    if drops is None:
+        results, _, counts = start_tight(start, overlap=overlap).call(run_script, asks, arrivals)
+    else:
+        suspending = start_tight(start, overlap=overlap, safepoint_interval=1)
+        results, counts = suspending.call(run_suspended, asks, arrivals, drops)
     if overlap:
         # How late SGLang counts a token for penalties then depends on the passes between.
         for rid in [rid for rid in results if rid.startswith("penalties")]:
             del results[rid], expected[rid]
     assert_same(results, expected)
-    assert min(counts[name] for name in ("paused", "resumed", "parked", "retracted")) > 0
+    assert min(counts[name] for name in counted) > (0 if drops is None else 10), counts
 
 
 def run_and_retract_once(engine: ScriptedEngine, asks: Sequence[Ask]) -> dict[str, Any]:

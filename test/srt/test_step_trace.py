@@ -92,19 +92,6 @@ def test_old_steps_make_room() -> None:
     assert len(trace.since(float((1 << 15) - 1))) == 1
 
 
-def test_requests_are_noted_once_and_their_cached_tokens_with_them() -> None:
-    ledger = RequestLedger(None)
-    old, new = request("old"), request("new")
-    for req in (old, new):
-        ledger.add(req, 0.5)
-    ledger.launched(batch(old))
-    mixed = batch(new, old, mode=ForwardMode.MIXED)
-    mixed.prefix_lens = [2]  # Of the prompts alone.
-    note = Launched.of(mixed, 1.0, lane(), ledger)
-    assert note.begun == [Begun(ledger["new"], 2)]
-    assert Launched.of(batch(new, mode=ForwardMode.DECODE), 1.0, lane(), ledger).begun == []
-
-
 def test_gaps_and_first_tokens_are_counted_however_late_they_are_taken_in() -> None:
     """A request that has ended meanwhile, and one with its name, too."""
     ledger = RequestLedger(None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
-import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -16,7 +15,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
-from sglang_coserve.srt.steps.clocks import PartTimer
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
@@ -75,123 +73,6 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     assert result == StepResult(
         1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, None, 11.25),)
     )
-
-
-class Event:
-    """A marker of ``Device``."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.at_s = 0.0
-
-    def record(self, stream: None) -> None:
-        self.at_s = max(self._device.host_s, self._device.end_s)
-
-    def query(self) -> bool:
-        return self._device.host_s >= self.at_s
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.at_s - self.at_s) * 1e3
-
-
-class Device:
-    """A device that runs one step after the other, and the host that launches them.
-
-    The host is kept in an armed step until two of its eight groups are left, and processes the
-    results of the step before it first. It processes others after it has launched the next step.
-    """
-
-    PLAN_S = 0.0005
-    STEP_S: Final = {"decode": 0.008, "prefill": 0.060}
-
-    def __init__(self, armed: frozenset[str]) -> None:
-        self.host_s = self.end_s = 0.0
-        self._armed = armed
-        self._timer = PartTimer(lambda: Event(self), None)
-        self._ledger = RequestLedger(None)
-        self._tracker = StepTracker(self._ledger, is_overlapped=True)
-        self._pending: tuple[Any, float] | None = None
-        self.results: list[StepResult] = []
-
-    def run(self, number: int, kind: str, *, stops: bool = False, resumes: bool = False) -> None:
-        """One pass with a step, which may stop after two of its groups."""
-        self._begin_pass()
-        if resumes:
-            self._tracker.resumed()
-        else:
-            self._tracker.started(number)
-        req = request(f"r{number}")
-        self._ledger.add(req, self.host_s)
-        batch = prefill(req)
-        self._tracker.launched(batch)
-        whole_s = self.STEP_S[kind]
-        if kind in self._armed:
-            self._process()
-        before = self._pending
-        self.end_s = max(self.host_s, self.end_s) + whole_s * (
-            0.25 if stops else 0.75 if resumes else 1.0
-        )
-        if kind in self._armed and not stops:
-            self.host_s = max(self.host_s, self.end_s - whole_s / 4)
-        self._timer.launched()
-        if stops:
-            self._tracker.suspended()
-            self._tracker.processed((), ())
-        self._process()
-        assert before is None or self._pending is None
-        self._pending = None if stops else (batch, self.end_s)
-
-    def rest(self, seconds: float = 0.0) -> None:
-        """One pass in which nothing runs; then a time without any."""
-        self._begin_pass()
-        self._tracker.launched(None)
-        self._process()
-        self.host_s += seconds
-
-    def _begin_pass(self) -> None:
-        self.results += self._tracker.next_pass(self.host_s, self._timer.take())
-        self._timer.begin_pass()
-        self.host_s += self.PLAN_S
-
-    def _process(self) -> None:
-        if self._pending is not None:
-            (batch, end_s), self._pending = self._pending, None
-            self.host_s = max(self.host_s, end_s)
-            self._tracker.processed(batch.reqs, [True])
-
-
-@pytest.mark.parametrize("armed", [(), ("prefill",)], ids=["no safepoints", "safepoints"])
-@pytest.mark.parametrize("kinds", ["dp" * 8, "pppddd" * 3])
-def test_with_overlap_each_step_has_its_own_time(kinds: str, armed: tuple[str, ...]) -> None:
-    device = Device(frozenset(armed))
-    names = [{"d": "decode", "p": "prefill"}[kind] for kind in kinds]
-    for number, name in enumerate(names):
-        device.run(number, name)
-    device.rest()
-    device.rest()
-    assert [result.step for result in device.results] == list(range(len(names)))
-    for result, name in zip(device.results[1:], names[1:], strict=True):
-        # Where the device waited for the plan, that is a part of the step.
-        least_s = Device.STEP_S[name]
-        assert result.seconds is not None
-        assert least_s - 1e-9 <= result.seconds <= least_s + Device.PLAN_S + 1e-9
-
-
-def test_with_overlap_a_suspended_step_has_the_time_of_its_parts() -> None:
-    device = Device(frozenset({"prefill"}))
-    device.run(0, "decode")
-    device.run(1, "prefill", stops=True)
-    device.run(2, "decode")
-    device.run(1, "prefill", resumes=True)
-    device.run(3, "decode")
-    device.rest(60.0)
-    device.run(4, "decode")
-    device.rest()
-    device.rest()
-    found = {result.step: result.seconds for result in device.results}
-    assert found[1] == pytest.approx(0.060, abs=2 * Device.PLAN_S)
-    # Neither the rest of what was stopped nor a time without work is the next step's.
-    assert [found[step] for step in (2, 3, 4)] == [pytest.approx(0.008, abs=2 * Device.PLAN_S)] * 3
 
 
 class Pipeline:
@@ -353,19 +234,6 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     left = engine.ledger.live(namesake)
     assert left is not None
     assert left.last_token_s is None
-
-
-def test_a_batch_of_decodes_needs_no_lengths_of_prompts() -> None:
-    engine = Engine()
-    engine.run(1.0, 0)
-    decodes = prefill(request("r0"))
-    decodes.forward_mode, decodes.extend_lens, decodes.prefix_lens = ForwardMode.DECODE, None, None
-    engine.tracker.next_pass(2.0)
-    engine.tracker.launched(decodes)
-    engine.tracker.processed(decodes.reqs, [True])
-    (result,) = engine.tracker.next_pass(3.0)
-    assert result.batch == StepStats(decode_requests=1, decode_context_tokens=5)
-    assert result.chunks == ()
 
 
 def test_a_token_in_flight_is_counted_and_has_no_time() -> None:

@@ -155,6 +155,14 @@ def test_a_token_in_flight_comes_out_when_its_step_ends() -> None:
     assert scheduler("coserve").plan(seen, NO_CACHE).skips_decodes
 
 
+def test_offline_work_runs_beside_a_request_whose_first_token_is_in_flight() -> None:
+    """It arrived longer ago than the time between its tokens may be, but is not overdue."""
+    begun = online(state=DECODING, arrival_s=-0.5)._replace(last_token_s=None)
+    plan = scheduler("coserve", queued()).plan(snapshot(begun), NO_CACHE)
+    assert plan.batch.decode_requests == 1
+    assert plan.prefills
+
+
 def test_decodes_run_where_a_late_prompt_finds_no_memory() -> None:
     requests = [online(10, DECODING), online(1000, arrival_s=-3.0)]
     plan = scheduler("coserve").plan(snapshot(*requests, free_kv_tokens=50), NO_CACHE)

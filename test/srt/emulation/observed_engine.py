@@ -12,7 +12,6 @@ from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import Load
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
-from srt.emulation.observed_plans import Planned, watch_plans
 
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
 """Of ours."""
@@ -89,7 +88,6 @@ class Observed:
     """Those after which work of the scheduler could begin before that part has ended."""
 
     suspensible: list[Suspensible] = field(default_factory=list)
-    planned: list[Planned] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     safepoints: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +107,6 @@ class ObservedEngine(CpuClockEngine):
         if system.coserve is not None:
             self._watch_steps()
             self._watch_lane()
-            watch_plans(self._scheduler, lambda planned: self._observed.planned.append(planned))
 
     def observed_run(self, load: Load, given: Given = Given()) -> tuple[RunOutcome, Observed]:
         """Run a load; return what it brought and what was seen."""

@@ -22,7 +22,7 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import percentile
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
-from srt.emulation.observed_engine import TARGETS_MS, Given, Observed, ObservedEngine
+from srt.emulation.observed_engine import Given, Observed, ObservedEngine
 
 EMULATED = Emulation.of("llama-3.1-8b", "h100", noise=0.0)
 FLAGS = {"max_total_tokens": 16384, "max_running_requests": 24, "chunked_prefill_size": 2048}
@@ -183,19 +183,6 @@ def test_suspended_steps_get_the_times_of_their_parts_and_suspensions_their_cost
         cost_s = one.suspensions * RESUME_S
         assert one.seconds == pytest.approx(latency_model.predict(one.batch) + cost_s, rel=0.01)
     assert our_runs.learned_resume_s == pytest.approx(RESUME_S, rel=0.02)
-
-
-def test_offline_work_runs_beside_a_request_whose_first_token_is_in_flight(
-    our_runs: OurRuns,
-) -> None:
-    """It arrived longer ago than the time between its tokens may be, but is not overdue."""
-    overdue_s = TARGETS_MS["slo_tpot_ms"] / 1e3
-    _, seen = our_runs.with_graphs
-    planned = [one for one in seen.planned if (one.first_in_flight_s or 0.0) > overdue_s]
-    beside = [one for one in planned if not one.has_prompts]
-    assert len(beside) > 2
-    assert all(one.has_offline for one in beside)
-    assert all(one.has_prompts for one in planned if one.skips_decodes)
 
 
 def test_a_step_before_online_decodes_stops_in_time(ours: Seen) -> None:

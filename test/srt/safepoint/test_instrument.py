@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag, batch_id
+from sglang_coserve.srt.safepoint.gates import PreemptionFlag, batch_id
 from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
-    add_safepoints,
     fitting_interval,
 )
 
@@ -100,12 +99,6 @@ def test_a_model_without_layers_has_none() -> None:
 # --- Passing safepoints -------------------------------------------------------------------
 
 
-def run(layers: list[Layer]) -> None:
-    x = torch.zeros(1)
-    for layer in layers:
-        x = layer(x, residual=None)
-
-
 @pytest.mark.parametrize(
     ("interval", "layers", "fitting"),
     [(4, 80, 4), (4, 16, 4), (4, 8, 2), (4, 6, 1), (4, 2, 1), (4, 1, 1), (1, 9, 1)],
@@ -114,40 +107,6 @@ def test_an_interval_is_at_most_a_quarter_of_the_layers(
     interval: int, layers: int, fitting: int
 ) -> None:
     assert fitting_interval(interval, layers) == fitting
-
-
-def test_a_pass_ends_at_the_next_safepoint_once_the_flag_names_its_batch() -> None:
-    flag = PreemptionFlag()
-    gate = LeaderGate(flag)
-    layers = some_layers(6)
-    assert add_safepoints(layers, 2, gate) == 3
-    run(layers)
-    gate.arm(7)
-    flag.raise_for(6)  # Left over from another batch.
-    run(layers)
-    plain = layers[1].forward
-
-    def raise_flag(*args: Any, **kwargs: Any) -> Any:
-        flag.raise_for(7)
-        return plain(*args, **kwargs)
-
-    layers[1].forward = raise_flag
-    with pytest.raises(ForwardPreempted) as preempted:
-        run(layers)
-    assert preempted.value.layer == 2
-    assert [layer.calls for layer in layers] == [3, 3, 2, 2, 2, 2]
-
-
-def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
-    flag = PreemptionFlag()
-    gate = LeaderGate(flag)
-    layers = some_layers(2)
-    add_safepoints(layers, 1, gate)
-    gate.arm(7)
-    gate.disarm()
-    flag.raise_for(7)
-    run(layers)
-    assert [layer.calls for layer in layers] == [1, 1]
 
 
 def test_the_exception_is_none_that_a_graph_context_takes_for_a_failure() -> None:
