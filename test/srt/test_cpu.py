@@ -7,10 +7,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import sgl_kernel
 import torch
 
-from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu import replacements
 
@@ -57,19 +55,6 @@ def test_pages_are_filled_before_new_ones_are_opened() -> None:
             assert owned.setdefault(slot // PAGE_TOKENS, owner) == owner
 
 
-def test_slots_are_copied_into_and_out_of_the_request_table() -> None:
-    table = torch.zeros(4, 32, dtype=torch.int32)
-    rows, start, end = torch.tensor([2, 0]), torch.tensor([3, 0]), torch.tensor([6, 2])
-    slots = torch.tensor([30, 31, 32, 9, 10])
-    sgl_kernel.assign_req_to_token_pool_cpu(rows, table, start, end, slots, 32)
-    assert table[2, 3:6].tolist() == [30, 31, 32]
-    assert table[0, :2].tolist() == [9, 10]
-    assert int((table != 0).sum()) == 5
-    back = torch.zeros(5, dtype=torch.int64)
-    sgl_kernel.assign_extend_cache_locs_cpu(rows, table, start, end, back, 32)
-    assert back.tolist() == slots.tolist()
-
-
 def test_a_missing_kernel_can_be_imported_and_names_itself_when_called() -> None:
     from sgl_kernel import moe_align_block_size
 
@@ -99,15 +84,6 @@ def test_defaults_leave_what_is_set() -> None:
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "1",
     }
-
-
-def test_there_are_as_many_sets_of_cores_as_sglang_asks_for() -> None:
-    environment: dict[str, str] = {}
-    with cpu.cores_for(ranks(tp_size=2, pp_size=2), environment):
-        sets = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
-        threads = int(environment["OMP_NUM_THREADS"])
-    assert len(sets) == compat.num_core_sets(ranks(tp_size=2, pp_size=2))
-    assert threads == max(1, (len(os.sched_getaffinity(0)) - 1) // 4)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 64])

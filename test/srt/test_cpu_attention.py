@@ -16,13 +16,11 @@ from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 
-from sglang_coserve.srt.cpu.attention import NewTokensAttention, install_attention  # noqa: E402
+from sglang_coserve.srt.cpu.attention import NewTokensAttention  # noqa: E402
 
 PAGE_TOKENS = 4
 KV_TOKENS = 8192
@@ -214,77 +212,3 @@ def test_a_window_agrees_with_sglang(sequences: Sequences, window: int, seed: in
 def test_a_window_leaves_out_the_keys_before_it() -> None:
     case = Case([(40, 600)], sliding_window_size=9)
     assert computed_pairs(case, NewTokensAttention) == 40 * (40 + 9)
-
-
-def written_out(case: Case, sequences: Sequences, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return what attention is, token by token."""
-    layer, table = case.layer, case.runner.req_to_token_pool.req_to_token
-    keys, values = case.kv.get_key_buffer(0), case.kv.get_value_buffer(0)
-    query = case.qkv[0].unflatten(1, (layer.tp_q_head_num, HEAD_DIM))
-    sharing_heads = layer.tp_q_head_num // layer.tp_k_head_num
-    outputs, token = [], 0
-    for row, (new, cached) in enumerate(sequences, start=1):
-        for position in range(cached, cached + new):
-            first = max(0, position - layer.sliding_window_size)
-            first = 0 if layer.sliding_window_size < 0 else first
-            slots = table[row, first : position + 1].long()
-            key = keys[slots].repeat_interleave(sharing_heads, dim=1)
-            value = values[slots].repeat_interleave(sharing_heads, dim=1)
-            logits = torch.einsum("hd,khd->hk", query[token], key) * SCALING
-            if layer.logit_cap:
-                logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[:, None]], dim=1)
-            shares = logits.softmax(dim=1)[:, : len(slots)]
-            outputs.append(torch.einsum("hk,khd->hd", shares, value).flatten())
-            token += 1
-    return torch.stack(outputs)
-
-
-@pytest.mark.parametrize("window", [-1, 7, 100])
-@pytest.mark.parametrize(("logit_cap", "has_sinks"), [(0.5, False), (0.0, True), (0.5, True)])
-def test_caps_of_logits_and_sinks(window: int, logit_cap: float, has_sinks: bool) -> None:
-    options = {"sliding_window_size": window, "logit_cap": logit_cap}
-    for sequences, decode in (([(9, 0), (300, 20), (1, 30)], False), ([(1, 0), (1, 30)], True)):
-        case = Case(sequences, **options)
-        sinks = torch.randn(case.layer.tp_q_head_num) if has_sinks else None
-        case.run(NewTokensAttention, decode=decode)  # Writes the new keys and values.
-        made = NewTokensAttention(case.runner)
-        forward = made.forward_decode if decode else made.forward_extend
-        output = forward(*case.qkv, case.layer, case.batch, sinks=sinks)
-        expected = written_out(case, sequences, sinks)
-        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_kv_of_a_window_is_read_from_its_own_pool() -> None:
-    """Each slot of the pool of whole contexts has its own in the smaller one."""
-    sequences = [(9, 0), (40, 20), (1, 30)]
-    case, plain = (Case(sequences, sliding_window_size=12, seed=3) for _ in range(2))
-    plain_output = plain.run(NewTokensAttention, decode=False)
-    pool = SWAKVPool(
-        size=KV_TOKENS,
-        size_swa=KV_TOKENS,
-        page_size=PAGE_TOKENS,
-        dtype=torch.float32,
-        head_num=2,
-        head_dim=HEAD_DIM,
-        swa_attention_layer_ids=[0],
-        full_attention_layer_ids=[1],
-        device="cpu",
-    )
-    mapping = torch.cat([torch.arange(KV_TOKENS + PAGE_TOKENS).flip(0), torch.tensor([-1])])
-    pool.register_mapping(mapping)
-    for name in ("k_buffer", "v_buffer"):
-        getattr(pool.swa_kv_pool, name)[0][mapping[:-1]] = getattr(case.kv, name)[0]
-    case.runner.token_to_kv_pool = pool
-    made = NewTokensAttention(case.runner)
-    made.init_forward_metadata(case.batch)
-    output = made.forward_extend(*case.qkv, case.layer, case.batch)
-    torch.testing.assert_close(output, plain_output)
-
-
-def test_it_is_what_the_engine_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", None)
-    install_attention()
-    made = ATTENTION_BACKENDS["torch_native"](Case([(1, 0)]).runner)
-    assert isinstance(made, NewTokensAttention)

@@ -88,3 +88,16 @@ async def test_weights_have_another_name_after_every_exchange_and_in_every_proce
     assert not waiting.done()
     weights.resume()
     await asyncio.wait_for(waiting, 5)
+
+
+def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others() -> None:
+    weights, told = WeightUpdates(), []
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    weights.listeners.add(fail)
+    weights.listeners.add(lambda: told.append(True))
+    with weights.updating(empties_cache=True):
+        assert told == [True]
+    assert not weights.is_changing

@@ -58,14 +58,6 @@ def test_what_was_offered_and_not_admitted_is_taken_back() -> None:
     assert engine.view.withdraw() == ([], 0)
 
 
-def test_others_wait_only_if_not_all_in_the_queue_were_offered() -> None:
-    engine = Engine()
-    engine.view.offer([req("off", offline=True)])
-    assert not engine.view.has_others_waiting
-    engine.waiting_queue.insert(0, req("on"))
-    assert engine.view.has_others_waiting
-
-
 def test_a_request_that_comes_during_a_pass_goes_before_the_offered_ones() -> None:
     engine, late = Engine(req("on")), req("late")
     engine.view.offer([req("off0", offline=True), req("off1", offline=True)])
@@ -102,35 +94,12 @@ def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     assert engine.queue == ["on0", "on1", "on2"]
 
 
-def test_a_prefill_that_sglang_is_about_to_abort_is_not_taken() -> None:
-    engine = Engine()
-    assert not engine.view.can_take_chunk
-    engine.chunked_req = req("off", offline=True)
-    assert engine.view.can_take_chunk
-    engine._pending_chunked_abort_req = engine.chunked_req
-    assert not engine.view.can_take_chunk
-
-
 def test_the_size_of_a_prefill_is_sglangs_again_also_after_an_error() -> None:
     engine = Engine()
     with pytest.raises(ZeroDivisionError), engine.view.chunk_size(17, mixes_decodes=False):
         assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (17, False)
         _ = 1 // 0
     assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (512, True)
-
-
-def test_each_request_with_kv_is_held_once() -> None:
-    engine = Engine()
-    decode, parked, chunk = (req(rid, offline=True) for rid in ("decode", "parked", "chunk"))
-    engine.running_batch.reqs = [decode]
-    engine.view.paused_requests.park(parked)
-    engine.chunked_req = chunk
-    # Of the last batch SGLang knows itself.
-    engine.last_batch = SimpleNamespace(reqs=[chunk])
-    assert engine.view.counted_requests().reqs == [decode, parked]
-    engine.view.give_back(())
-    assert engine.running_batch.reqs == [decode, parked]
-    assert not len(engine.view.paused_requests)
 
 
 class Pipelined(Engine):
@@ -188,10 +157,6 @@ def test_what_any_micro_batch_keeps_is_kept() -> None:
     engine.chunked_req = kept["chunk"]
     engine.view.paused_requests.park(kept["parked"])
     assert {req.rid for req in engine.view.kept()} == kept.keys()
-
-
-def test_without_a_pipeline_nothing_is_elsewhere() -> None:
-    assert Engine().view.elsewhere() == []
 
 
 def test_a_micro_batch_without_work_forgets_its_last_batch() -> None:

@@ -78,13 +78,3 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
     for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):
         assert not any(line.startswith(unknown) for line in lines)
     assert not any("flag_to_stop" in line for line in lines)
-
-
-def test_replicas_have_series_of_their_own() -> None:
-    lines = printed_by(SCRIPT.replace('Exporter("m")', 'Exporter("m", 1)'))
-    assert any(
-        line.startswith("coserve_requests{") and 'dp_rank="1"' in line and line.endswith(" 4.0")
-        for line in lines
-    )
-    counted = 'coserve_offline_events_total{dp_rank="1",event="retracted",model_name="m"} 5.0'
-    assert counted in lines

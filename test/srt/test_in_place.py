@@ -45,13 +45,6 @@ def test_every_replica_must_be_ours() -> None:
         replicas_info([replica(1.0), {"memory_usage": {}}])
 
 
-def test_replicas_are_as_fast_as_all_of_them_together() -> None:
-    info = replicas_info([replica(100.0), replica(50.0)])
-    assert info == {"offline_policy": "hygen", "expected_offline_tokens_per_s": 150.0}
-    unknown = replicas_info([replica(100.0), replica(None)])
-    assert unknown["expected_offline_tokens_per_s"] is None
-
-
 def http_server(state: dict[str, Any], started: list[str]) -> Any:
     """SGLang's module, as far as a check asks it, with one scheduler that has this state."""
     app = complete_app()

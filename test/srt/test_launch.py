@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -170,15 +169,6 @@ def test_what_is_refused_is_in_the_table_of_the_documentation() -> None:
     assert [flag for flag in UNSUPPORTED if flag not in table] == []
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random"])
-def test_another_order_of_sglangs_is_for_fifo_alone(policy: str) -> None:
-    """It would sort the chunks of a plan again."""
-    args = server_args(schedule_policy=policy)
-    compat.check_server_args(args, CoserveConfig(offline_policy="fifo"))
-    with pytest.raises(UnsupportedError, match=f"--schedule-policy {policy} with"):
-        compat.check_server_args(args, CoserveConfig(offline_policy="coserve"))
-
-
 def test_a_pipeline_takes_plans_but_no_checkpoints_and_no_chunks_of_sglangs_choice() -> None:
     compat.check_server_args(server_args(pp_size=2), CoserveConfig(offline_policy="coserve"))
     with pytest.raises(UnsupportedError, match="--kv-checkpoint with pipeline parallelism"):
@@ -196,14 +186,6 @@ def test_decode_graphs_are_refused_on_a_cpu() -> None:
     compat.check_server_args(server_args(device="cuda"), config)
     with pytest.raises(UnsupportedError, match="--safepoint-decode-graphs on a CPU"):
         compat.check_server_args(server_args(), config)
-
-
-def test_each_unsupported_setting_gets_a_line() -> None:
-    with pytest.raises(UnsupportedError) as refused:
-        compat.check_server_args(
-            server_args(use_ray=True, enable_dp_attention=True), CoserveConfig()
-        )
-    assert len(str(refused.value).splitlines()) == 2
 
 
 def test_the_checked_settings_exist_in_sglang() -> None:
@@ -241,15 +223,6 @@ def test_a_command_line_is_refused_before_anything_is_started(
     assert name.partition(" (")[0] in shown
     errors = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-
-
-def test_the_command_line_tells_one_line_and_exits_with_2(small_model: Path) -> None:
-    command = [*COMMAND, "--model-path", str(small_model), "--tokenizer-worker-num", "2"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2
-    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "--tokenizer-worker-num" in errors[0]
 
 
 def test_a_taken_port_is_refused_before_the_model_is_loaded(
@@ -302,15 +275,6 @@ def test_what_a_variable_turns_on_is_refused(
     monkeypatch.setenv(name, "1")
     assert launch.main(["--model-path", str(small_model)]) == 2
     assert f"({name}=1)" in capsys.readouterr().err
-
-
-def test_a_started_model_has_a_fingerprint(small_model: Path) -> None:
-    """From settings that this version of SGLang has."""
-    from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-
-    server_args = launch.parse_server_args(["--model-path", str(small_model)], start_defaults(None))
-    settings = compat.settings_of(server_args)
-    assert loaded_fingerprint(settings) == loaded_fingerprint(settings)
 
 
 def test_a_bad_value_of_our_flags_is_refused(

@@ -14,7 +14,6 @@ cpu.set_environment_defaults()  # Before SGLang is imported.
 
 from sglang.srt.managers import load_snapshot  # noqa: E402
 from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats  # noqa: E402
-from sglang.srt.observability.metrics_collector import SchedulerStats  # noqa: E402
 
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad  # noqa: E402
 from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
@@ -24,7 +23,6 @@ from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
     read_our_snapshots,
 )
 from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
-from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler  # noqa: E402
 from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
 
 POOLS = PoolStats(
@@ -77,13 +75,6 @@ def online_load(requests: list[Any]) -> OnlineLoad:
     return OnlineLoad(parts, load)
 
 
-def test_without_offline_requests_it_is_sglangs() -> None:
-    load = online_load(REQUESTS[:1])
-    assert load.get_pool_stats() is POOLS
-    assert load.chunked_req() is REQUESTS[0]
-    assert load.running_batch().reqs == REQUESTS[:1]
-
-
 def test_what_offline_requests_hold_of_any_pool_is_evictable() -> None:
     load = online_load(REQUESTS)
     pools = load.get_pool_stats()
@@ -95,29 +86,6 @@ def test_what_offline_requests_hold_of_any_pool_is_evictable() -> None:
     assert pools.mamba_usage == pytest.approx(0.1)
     assert load.running_batch().reqs == REQUESTS[:1]
     assert load.chunked_req() is None
-
-
-def test_metrics_say_the_same() -> None:
-    stats = SchedulerStats()
-    online_load(REQUESTS).put_into(stats)
-    assert (stats.num_running_reqs.total, stats.num_queue_reqs.total) == (1, 1)
-    assert (stats.num_used_tokens, stats.kv_used_tokens, stats.token_usage) == (200, 200, 0.2)
-
-
-def test_the_load_is_published_at_once_unless_only_offline_requests_began() -> None:
-    published: list[Any] = []
-    scheduler: Any = object.__new__(CoserveScheduler)
-    scheduler.load_inquirer = SimpleNamespace(get_loads=object)
-    scheduler.load_snapshot_writer = SimpleNamespace(
-        publish_counter=0, publish_interval=15, write=published.append
-    )
-    for _ in range(2):
-        scheduler.publish_load_snapshot(force=True)
-    assert len(published) == 2
-    scheduler._began_offline_alone = True
-    for _ in range(30):
-        scheduler.publish_load_snapshot(force=True)
-    assert len(published) == 4
 
 
 @pytest.fixture

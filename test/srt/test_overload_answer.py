@@ -38,25 +38,6 @@ def event(value: Any) -> bytes:
 
 
 OPENAI = event({"error": {"object": "error", "message": MESSAGE, "code": 503}})
-NATIVE = event(
-    {
-        "text": "",
-        "meta_info": {
-            "finish_reason": {"type": "abort", "message": MESSAGE, "status_code": 503},
-        },
-    }
-)
-
-
-@pytest.mark.parametrize("first", [OPENAI, NATIVE, OPENAI + b"data: [DONE]\n\n"])
-def test_a_stream_that_begins_with_a_refusal_is_an_error(first: bytes) -> None:
-    start, body = answered(first, b"data: [DONE]\n\n")
-    headers = dict(start["headers"])
-    assert start["status"] == 503
-    assert headers[b"retry-after"] == b"1"
-    assert headers[b"content-type"] == b"application/json"
-    assert json.loads(body["body"])["message"] == MESSAGE
-    assert not body.get("more_body", False)
 
 
 @pytest.mark.parametrize(

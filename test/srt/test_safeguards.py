@@ -169,47 +169,6 @@ def test_a_processor_that_cannot_be_made_is_refused_alone(guarded: EngineProcess
         assert "custom_logit_processor" in reason["message"]
 
 
-def run_refusing_queue(engine: ScriptedEngine) -> dict[str, Any]:
-    """The queues of both classes fail for some of the requests."""
-    admission = engine.scheduler.parts.admission
-    arrived, enqueue = admission.arrived, admission.enqueue
-
-    def failing(req: Any, *args: Any) -> None:
-        if req.rid.startswith("bad"):
-            raise KeyError("no place in the queue")
-        (arrived if args else enqueue)(req, *args)
-
-    requests = [
-        engine.request(f"{kind}-{offline}", [5, 6, 7], 4, offline=offline)
-        for kind in ("bad", "good")
-        for offline in (False, True)
-    ]
-    again = [engine.request(f"bad-{offline}", [5, 6, 7], 4) for offline in (False, True)]
-    with pytest.MonkeyPatch.context() as patch, refusals(engine) as refused:
-        patch.setattr(admission, "arrived", failing)
-        patch.setattr(admission, "enqueue", failing)
-        engine.run(requests)
-    known = len(engine.scheduler.parts.ledger)
-    outputs = {rid: len(engine.output(rid)) for rid in ("good-False", "good-True")}
-    # Their names are free.
-    engine.run(again)
-    outputs |= {request.rid: len(engine.output(request.rid)) for request in again}
-    engine.assert_nothing_leaked()
-    engine.reqs.clear()
-    return {"refused": refused, "outputs": outputs, "known": known}
-
-
-def test_what_a_queue_does_not_take_is_answered_all_the_same(guarded: EngineProcess) -> None:
-    found = guarded.call(run_refusing_queue)
-    assert found["refused"].keys() == {"bad-False", "bad-True"}
-    for reason in found["refused"].values():
-        assert reason["status_code"] == HTTPStatus.BAD_REQUEST
-        assert "no place in the queue" in reason["message"]
-    assert found["known"] == 0
-    rids = ("good-False", "good-True", "bad-False", "bad-True")
-    assert found["outputs"] == dict.fromkeys(rids, 4)
-
-
 def run_refusal_within_a_step(engine: ScriptedEngine) -> dict[str, Any]:
     """SGLang queues a request whose grammar is ready, or that was retracted, in the midst of a
     step. The queue fails then."""

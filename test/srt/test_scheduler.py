@@ -193,19 +193,6 @@ def test_an_offline_request_that_does_not_fit_does_not_block_a_small_online_one(
 # --- Control messages ---------------------------------------------------------------------
 
 
-def run_abort_all(engine: ScriptedEngine) -> int:
-    def script(iteration: int) -> list[Any]:
-        if iteration > 5:
-            raise StopIteration
-        if iteration == 0:
-            return [engine.request(f"o{i}", prompt(i, 200), 50, offline=True) for i in range(9)]
-        return [engine.abort(abort_all=True)] if iteration == 5 else []
-
-    engine.run(script)
-    engine.assert_nothing_leaked()
-    return int(engine.scheduler.parts.admission.num_waiting())
-
-
 IDLE_ANSWERS = {"idle": False, "health_check_idle": True}
 
 

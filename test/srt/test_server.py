@@ -114,38 +114,6 @@ def test_a_mark_holds_on_every_route(http: httpx.Client, path: str, streams: boo
     assert num_offline_received(http) == before
 
 
-@pytest.mark.parametrize("path", DOORS)
-def test_a_gateways_header_holds_on_every_route(http: httpx.Client, path: str) -> None:
-    before = num_offline_received(http)
-    headers = {"x-llm-d-inference-objective": "batch"}
-    response = http.post(path, json=DOORS[path], headers=headers).raise_for_status()
-    assert response.headers["x-coserve-class"] == "offline"
-    assert num_offline_received(http) > before
-
-
-@pytest.mark.parametrize(
-    ("mark", "tier", "offline"),
-    [
-        ({"service_tier": "flex"}, "flex", 1),
-        ({"service_tier": "default"}, "default", 0),
-        ({"service_tier": "auto"}, "default", 0),
-        ({"service_tier": "priority"}, "default", 0),
-        ({"extra_body": {"coserve_class": "offline"}}, "flex", 1),
-        ({"extra_body": {"coserve_class": "online"}}, "default", 0),
-    ],
-)
-def test_chat_completions_take_a_class_and_tell_the_tier_used(
-    client: openai.OpenAI, http: httpx.Client, mark: Any, tier: str, offline: int
-) -> None:
-    before = num_offline_received(http)
-    completion = client.chat.completions.create(
-        model="default", messages=MESSAGES, max_tokens=4, **mark
-    )
-    assert completion.service_tier == tier
-    assert completion.choices[0].message.content
-    assert num_offline_received(http) - before == offline
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -183,45 +151,6 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/generate", {"input_ids": [5, 10**6]}, "token ids"),
-        ("/generate", {"input_ids": [[5], [-1]]}, "token ids"),
-        (
-            "/generate",
-            {"text": "x", "sampling_params": {"logit_bias": {"5": "x"}}},
-            "logit_bias|type",
-        ),
-        (COMPLETIONS, {"prompt": [5, 10**6]}, "token ids"),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 10**6}, "logprobs"),
-        (COMPLETIONS, {"prompt": "x", "min_tokens": 2, "stop_token_ids": [10**6]}, "token ids"),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 10**6}, "logprobs"),
-        (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1e39}}, "logit_bias"),
-        ("/generate", {"input_ids": [[5], []]}, "the prompt is empty"),
-        ("/generate", {"text": "x", "sampling_params": {"top_k": 10**12}}, "top_k is"),
-        ("/generate", {"text": "x", "sampling_params": {"top_k": "x"}}, "top_k|type"),
-        (
-            "/generate",
-            {"text": "x", "sampling_params": {"max_new_tokens": 0.5}},
-            "max_new_tokens|type",
-        ),
-        ("/generate", {"text": "x", "sampling_params": {"n": 2**31}}, "n is"),
-        (COMPLETIONS, {"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty is"),
-        (CHAT, {"messages": MESSAGES, "regex": "(("}, "regex cannot be used"),
-        (CHAT, {"messages": MESSAGES, "response_format": 3}, "malformed body"),
-    ],
-)
-def test_what_would_end_the_scheduler_process_is_a_400(
-    http: httpx.Client, path: str, body: dict[str, Any], says: str
-) -> None:
-    response = http.post(path, json=body if path == "/generate" else {"model": "default", **body})
-    assert response.status_code == 400
-    assert re.search(says, response.text)
-    online = status(http)["online"]
-    assert (online["waiting"], online["running"], online["shed"]) == (0, 0, 0)
-
-
 FORGED = {"coserve_class": "offline", "_coserve_generated": [5, 6]}
 
 
@@ -257,12 +186,6 @@ def test_another_model_is_not_found_on_any_route(http: httpx.Client, path: str) 
     assert "the model 'gpt-4o' is not served here: use 'm'" in answer.text
 
 
-def test_the_official_client_knows_that_a_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="gpt-4o", messages=MESSAGES, stream=True)
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
 NULLS = {
     "/v1/completions": ("echo", "logprobs", "n", "stop", "stream", "suffix", "top_p", "user"),
     "/v1/chat/completions": ("logprobs", "n", "stream", "tools", "tool_choice", "stop", "user"),
@@ -278,26 +201,6 @@ def test_nulls_and_halves_of_pairs_are_served(http: httpx.Client, path: str) -> 
     assert "ud83d" in text
     answer = http.post(path, content=text, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
-
-
-def test_text_that_looks_like_an_event_stays_text(http: httpx.Client) -> None:
-    # The prompt comes back first (echo), inside one event, braces and newlines included.
-    body = {
-        "model": "default",
-        "prompt": 'x\n\ndata: {"a": 1}',
-        "max_tokens": 2,
-        "echo": True,
-        "stream": True,
-        "service_tier": "flex",
-    }
-    events = [
-        json.loads(line.removeprefix("data: "))
-        for line in http.post("/v1/completions", json=body).text.splitlines()
-        if line.startswith("data: {")
-    ]
-    text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
-    assert text.startswith(body["prompt"])
-    assert all(event["service_tier"] == "flex" for event in events)
 
 
 def offline_body(max_new_tokens: int) -> dict[str, Any]:

@@ -47,22 +47,6 @@ def test_the_expected_length_travels_with_a_line() -> None:
     assert expected_tokens_of(request_with(offline_marks(due_in_s=1, job="batch_1"))) is None
 
 
-@pytest.mark.parametrize("custom_params", [None, {}, {"thinking_budget": 5}])
-def test_a_request_without_marks(custom_params: Any) -> None:
-    req = request_with(custom_params)
-    assert deadline_of(req, 20.0) is None
-    restore_generated(req, None)
-    assert req.output_ids == []
-
-
-@pytest.mark.parametrize("generated", [[1] * 100, [1] * 120, [50], [3, 999], [-1]])
-def test_tokens_that_cannot_be_its_own_are_left_out(generated: list[int]) -> None:
-    """Too many for its limit, or of another vocabulary."""
-    req = request_with(offline_marks(due_in_s=0, job="batch_1", generated=generated))
-    restore_generated(req, None)
-    assert req.output_ids == []
-
-
 def test_marks_are_attached_only_where_they_were_set() -> None:
     params = SimpleNamespace(custom_params={"a": 1})
     attach_marks(params)

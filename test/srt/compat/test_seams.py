@@ -12,8 +12,8 @@ import pytest
 
 import seam_check
 import seam_report
-from seam_check import imported_names, own_files, problems
-from seams import SEAMS, NameUse, Seam, seams_of
+from seam_check import own_files, problems
+from seams import SEAMS, NameUse, Seam
 from sglang_coserve.errors import StartupError
 from sglang_coserve.srt.compat import by_version, replace, v17, v22
 from source_tree import SourceTree
@@ -81,14 +81,6 @@ def test_both_files_have_every_function_and_one_of_them_is_used() -> None:
         assert list(parameters[0]) == list(parameters[1]), name
 
 
-def test_the_imports_of_a_version_are_those_it_takes() -> None:
-    of_17 = {name for name, _ in imported_names("0.5.17")}
-    of_23 = {name for name, _ in imported_names("0.5.23")}
-    assert "sglang.srt.entrypoints.engine._compute_parallelism_ranks" in of_17 - of_23
-    assert "sglang.srt.runtime_context.SpawnRanks" in of_23 - of_17
-    assert "sglang.srt.managers.scheduler.Scheduler" in of_17 & of_23
-
-
 # --- Replacements ------------------------------------------------------------------------
 
 
@@ -151,53 +143,6 @@ def test_a_method_has_to_take_what_it_is_given(
 
 
 @pytest.mark.parametrize(
-    ("source", "is_there"),
-    [
-        ("class Req:\n    kv: int = 0", True),
-        ("class Req:\n    def __init__(self):\n        self.kv, self.row = None, 1", True),
-        ("class Req:\n    @property\n    def kv(self): return 1", True),
-        ("from sglang.other import Request as Req", True),
-        (
-            "try:\n    from sglang.other import Request as Req\nexcept ImportError:\n    Req = 1",
-            True,
-        ),
-        ("from sglang.other import *", False),
-        ("class Req:\n    def __init__(self, other):\n        other.kv = None", False),
-    ],
-)
-def test_an_attribute_is_found_where_it_is_bound(source: str, is_there: bool) -> None:
-    files = {BATCH: source, "sglang/other.py": "class Request:\n    kv = 0"}
-    found = tree(files).find("sglang.srt.managers.schedule_batch.Req.kv")
-    assert (found is not None) is is_there
-
-
-@pytest.mark.parametrize(
-    ("parameters", "lines"),
-    [
-        ("self, why", []),
-        ("self, **rest", []),
-        ("self, cause", ["end: takes no ['why'], called by x"]),
-    ],
-)
-def test_our_calls_pass_no_keyword_that_is_not_taken(
-    parameters: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_only(monkeypatch, Seam("sglang.srt.managers.schedule_batch.Req.end", NameUse.CALLED))
-    calls = list(ast.walk(ast.parse("req.end(why=1)\nother.start(why=1)")))
-    monkeypatch.setattr(seam_check, "_own_nodes", lambda _version: ((n, "x") for n in calls))
-    source = f"class Req:\n    def end({parameters}): pass"
-    assert problems(tree({BATCH: source}), "0.5.24") == lines
-
-
-def test_a_version_that_is_not_supported_is_checked_as_the_one_it_would_be_taken_for() -> None:
-    assert seams_of("0.5.24") == seams_of("0.5.23")
-    assert seams_of("0.5.16") == seams_of("0.5.20") == seams_of("0.5.17")
-    assert {seam.first for seam in SEAMS} == {"0.5.17", "0.5.22", "0.5.23"}
-    only_old = [seam.name.rpartition(".")[2] for seam in SEAMS if seam.is_only_in_v17]
-    assert "set_extend_range" in only_old and "holds_kv" not in only_old
-
-
-@pytest.mark.parametrize(
     ("before", "after", "says"),
     [
         ("def end(a): return 1", "def end(a): return 1  # As it was.", None),
@@ -215,11 +160,6 @@ def test_the_differences_of_two_versions_are_told(
     check_only(monkeypatch, Seam(name, NameUse.CALLED))
     lines = seam_report.changes(tree({BATCH: before}), tree({BATCH: after}), "0.5.23", "0.5.24")
     assert lines == ([] if says is None else [f"{name}: {says}"])
-
-
-def test_a_module_that_moves_on_in_a_circle_has_nothing() -> None:
-    files = {"sglang/a.py": "from sglang.b import x", "sglang/b.py": "from sglang.a import x"}
-    assert tree(files).find("sglang.a.x") is None
 
 
 # --- The script --------------------------------------------------------------------------

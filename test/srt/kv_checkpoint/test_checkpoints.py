@@ -12,7 +12,6 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
-from srt.safepoint.random_suspensions import suspensions_of
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 KINDS = [
@@ -150,39 +149,6 @@ def test_a_preempted_request_recomputes_only_what_was_not_worth_a_copy(
 
 
 # --- Batches that are aborted between layers ----------------------------------------------
-
-
-def run_preemption_with_suspensions(engine: ScriptedEngine) -> Any:
-    stops = suspensions_of(engine)
-    stops.start(seed=1, probability=0.5)
-    try:
-        result = run_preemption(engine)
-    finally:
-        stops.stop()
-    return *result, engine.scheduler.parts.runner.state()["safepoints"]["resumed"]
-
-
-@pytest.mark.parametrize(
-    ("overlap", "page_size"),
-    [
-        pytest.param(False, 1, id="normal-page1"),
-        pytest.param(True, 16, id="overlap-page16", marks=pytest.mark.heavy),
-    ],
-)
-def test_of_a_suspended_step_nothing_is_saved_before_it_has_ended(
-    start_checkpointing: Any, reference_outputs: Reference, overlap: bool, page_size: int
-) -> None:
-    engine = start_checkpointing(
-        "eager",
-        overlap=overlap,
-        page_size=page_size,
-        coserve={"safepoint_interval": 1},
-    )
-    outputs, retracted, _, prefetched, resumed = engine.call(run_preemption_with_suspensions)
-    assert outputs == reference_outputs([HOG, *VICTIMS])
-    assert resumed > 20
-    assert retracted > 0
-    assert prefetched > 0
 
 
 # --- What can fail ------------------------------------------------------------------------

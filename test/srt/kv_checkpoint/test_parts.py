@@ -37,47 +37,6 @@ OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
 # --- Streams ------------------------------------------------------------------------------
 
 
-def test_a_stream_works_in_order_and_its_events_tell_how_far_it_is() -> None:
-    stream, gate, done = ThreadStream(), threading.Event(), []
-    before, after = Event(), Event()
-    stream.submit(lambda: done.append(1))
-    before.record(stream)
-    stream.submit(lambda: (gate.wait(), done.append(2)))
-    after.record(stream)
-    before.synchronize()
-    assert done == [1]
-    assert not after.query()
-    gate.set()
-    stream.synchronize()
-    assert done == [1, 2]
-    assert after.query()
-    assert before.elapsed_time(after) >= 0
-
-
-def test_a_stream_can_wait_for_another() -> None:
-    first, second, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
-    first.submit(lambda: (gate.wait(), done.append("first")))
-    event = Event()
-    event.record(first)
-    with device_module.stream(second):
-        event.wait()
-        current_stream().submit(lambda: done.append("second"))
-    gate.set()
-    second.synchronize()
-    assert done == ["first", "second"]
-
-
-def test_a_stream_can_wait_for_all_that_another_has_now() -> None:
-    first, second, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
-    first.submit(lambda: (gate.wait(), done.append("first")))
-    second.wait_stream(first)
-    second.wait_stream(torch.cpu.Stream())
-    second.submit(lambda: done.append("second"))
-    gate.set()
-    second.synchronize()
-    assert done == ["first", "second"]
-
-
 def test_a_load_waits_for_the_passes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_controller, "device_module", device_module)
     passes, loads, gate, done = ThreadStream(), ThreadStream(), threading.Event(), []
@@ -240,23 +199,6 @@ def test_online_work_does_not_wait_for_a_slow_copy() -> None:
 def test_a_value_that_cannot_be_is_refused_by_its_flag(field: str, values: Any) -> None:
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
         CoserveConfig(**values)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_nothing_of_sglang_is_changed_unasked(*, on_cpu: bool) -> None:
-    assert server_settings(CoserveConfig(), on_cpu=on_cpu) == {}
-
-
-def test_the_hooks_do_nothing_with_another_cache() -> None:
-    kv, req = KvCheckpointing(object()), request("off", 10, offline=True)
-    ran(kv, [req], [(0, 10)])
-    kv.prefetch(now_s=1.0)
-    assert kv.hold_back([req]) == set()
-    kv.forget("off")
-    stats = kv.state()
-    assert stats["mode"] == "off"
-    assert stats["checkpointed_tokens"] == 0
-    assert stats["classes"]["offline"]["computed_tokens"] == 10
 
 
 @pytest.mark.parametrize(
