@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,26 @@ def launch_server(forked_servers: ForkedServers, tmp_path: Path) -> Callable[...
         return server.wait(300), log.read_text()
 
     return launched
+
+
+def test_the_environment_is_set_before_sglang_is_imported(
+    small_model: Path, tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'model-path = "{small_model}"')
+    program = (
+        "import sys\n"
+        "from sglang_coserve.srt import launch\n"
+        "def seen(model_path):\n"
+        "    print(model_path, 'sglang.srt' in sys.modules)\n"
+        "    raise SystemExit\n"
+        "launch.start_defaults = seen\n"
+        f"launch.launch_server(['--settings', {str(settings)!r}])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == [str(small_model), "False"]
 
 
 def test_help_shows_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Streams of offline requests that wait: comments, and what the route says after them."""
+"""Streams of offline requests that wait: empty lines, and what the route says after them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ START = {
     "headers": [(b"content-type", b"text/event-stream")],
 }
 INTERVAL_S = 0.01
+EMPTY = b"\n\n"
 
 
 def piece(body: bytes, *, more: bool = True) -> Message:
@@ -34,55 +35,58 @@ class Client:
     async def __call__(self, message: Message) -> None:
         self.messages.append(message)
 
-    async def comments(self, count: int) -> None:
-        """Wait until it has so many."""
+    async def kept_alive(self, count: int) -> None:
+        """Wait until it has been, so many times."""
         async with asyncio.timeout(30):
-            while self.body().count(b": waiting\n\n") < count:
+            while sum(m.get("body") == EMPTY for m in self.messages) < count:
                 await asyncio.sleep(INTERVAL_S / 10)
 
     def body(self) -> bytes:
         return b"".join(m.get("body", b"") for m in self.messages)
 
     def events(self) -> bytes:
-        return self.body().replace(b": waiting\n\n", b"")
+        """All but the empty lines; as SGLang's bench_serving reads it, line by line."""
+        lines = self.body().split(b"\n")
+        assert all(line.startswith(b"data: ") for line in lines if line)
+        return b"\n".join(filter(None, lines))
 
     @property
     def starts(self) -> list[Message]:
         return [m for m in self.messages if m["type"] == "http.response.start"]
 
 
-async def test_comments_come_before_the_first_event_and_between_events() -> None:
+async def test_empty_lines_come_before_the_first_event_and_between_events() -> None:
     client = Client()
     async with kept_alive(client, INTERVAL_S) as send:
-        await client.comments(2)
+        await client.kept_alive(2)
         await send(START)
         await send(piece(b"data: 1\n\n"))
-        await client.comments(3)
+        await client.kept_alive(3)
         await send(piece(b"data: [DONE]\n\n"))
         await send(piece(b"", more=False))
         said = len(client.messages)
         await asyncio.sleep(5 * INTERVAL_S)
         assert len(client.messages) == said
     assert len(client.starts) == 1 and client.starts[0]["status"] == 200
-    assert client.events() == b"data: 1\n\ndata: [DONE]\n\n"
+    assert client.events() == b"data: 1\ndata: [DONE]"
 
 
-async def test_no_comment_tears_an_event() -> None:
+async def test_no_empty_line_tears_an_event() -> None:
     client = Client()
     async with kept_alive(client, INTERVAL_S) as send:
         await send(START)
         await send(piece(b"data: {"))
         await asyncio.sleep(5 * INTERVAL_S)
         await send(piece(b"}\n\n"))
-        await client.comments(1)
+        await client.kept_alive(1)
     assert b"data: {}\n\n" in client.body()
 
 
 @pytest.mark.parametrize("error", [{"error": {"message": "no", "code": 1}}, {"message": "no"}])
-async def test_an_error_after_comments_is_an_event(error: dict[str, Any]) -> None:
+async def test_an_error_after_empty_lines_is_an_event(error: dict[str, Any]) -> None:
     client = Client()
     async with kept_alive(client, INTERVAL_S) as send:
-        await client.comments(1)
+        await client.kept_alive(1)
         await send({"type": "http.response.start", "status": 400, "headers": []})
         content = json.dumps(error).encode()
         await send(piece(content[:5]))
@@ -111,7 +115,7 @@ async def test_an_answer_that_comes_in_time_is_as_it_was() -> None:
         ("/api/chat", {"stream": True, "coserve_class": "offline"}, False),
     ],
 )
-async def test_comments_are_for_events_of_offline_requests(
+async def test_empty_lines_are_for_events_of_offline_requests(
     path: str, body: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []

@@ -42,17 +42,15 @@ def with_settings(argv: Sequence[str], parser: argparse.ArgumentParser, table: s
     Raises:
         ConfigError: the file cannot be read, or a name or value in it is unknown or wrong.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument(_FLAG, default=os.environ.get(f"{_PREFIX}SETTINGS"))
-    chosen, rest = own.parse_known_args(list(argv))
+    file, rest = _file(argv)
     given = {word.partition("=")[0] for word in rest}
     actions = dict(_settable(parser._actions))
-    in_file = _read(Path(chosen.settings), table) if chosen.settings else {}
+    in_file = _read(Path(file), table) if file else {}
     for name in in_file:
         if name not in actions:
             near = difflib.get_close_matches(name, actions, 1)
             hint = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{chosen.settings}: there is no setting {name!r}{hint}")
+            raise ConfigError(f"{file}: there is no setting {name!r}{hint}")
     flags: list[str] = []
     for name, action in actions.items():
         variable = f"{_PREFIX}{name.upper()}"
@@ -61,8 +59,28 @@ def with_settings(argv: Sequence[str], parser: argparse.ArgumentParser, table: s
         if found := os.environ.get(variable):
             flags += _flags(action, found, variable)
         elif name in in_file:
-            flags += _flags(action, in_file[name], f"{chosen.settings}: {name}")
+            flags += _flags(action, in_file[name], f"{file}: {name}")
     return [*flags, *rest]
+
+
+def one_setting(name: str, argv: Sequence[str], table: str) -> Any:
+    """Return a setting of the environment or the file, before the command's flags are known; None
+    if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    file, _ = _file(argv)
+    in_file = _read(Path(file), table) if file else {}
+    return os.environ.get(f"{_PREFIX}{name.upper()}") or in_file.get(name)
+
+
+def _file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the file of settings, and the command line without its name."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument(_FLAG, default=os.environ.get(f"{_PREFIX}SETTINGS"))
+    chosen, rest = own.parse_known_args(list(argv))
+    return chosen.settings, rest
 
 
 def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argparse.Action]]:

@@ -26,7 +26,7 @@ from sglang_coserve.batch.routes import (
     missing_routes,
 )
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.config.settings_file import with_settings
+from sglang_coserve.config.settings_file import one_setting, with_settings
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
@@ -35,7 +35,6 @@ from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.loaded_model import model_names
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
@@ -44,17 +43,9 @@ from sglang_coserve.srt.marks.wanted_model import (
     check_models_of_forms,
     set_model_names,
 )
-from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
-from sglang_coserve.srt.profiling.latency_source import check_profile
-from sglang_coserve.srt.routes.batch_api import (
-    check_batch_settings,
-    install_batch_api,
-    open_routes_warning,
-)
 from sglang_coserve.srt.routes.drain import install_health
-from sglang_coserve.srt.routes.engine_routes import View, has_room, install_load_route
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,
@@ -127,11 +118,15 @@ def launch_server(argv: Sequence[str]) -> None:
             SGLang's did not start.
     """
     compat.check_version()
+    # SGLang reads the environment when it is first imported, be it for its flags.
+    defaults = start_defaults(model_path_in(argv) or one_setting("model_path", argv, "serve"))
     argv = with_settings(argv, _flag_names(), "serve")
-    defaults = start_defaults(model_path_in(argv))
     with compat.refusals_of_sglang():
         server_args = parse_server_args(argv, defaults)
         compat.settings_of(server_args)
+    from sglang_coserve.srt.profiling.latency_source import check_profile
+    from sglang_coserve.srt.routes.batch_api import check_batch_settings
+
     args = check_settings(server_args, on_cpu=defaults.on_cpu)
     check_profile(server_args._coserve, args.tp_size)
     check_batch_settings(server_args._coserve)
@@ -245,6 +240,10 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
 
 def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults) -> None:
     """Add our middleware and routes, and a check of them before the port is opened."""
+    from sglang_coserve.srt.batch_backend.loaded_model import model_names
+    from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
+    from sglang_coserve.srt.routes.batch_api import install_batch_api, open_routes_warning
+    from sglang_coserve.srt.routes.engine_routes import View, has_room, install_load_route
 
     async def status() -> dict[str, Any]:
         """Return the state of each data-parallel replica and of the Batch API."""

@@ -4,9 +4,10 @@ SGLang answers a stream with 200 before it knows, and reports a refusal in the f
 (``service_tier``) is inserted into OpenAI responses as they are sent.
 
 Proxies cut connections on which nothing comes for half a minute or so. A stream that waits for room
-gets a comment now and then, which clients skip. OpenAI's contract for flex is the other way: 429,
-code ``resource_unavailable``. Who wants that says in ``x-coserve-wait`` how long there may be no
-room.
+gets empty lines now and then, which clients skip. Comments would do for most of them, but SGLang's
+``bench_serving`` takes every line that is not empty for JSON. OpenAI's contract for flex is the
+other way: 429, code ``resource_unavailable``. Who wants that says in ``x-coserve-wait`` how long
+there may be no room.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ _MOST_WAIT_S: Final = 600.0
 
 _LOOK_S: Final = 0.1
 _INTERVAL_S: Final = 15.0
-_COMMENT: Final = b": waiting\n\n"
+_EMPTY_LINES: Final = b"\n\n"
 _EVENTS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _RETRY_AFTER_S: Final = 5
 
@@ -226,14 +227,14 @@ async def _refuse(send: Send, wait_s: float) -> None:
 
 @asynccontextmanager
 async def kept_alive(send: Send, interval_s: float = _INTERVAL_S) -> AsyncGenerator[Send]:
-    """Within it, a stream sends a comment whenever nothing else was sent for ``interval_s``."""
+    """Within it, a stream sends empty lines whenever nothing else was sent for ``interval_s``."""
     stream = _Stream(send, interval_s)
-    comments = asyncio.create_task(stream.comment())
+    keeping = asyncio.create_task(stream.keep_alive())
     try:
         yield stream.forward
     finally:
-        comments.cancel()
-        await asyncio.wait({comments})
+        keeping.cancel()
+        await asyncio.wait({keeping})
 
 
 class _Stream:
@@ -253,24 +254,24 @@ class _Stream:
         self._failure: bytearray | None = None
         """What the route answers instead of a stream that was begun here."""
 
-    async def comment(self) -> None:
-        """Send comments until the stream ends."""
+    async def keep_alive(self) -> None:
+        """Send empty lines until the stream ends."""
         while self._is_open:
             due_s = self._last_s + self._interval_s
             if (left_s := due_s - time.monotonic()) > 0:
                 await asyncio.sleep(left_s)
                 continue
             async with self._sending:
-                await self._comment_now()
+                await self._send_empty_lines()
             self._last_s = time.monotonic()
 
-    async def _comment_now(self) -> None:
+    async def _send_empty_lines(self) -> None:
         if not self._is_open or not self._is_between_events or self._failure is not None:
             return
         if not self._has_begun:
             self._has_begun = self._is_ours = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+        await self._send({"type": "http.response.body", "body": _EMPTY_LINES, "more_body": True})
 
     async def forward(self, message: Message) -> None:
         """Pass on one message of the route."""
