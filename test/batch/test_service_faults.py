@@ -94,33 +94,6 @@ async def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
         assert "is gone" in fault.message
 
 
-async def test_an_output_that_is_deleted_under_its_batch_is_named_and_not_begun_again(
-    tmp_path: Path,
-) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
-    async with scene.service:
-        batch = await scene.create(lines(9))
-        await scene.in_flight(2)
-        for number in range(3):
-            scene.backend.held(f"id-{number + 1}").finish()
-            await scene.clock.until(lambda n=number: len(scene.backend.started) == n + 3)  # type: ignore[misc]
-
-        now = await scene.once(batch.id, lambda now: now.request_counts.completed == 3)
-        output = tmp_path / "files" / str(now.output_file_id)
-        content = output.read_bytes()
-        output.unlink()
-        scene.backend.finish_all()
-
-        warning = await scene.warning(batch.id)
-        assert f"{output} is gone" in warning or "No such file" in warning
-        assert not output.exists()
-        scene.backend.holds = False
-        output.write_bytes(content)
-        done = await scene.ends(batch.id)
-        assert (done.status, done.request_counts.completed) == ("completed", 9)
-        assert len(await scene.records(done)) == 9
-
-
 @pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0 * 3650])
 async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
     tmp_path: Path, jump_s: float

@@ -42,19 +42,6 @@ async def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> N
     assert list((tmp_path / "journal").iterdir()) == []
 
 
-async def test_another_model_starts_unfinished_lines_over(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    async with scene.service:
-        batch = await scene.create(lines(1, max_tokens=30))
-        await scene.in_flight(1)
-        scene.backend.held("id-1").generate(11)
-    batch_id = batch.id
-    scene = await opened(tmp_path, ScriptedBackend(model="another"))
-    async with scene.service:
-        assert (await scene.ends(batch_id)).status == "completed"
-        assert [request.generated for request in scene.backend.started] == [()]
-
-
 async def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:
     """Weights that change under a line start it over, whether it then fails or not."""
     scene = await opened(tmp_path, ScriptedBackend(holds=True))
@@ -108,55 +95,6 @@ async def test_lines_give_way_to_other_weights_as_often_as_they_come(
         done = await scene.ends(batch.id)
         assert done.request_counts.completed == 3
         assert (await service.status()).line_retries == 0
-
-
-async def test_a_batch_of_two_models_says_so_for_good(tmp_path: Path) -> None:
-    async def answered_by(model: str, batch_id: str | None, count: int) -> str:
-        backend = ScriptedBackend(holds=True, model=model)
-        scene = await opened(tmp_path, backend, max_in_flight=2)
-        async with scene.service as service:
-            if batch_id is None:
-                batch_id = (await scene.create(lines(12, max_tokens=30))).id
-            before = (await service.retrieve_batch(OWNER, batch_id)).request_counts.completed
-            for n in range(1, count + 1):
-                await scene.clock.until(lambda: bool(backend.in_flight))
-                backend.in_flight[0].finish()
-                await scene.clock.until(lambda n=n: len(backend.started) >= n + 2)  # type: ignore[misc]
-            for entry in backend.in_flight:
-                entry.generate(7)
-
-            async def written() -> bool | None:
-                now = await service.retrieve_batch(OWNER, batch_id)
-                return now.request_counts.completed == before + count or None
-
-            await scene.eventually(written)
-        return batch_id
-
-    async def warning(model: str, batch_id: str) -> str | None:
-        scene = await opened(tmp_path, ScriptedBackend(holds=True, model=model))
-        async with scene.service as service:
-            return (await service.retrieve_batch(OWNER, batch_id)).coserve.warning
-
-    async def to_its_end(model: str, batch_id: str) -> tuple[str | None, set[int]]:
-        scene = await opened(tmp_path, ScriptedBackend(model=model))
-        async with scene.service:
-            done = await scene.ends(batch_id)
-            assert len(await scene.records(done)) == 12
-        continued = {len(request.generated) for request in scene.backend.started}
-        return done.coserve.warning, continued
-
-    batch_id = await answered_by("A", None, 3)
-    assert await warning("A", batch_id) is None
-    assert "3 of the lines" in (await warning("B", batch_id) or "")
-    # Nothing was answered by B yet.
-    assert await warning("A", batch_id) is None
-    await answered_by("B", batch_id, 2)
-    assert "3 of the lines" in (await warning("B", batch_id) or "")
-    said, continued = await to_its_end("B", batch_id)
-    assert continued == {0, 7}
-    assert "3 of the lines" in (said or "")
-    for model in ("A", "B"):
-        assert "3 of the lines" in (await warning(model, batch_id) or "")
 
 
 async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:

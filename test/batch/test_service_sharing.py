@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from batch.manual_clock import STEP_S
 from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
 from sglang_coserve.batch import file_processes
@@ -82,23 +81,3 @@ async def test_owners_take_turns_at_validation(
         is_open.set()
         await scene.reaches(small.id, "in_progress", owner="modest")
         assert begun.index(small.input_file_id) == 2
-
-
-async def test_a_window_that_tightens_moves_its_lines_up(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True, tokens_per_s=10.0)
-    async with (scene := await opened(tmp_path, backend, max_in_flight=1)).service:
-        # About 130 tokens a line: 130 s for the first, 260 s for both.
-        scene.clock.step_s = 0.001
-        await scene.create(lines(10, "first", max_tokens=100))
-        await scene.in_flight(1)
-        tight = await scene.create(lines(10, "tight", max_tokens=100), "250s", priority=-1)
-        await scene.reaches(tight.id, "in_progress")
-        slots = scene.service._context.slots
-        await scene.clock.until(lambda: len(slots._waiting) == 2, "both wait")
-        scene.clock.step_s = STEP_S
-        await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
-        for count in range(2, 6):
-            scene.backend.in_flight[0].finish()
-            await scene.clock.until(lambda n=count: len(scene.backend.started) == n)  # type: ignore[misc]
-        order = [name_of(request) for request in scene.backend.started]
-        assert order == ["first-1", "tight-1", "tight-2", "tight-3", "tight-4"]

@@ -82,38 +82,6 @@ def test_a_line_without_an_answer_says_why() -> None:
     assert decode_record(record) == BatchResult(7, None, None, LineError("code", "why"))
 
 
-@pytest.mark.parametrize(
-    ("older", "line", "digest"),
-    [
-        (
-            b'{"id":"batch_req_1_97bf38b444301cc2","custom_id":"q-1","response":{"status_code":200,'
-            b'"request_id":"308a7dc9","body":{"choices":[]}},"error":null}\n',
-            1,
-            0x97BF38B444301CC2,
-        ),
-        (
-            b'{"id":"batch_req_2_b79a8e6449fb7f55","custom_id":"q-2","response":{"status_code":400,'
-            b'"request_id":"","body":{"message":"must be positive"}},'
-            b'"error":{"code":"http_400","message":"must be positive"},"line":2}\n',
-            2,
-            0xB79A8E6449FB7F55,
-        ),
-        (
-            b'{"id":"batch_req_3_8b58ad4b603ee27d","custom_id":null,"response":null,'
-            b'"error":{"code":"invalid_json_line","message":"expected value"},"line":3}\n',
-            3,
-            0x8B58AD4B603EE27D,
-        ),
-    ],
-)
-def test_what_older_versions_wrote_is_read(older: bytes, line: int, digest: int) -> None:
-    assert record_identity(older) == (digest, line)
-    result = decode_record(older)
-    assert result.line == line
-    codes = {1: None, 2: "http_400", 3: "invalid_json_line"}
-    assert (result.error.code if result.error else None) == codes[line]
-
-
 def test_half_a_surrogate_pair_survives() -> None:
     answer = LineResult(200, "", {"text": "half \ud83d"})
     response = Response(200, "", {"text": "half \ud83d"})

@@ -202,32 +202,6 @@ def test_a_server_that_dies_and_comes_back_costs_nothing_but_time(
     assert len(results_by_line(output)) == 150
 
 
-def test_a_server_that_stays_away_is_given_up_and_the_next_run_continues(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    def die_at_the_50th(count: int) -> None:
-        if count == 50:
-            server.die_here()
-
-    server.on_request = die_at_the_50th
-    write_lines(source, [line(f"id-{n}") for n in range(150)])
-    impatient = RetryPolicy(retry_for_s=0.3, first_delay_s=0.01, max_delay_s=0.05)
-    with pytest.raises(ServerGoneError, match=r"answered nothing for 0.3 s \(line \d+: "):
-        submit(server.base_url, source, client_options=options(retry_policy=impatient))
-    written = output.read_bytes()
-    finished = results_by_line(output)
-    assert 0 < len(finished) < 50
-
-    server.come_back()
-    arrived_before = server.prompts()
-    status = submit(server.base_url, source)
-    assert (status.ok, status.failed, status.resumed) == (150, 0, len(finished))
-    assert output.read_bytes().startswith(written)
-    for result in finished.values():
-        assert result.custom_id
-        assert server.prompts()[result.custom_id] == arrived_before[result.custom_id]
-
-
 def test_a_refused_key_stops_the_run_without_records(
     server: FaultServer, source: Path, output: Path
 ) -> None:

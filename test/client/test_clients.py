@@ -31,19 +31,6 @@ def source(tmp_path: Path) -> Path:
     )
 
 
-def test_the_sync_client(server: FaultServer, source: Path, output: Path) -> None:
-    with CoserveClient(server.base_url) as client:
-        job = client.submit_jsonl(source, output)
-        status = job.wait()
-        assert (status.state, status.ok, status.failed) == (JobState.COMPLETED, 51, 2)
-        results = {result.line: result for result in client.results(job)}
-    assert results[1].text == "a"
-    assert results[2].error
-    assert results[3].custom_id is None
-    assert len(results) == 53
-    assert {result.line: result for result in read_results(output)} == results
-
-
 def test_results_are_there_before_the_job_ends(
     server: FaultServer, source: Path, output: Path
 ) -> None:

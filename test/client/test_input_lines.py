@@ -165,14 +165,6 @@ def test_bad_lines(content: bytes | dict[str, Any], code: str) -> None:
     assert error_code(content) == code
 
 
-def test_a_line_that_was_too_long_to_keep() -> None:
-    checker = LineChecker(max_line_bytes=10, is_finished=nothing)
-    refused = checker.check(InputLine(3, 0, 1_000_000, None, 1))
-    assert code_of(refused) == "line_too_long"
-    assert isinstance(refused, UnservedLine)
-    assert "1000000 bytes" in refused.result.body["error"]["message"]
-
-
 def test_an_error_names_the_id_when_there_is_one() -> None:
     _, bad_url, bad_json = check_all(valid(), valid(custom_id="b", url="/x"), b"{")
     assert isinstance(bad_url, UnservedLine)
@@ -186,15 +178,6 @@ def test_a_finished_line_is_passed_over_and_its_id_remembered() -> None:
     first, second = (checker.check(InputLine(n, 0, len(data), data, 1)) for n in (1, 2))
     assert first is None
     assert code_of(second) == "duplicate_custom_id"
-
-
-def test_every_later_line_with_the_same_id_is_a_duplicate() -> None:
-    checked = check_all(
-        valid(custom_id="a", url="/bad"), valid(custom_id="a"), valid(custom_id="b"), valid()
-    )
-    codes = [code_of(line) for line in checked if isinstance(line, UnservedLine)]
-    assert codes == ["url_mismatch", "duplicate_custom_id", "duplicate_custom_id"]
-    assert isinstance(checked[2], RequestLine)
 
 
 @settings(deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from client.batch_files import line, results_by_line, write_lines
-from sglang_coserve.client.output_files import FinishedLines, ResultFiles, errors_path
+from sglang_coserve.client.output_files import ResultFiles, errors_path
 from sglang_coserve.client.results import BatchResult, LineError, Response
 from sglang_coserve.durable_files import lock_file, unlock_file
 from sglang_coserve.errors import InputFileError, StorageError
@@ -247,16 +246,6 @@ class CrashingRun(RuleBasedStateMachine):
 
 TestCrashingRun = CrashingRun.TestCase
 TestCrashingRun.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-
-
-def test_finished_lines_cost_eight_bytes_each() -> None:
-    finished = FinishedLines()
-    numbers = random.Random(0).sample(range(1, 50_001), 50_000)
-    for number in numbers:
-        assert finished.add(number, number)
-        assert not finished.add(1, number)
-    assert len(finished) == 50_000
-    assert 8 * 50_000 <= finished._digests.itemsize * len(finished._digests) <= 8 * 50_001
 
 
 def test_a_copy_in_a_process_that_is_being_started_holds_no_lock(tmp_path: Path) -> None:

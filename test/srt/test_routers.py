@@ -6,10 +6,11 @@ name, too: name its own in ``COSERVE_SGLANG_ROUTER``, or have it on the ``PATH``
 
 from __future__ import annotations
 
-import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,14 +18,14 @@ import pytest
 
 from chaos_bench.router import COMMANDS, Router, router_command
 from sglang_coserve.local_server import LocalServer
-from srt.router_load import OnlineAnswer, full_of_offline_work, online_requests, unshared_requests
+from srt.test_load_report import full_of_offline_work
 
 pytestmark = pytest.mark.heavy
 
 ADMIN_KEY = "admin secret"
 GIVE_UP_S = 120
 POLL_S = 1
-REQUESTS_PER_S, SECONDS = 5.0, 12.0
+REQUESTS_PER_S = 5.0
 
 
 @pytest.fixture(params=COMMANDS)
@@ -62,26 +63,30 @@ def test_a_router_does_not_keep_away_from_offline_work(
 ) -> None:
     """With the policy that goes by what engines report. By chance alone 60 requests would split
     as unevenly as 18 to 42 once in 500 runs."""
+    rng = random.Random(3)
+    prompts = [" ".join(f"w{rng.randrange(10**6)}" for _ in range(48)) for _ in range(60)]
 
-    async def run(url: str) -> list[OnlineAnswer]:
-        async with full_of_offline_work(engines[0], requests=24):
-            await asyncio.sleep(2 * POLL_S + 1)
-            end_s = time.monotonic() + SECONDS
-            return await online_requests(
-                url,
-                unshared_requests(3),
-                per_s=REQUESTS_PER_S,
-                seed=3,
-                is_over=lambda: time.monotonic() > end_s,
-            )
+    def answered_by(url: str, prompt: str) -> str:
+        params = {"max_new_tokens": 16, "ignore_eos": True}
+        body = {"text": prompt, "sampling_params": params}
+        answer = httpx.post(f"{url}/generate", json=body, timeout=GIVE_UP_S).raise_for_status()
+        return str(answer.json()["meta_info"]["weight_version"])
 
     is_smg = command.name == "smg"
     flags = ("--load-monitor-interval", str(POLL_S)) if is_smg else ()
     log_path = tmp_path / "router.log"
-    with Router(command, "power_of_two", engines, log_path, *flags) as router:
-        found = asyncio.run(run(router.base_url))
-    assert [answer.failure for answer in found if answer.failure is not None] == []
-    by_engine = Counter(answer.engine for answer in found)
+    with (
+        Router(command, "power_of_two", engines, log_path, *flags) as router,
+        httpx.Client(base_url=engines[0], timeout=GIVE_UP_S) as full,
+        full_of_offline_work(full),
+        ThreadPoolExecutor(len(prompts)) as clients,
+    ):
+        time.sleep(2 * POLL_S + 1)
+        answers = []
+        for prompt in prompts:
+            answers.append(clients.submit(answered_by, router.base_url, prompt))
+            time.sleep(rng.expovariate(REQUESTS_PER_S))
+        by_engine = Counter(answer.result() for answer in answers)
     share = by_engine["first"] / by_engine.total()
     assert 0.3 < share < 0.7, by_engine
 

@@ -371,29 +371,8 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
     ("line", "message"),
     [
         ("nonsense", "not valid JSON"),
-        ('{"event":"restored","rid":"a","generated_tokens":NaN}', "not valid JSON"),
-        ("[]", "Expected `object`, got `array`"),
-        ("{}", "Object missing required field `event`"),
         ('{"event":"vanished"}', "event: Invalid value 'vanished'"),
-        ('{"event":["added"]}', "event: Expected `str`"),
-        ('{"event":"finished"}', "Object missing required field `rid`"),
         ('{"event":"finished","rid":"a","why":"b"}', "Object contains unknown field `why`"),
-        (
-            '{"event":"restored","rid":"a","generated_tokens":true}',
-            "generated_tokens: Expected `int`, got `bool`",
-        ),
-        (
-            '{"event":"updated","result":{"step":1,"started_s":0,"batch":[1,2,3,4,5,6,7]}}',
-            "result.batch: .* length 0 to 6",
-        ),
-        (
-            '{"event":"updated","result":{"step":1,"started_s":1' + "0" * 400 + "}}",
-            "result.started_s: Number out of range",
-        ),
-        (
-            '{"event":"updated","result":{"started_s":1}}',
-            "result: Object missing required field `step`",
-        ),
         (
             '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0,0]],'
             '"times_s":[0]}',
@@ -408,10 +387,6 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
             '{"event":"added","request":{"rid":"a","token_ids":"AAAA","arrival_s":0,'
             '"max_new_tokens":1}}',
             "request.token_ids: 3 bytes are no tokens",
-        ),
-        (
-            '{"event":"started","chunks":[["a"]]}',
-            r"chunks\[0\]: Expected `array` of length 2",
         ),
     ],
 )
@@ -443,14 +418,6 @@ def test_a_row_that_does_not_fit_is_refused(place: int, value: object, message: 
         ({"format": "csv"}, "format: expected 'coserve plans'"),
         ({"version": VERSION - 1}, f"version: {VERSION - 1} is not {VERSION}, .* record again"),
         ({"config": {"headroom_tokens": -1}}, "scheduler: headroom_tokens is -1"),
-        (
-            {"config": {"overload": "lifo"}},
-            "config.overload: Invalid enum value 'lifo'",
-        ),
-        (
-            {"engine": {"max_requests": "many"}},
-            "engine.max_requests: Expected `int`, got `str`",
-        ),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

@@ -20,7 +20,6 @@ from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
 from srt.batch_server.deployment import (
-    CHAT,
     Deployment,
     completed,
     create,
@@ -112,24 +111,6 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
     usage = client.batches.retrieve(batch.id).usage
     assert usage is not None
     assert usage.output_tokens == NUM_LINES * NUM_TOKENS
-
-
-def test_a_planning_server_answers_lines_as_its_routes(
-    deployment: Deployment, client: openai.OpenAI, expected: dict[str, str]
-) -> None:
-    deployment.plan_with("coserve")
-    assert deployment.status()["replicas"][0]["config"]["offline_policy"] == "coserve"
-    batches = [create(client, CONTENT), create(client, lines(3, 20, CHAT), endpoint=CHAT)]
-    alone = client.chat.completions.create(
-        model="small",
-        messages=[{"role": "user", "content": "id-1"}],
-        max_tokens=20,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-    )
-    assert texts(completed(client, batches[0].id)) == expected
-    chats = completed(client, batches[1].id)
-    assert text_of(chats["id-1"]) == alone.choices[0].message.content
 
 
 def test_a_clean_stop_suspends_batches_and_loses_nothing(

@@ -27,11 +27,11 @@ def counts_of(engine: ScriptedEngine) -> dict[str, int]:
 
 
 def run_mixed(
-    engine: ScriptedEngine, specs: list[Spec], seed: int, probability: float
+    engine: ScriptedEngine, specs: list[Spec], seed: int, probability: float, drops: float = 0.0
 ) -> tuple[dict[str, list[int]], set[str], dict[str, int], set[int]]:
     stops = suspensions_of(engine)
     before = counts_of(engine)
-    stops.start(seed, probability)
+    stops.start(seed, probability, drops)
     try:
         outputs, aborted, _ = scenarios.run_mixed(engine, specs, seed)
     finally:
@@ -76,26 +76,13 @@ def test_outputs_are_those_of_stock_in_every_mode(
     check_outputs(process, reference_outputs, seed=seed, size=60)
 
 
-def run_with_drops(
-    engine: ScriptedEngine, specs: list[Spec], seed: int
-) -> tuple[dict[str, list[int]], set[str], dict[str, int]]:
-    stops, before = suspensions_of(engine), counts_of(engine)
-    stops.start(seed, probability=0.5, drops=0.2)
-    try:
-        outputs, aborted, _ = scenarios.run_mixed(engine, specs, seed)
-    finally:
-        stops.stop()
-    assert not len(engine.scheduler.parts.ledger)
-    return outputs, aborted, {name: n - before[name] for name, n in counts_of(engine).items()}
-
-
 @pytest.mark.parametrize("modes", QUICK)
 def test_dropped_steps_leave_no_trace(
     start_engine: Any, reference_outputs: Reference, modes: str
 ) -> None:
     """Far more are dropped here than memory ever asks for."""
     specs = scenarios.mixed_specs(seed=21, num_online=10, num_offline=15)
-    outputs, aborted, counts = start(start_engine, modes).call(run_with_drops, specs, 21)
+    outputs, aborted, counts, _ = start(start_engine, modes).call(run_mixed, specs, 21, 0.5, 0.2)
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert counts["dropped"] > 20
     assert counts["resumed"] > 20
