@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 from sglang_coserve.srt.steps.engine_view import EngineView
 
@@ -92,14 +90,6 @@ def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
     assert engine.view.withdraw() == ([offline], 0)
     engine.view.show_again()
     assert engine.queue == ["on0", "on1", "on2"]
-
-
-def test_the_size_of_a_prefill_is_sglangs_again_also_after_an_error() -> None:
-    engine = Engine()
-    with pytest.raises(ZeroDivisionError), engine.view.chunk_size(17, mixes_decodes=False):
-        assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (17, False)
-        _ = 1 // 0
-    assert (engine.chunked_prefill_size, engine.is_mixed_chunk) == (512, True)
 
 
 class Pipelined(Engine):

@@ -1,4 +1,4 @@
-"""What stands around a server expects of it: probes, collectors of logs, old proxies."""
+"""What stands around a server expects of it: probes, logs, old proxies, refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -29,7 +30,7 @@ def server(small_model: Path, directory: Path) -> Iterator[LocalServer]:
     flags = [
         *("--model-path", str(small_model), "--dtype", "float32", "--served-model-name", "m"),
         *("--coserve-data-dir", str(directory / "data"), "--log-format", "json"),
-        *("--startup-profile-seconds", "0"),
+        *("--startup-profile-seconds", "0", "--overload", "shed", "--slo-ttft-ms", "60000"),
     ]
     with LocalServer(flags, log_path=directory / "server.log") as server:
         yield server
@@ -103,3 +104,38 @@ def test_old_proxies_and_careful_clients_are_served(server: LocalServer) -> None
     expect = b"expect: 100-continue\r\nconnection: close\r\n\r\n"
     answer = raw(server, head % b"1.1" + length + expect, body)
     assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
+
+
+DOORS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "An old mill", "sampling_params": {"max_new_tokens": 2}},
+    "/v1/completions": BODY,
+    "/v1/chat/completions": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "max_tokens": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", DOORS)
+def test_under_overload_a_refusal_is_a_503_with_retry_after(
+    server: LocalServer, path: str, streams: bool
+) -> None:
+    def num_shed() -> int:
+        (replica,) = httpx.get(f"{server.base_url}/coserve/status").json()["replicas"]
+        return int(replica["online"]["shed"])
+
+    before = num_shed()
+    body = DOORS[path] | {"stream": streams}
+    late = body | {"coserve_slo_ttft_ms": 0.001}  # Nobody can meet it.
+    refused = httpx.post(f"{server.base_url}{path}", json=late, timeout=GIVE_UP_S)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert "overloaded" in refused.text
+    assert num_shed() == before + 1
+    served = httpx.post(f"{server.base_url}{path}", json=body, timeout=GIVE_UP_S)
+    assert served.status_code == 200
+    assert "retry-after" not in served.headers
+    assert ("data:" in served.text) == streams
+    assert num_shed() == before + 1

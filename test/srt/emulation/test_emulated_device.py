@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_coserve.srt.emulation.device_module import (
     EmulatedDevice,
-    HostClock,
     VirtualTime,
     install,
 )
-from sglang_coserve.srt.forward_kind import is_emulated, runs_beside_host
 from sglang_coserve.srt.safepoint.gates import (
     LeaderGate,
     PreemptionFlag,
     device_events,
-    order_behind_pass,
 )
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.steps.clocks import device_timer
 
 LAYERS = 16
 LAYER_S = 1.0
@@ -66,32 +60,6 @@ def test_streams_run_beside_each_other_and_wait_where_told(clock: VirtualTime) -
     assert after_two.query()
 
 
-def test_a_stream_made_before_the_device_takes_part() -> None:
-    early = torch.cpu.Stream()
-    virtual = VirtualTime(0.0)
-    undo = install(EmulatedDevice(virtual))
-    context = torch.cpu.stream(early)
-    for _ in range(2):
-        with context:
-            torch.cpu.current_stream().launch(1.0)
-    other = torch.cpu.Stream()
-    other.wait_stream(early)
-    other.synchronize()
-    assert virtual() == 2.0
-    undo()
-
-
-def test_the_rest_of_the_device_is_torchs_and_undone() -> None:
-    real = dict(vars(torch.cpu))
-    undo = install(EmulatedDevice(HostClock()))
-    assert is_emulated()
-    assert runs_beside_host("cpu")
-    assert torch.get_device_module("cpu").device_count() == 1
-    undo()
-    assert {name: getattr(torch.cpu, name) for name in real} == real
-    assert not runs_beside_host("cpu")
-
-
 def test_what_is_due_comes_while_the_thread_waits(clock: VirtualTime) -> None:
     came_s: list[float] = []
     for at_s in (3.0, 1.0):
@@ -101,13 +69,6 @@ def test_what_is_due_comes_while_the_thread_waits(clock: VirtualTime) -> None:
     clock.wait_until(4.0)
     assert came_s == [1.0, 3.0]
     assert time.monotonic() == 4.0
-
-
-def test_other_threads_sleep_in_real_time(clock: VirtualTime) -> None:
-    thread = threading.Thread(target=time.sleep, args=(0.01,))
-    thread.start()
-    thread.join()
-    assert clock() == 0.0
 
 
 # --- What only a GPU reaches -----------------------------------------------------------------
@@ -186,32 +147,3 @@ def test_the_first_group_runs_also_if_time_is_up(clock: VirtualTime) -> None:
     assert run_layers(gate, until_s=4.0) == 1
     flag.lower()
     assert run_layers(gate, until_s=4.0, first=1) == 2
-
-
-def test_what_follows_a_dropped_pass_is_ordered_behind_it(clock: VirtualTime) -> None:
-    scheduler = SimpleNamespace(
-        device="cpu",
-        enable_overlap=True,
-        schedule_stream=torch.cpu.Stream(),
-        forward_stream=torch.cpu.Stream(),
-    )
-    scheduler.forward_stream.launch(3.0)
-    order_behind_pass(scheduler)
-    scheduler.schedule_stream.synchronize()
-    assert clock() == 3.0
-
-
-def test_parts_last_what_the_device_took_though_the_host_ran_ahead(clock: VirtualTime) -> None:
-    forward = torch.cpu.Stream()
-    scheduler = SimpleNamespace(device="cpu", enable_overlap=True, forward_stream=forward)
-    timer = device_timer(scheduler)
-    assert timer is not None
-    for seconds in (2.0, 3.0):
-        timer.begin_pass()
-        forward.launch(seconds)
-        timer.launched()
-    assert timer.take() == ()
-    clock.wait_until(2.0)
-    assert timer.take() == (2.0,)
-    clock.wait_until(6.0)
-    assert timer.take() == (3.0,)

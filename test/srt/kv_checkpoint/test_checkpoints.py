@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import Any
 
@@ -22,8 +21,7 @@ KINDS = [
     pytest.param(("lazy", False, 16), id="lazy-normal-page16", marks=pytest.mark.heavy),
     pytest.param(("pressure", True, 1), id="pressure-overlap-page1", marks=pytest.mark.heavy),
 ]
-"""Mode, whether the event loop overlaps, page size: each value of each in those that are not heavy.
-All are in the heavy test below."""
+"""Mode, whether the event loop overlaps, page size: each value of each in those not heavy."""
 
 
 @pytest.fixture(params=KINDS)
@@ -61,27 +59,6 @@ def test_mixed_requests_finish_with_the_outputs_of_stock(
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert count["retracted"] > 0
     assert demoted > 0
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("mode", ["eager", "lazy", "pressure"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_many_random_runs_finish_with_the_outputs_of_stock(
-    start_checkpointing: Any,
-    reference_outputs: Reference,
-    mode: str,
-    overlap: bool,
-    page_size: int,
-) -> None:
-    pools = itertools.cycle([768, 1024, 1536])
-    for seed, pool in zip(range(31, 37), pools, strict=False):
-        engine = start_checkpointing(
-            mode, overlap=overlap, page_size=page_size, max_total_tokens=pool
-        )
-        specs = duplicated_specs(seed=seed, num_online=40, num_offline=50)
-        outputs, aborted, _, _ = engine.call(run_mixed, specs, seed)
-        scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
 
 
 # --- One preemption -----------------------------------------------------------------------

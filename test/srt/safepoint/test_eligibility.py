@@ -41,6 +41,7 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
     found = [why_no_safepoints(scheduler, [])]
     others = (
         Changed(scheduler, device="npu"),
+        Changed(scheduler, device="cuda", enable_unified_memory=True),
         Changed(scheduler, server_args=Changed(scheduler.server_args, enable_torch_compile=True)),
         Changed(scheduler, is_generation=False),
         Changed(scheduler, model_config=Changed(scheduler.model_config, is_encoder_decoder=True)),

@@ -13,7 +13,7 @@ from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.safepoint.modes import MODES, QUICK, start
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.scripted_engine import ScriptedEngine, Spec
 
 
 def counts_of(engine: ScriptedEngine) -> dict[str, int]:
@@ -47,33 +47,20 @@ def run_mixed(
     return outputs, aborted, counts, set(stops.layers)
 
 
-def check_outputs(
-    process: EngineProcess, reference_outputs: Reference, *, seed: int, size: int
-) -> None:
-    specs = scenarios.mixed_specs(seed=seed, num_online=size, num_offline=size)
-    outputs, aborted, counts, layers = process.call(run_mixed, specs, seed, 0.7)
-    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
-    assert counts["resumed"] >= size
-    assert counts["resumed"] + counts["dropped"] <= counts["suspended"]
-    assert layers == set(range(6))
+EVERY = [pytest.param(mode, marks=() if mode in QUICK else pytest.mark.heavy) for mode in MODES]
 
 
-@pytest.mark.parametrize("modes", QUICK)
+@pytest.mark.parametrize("modes", EVERY)
 def test_outputs_are_those_of_stock_wherever_steps_stop(
     start_engine: Any, reference_outputs: Reference, modes: str
 ) -> None:
+    specs = scenarios.mixed_specs(seed=1, num_online=30, num_offline=30)
     process = start(start_engine, modes)
-    check_outputs(process, reference_outputs, seed=1, size=30)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("modes", MODES)
-def test_outputs_are_those_of_stock_in_every_mode(
-    start_engine: Any, reference_outputs: Reference, modes: str, seed: int
-) -> None:
-    process = start(start_engine, modes)
-    check_outputs(process, reference_outputs, seed=seed, size=60)
+    outputs, aborted, counts, layers = process.call(run_mixed, specs, 1, 0.7)
+    scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
+    assert counts["resumed"] >= 30
+    assert counts["resumed"] + counts["dropped"] <= counts["suspended"]
+    assert layers == set(range(6))
 
 
 @pytest.mark.parametrize("modes", QUICK)

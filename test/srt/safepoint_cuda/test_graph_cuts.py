@@ -94,25 +94,6 @@ def test_it_may_stop_twice_and_at_once() -> None:
     torch.testing.assert_close(model.x, expected)
 
 
-def test_before_the_first_layer_nothing_is_kept() -> None:
-    model = GraphedModel()
-    graph = model.capture()
-    model.ran.clear()
-    model.flag.raise_for(1)
-    assert model.run_until(graph, None, lambda: model.cuts.replay(graph)) == 0
-    assert model.ran == []
-    assert model.resumption.outputs is None
-
-
-def test_a_batch_that_is_not_armed_ignores_the_flag() -> None:
-    model = GraphedModel()
-    graph = model.capture()
-    model.flag.raise_for(1)
-    model.ran.clear()
-    whole(model, graph, 1)
-    assert model.ran == list(range(LAYERS))
-
-
 def test_what_stopped_without_a_graph_does_not_go_on_in_one() -> None:
     model = GraphedModel()
     graph = model.capture()
@@ -201,14 +182,6 @@ def test_prefill_graphs_are_captured_again() -> None:
     assert model.ran == list(range(LAYERS))
     cut.cleanup()
     assert not model.cuts._places
-
-
-def test_prefills_without_graphs_are_left_alone() -> None:
-    model_runner = runner_with(None)
-    cut_prefill_graphs(model_runner, GraphedModel().cuts)
-    assert model_runner.prefill_cuda_graph_runner is None
-    model_runner.prefill_cuda_graph_runner = SimpleNamespace()  # SGLang's eager runner.
-    cut_prefill_graphs(model_runner, GraphedModel().cuts)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
-    BreakableCUDAGraph,
-    BreakableCUDAGraphCapture,
-)
 from torch import nn
 
 from sglang_coserve.config import CoserveConfig
@@ -26,10 +22,8 @@ from sglang_coserve.srt.safepoint.gates import (
     device_events,
     order_behind_pass,
 )
-from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Resumption, add_safepoints
-from srt.own_engine import is_flushed
-from srt.safepoint_cuda.call_graphs import lone_decode_backend
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
+from srt.own_engine import is_flushed, params
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,83 +113,6 @@ def test_what_follows_a_drop_on_the_other_stream_comes_after_the_pass() -> None:
     assert x.item() == 2.0
 
 
-class Graphed:
-    """The layers' pass, captured in groups by ``GraphCuts``, and stopped at random."""
-
-    def __init__(self, subject: Layers) -> None:
-        self.subject = subject
-        self.resumption = Resumption(subject.layers)
-        self.cuts = GraphCuts(subject.layers, INTERVAL, subject.gate, self.resumption)
-        self.x = torch.empty_like(subject.x)
-        stream, self.graph = torch.cuda.Stream(), BreakableCUDAGraph()
-        with torch.cuda.stream(stream):
-            self.forward()
-        torch.cuda.synchronize()
-        pool = torch.cuda.graph_pool_handle()
-        capture = BreakableCUDAGraphCapture(self.graph, pool=pool, stream=stream)
-        with self.cuts.placed(), capture:
-            self.output = self.forward()
-        torch.cuda.synchronize()
-
-    @torch.no_grad()
-    def forward(self) -> torch.Tensor:
-        x = self.x
-        for layer in self.subject.layers:
-            x = layer(x)
-        return x
-
-    def run(self, seed: int) -> torch.Tensor:
-        """Replay the whole of a batch."""
-        self.load(seed)
-        self.cuts.replay(self.graph)
-        return self.output.clone()
-
-    def load(self, seed: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        self.x.normal_(generator=generator)
-
-
-def test_graphs_go_on_from_where_they_stopped_after_other_batches() -> None:
-    subject = Layers()
-    graphed = Graphed(subject)
-    expected, other = graphed.run(1), graphed.run(2)
-    rng = random.Random(2)
-    stops = []
-    for batch in range(1, 100):
-        graphed.load(1)
-        layer, kept = 0, None
-        while True:
-            with graphed.resumption.resuming(layer, kept):
-                stop = subject.stop_at_random(
-                    batch, lambda: graphed.cuts.replay(graphed.graph), rng
-                )
-            if stop is None:
-                break
-            stops.append(stop)
-            if stop > layer:
-                layer, kept = stop, graphed.resumption.outputs
-            subject.flag.lower()
-            torch.testing.assert_close(graphed.run(2), other, rtol=0, atol=0)
-            graphed.load(1)
-        torch.testing.assert_close(graphed.output, expected, rtol=0, atol=0)
-    assert len(set(stops)) > 2
-
-
-def test_grouped_decode_graphs_compute_what_the_plain_one_does() -> None:
-    subject = Layers()
-    cuts = GraphCuts(subject.layers, INTERVAL, subject.gate, Resumption(subject.layers))
-    backend = lone_decode_backend(torch.cuda, cuts, subject.gate)
-    backend._pool, backend._capture_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    with torch.cuda.stream(backend._capture_stream):
-        backend.capture_one("shape", subject.run)
-    torch.cuda.synchronize()
-    expected = backend.replay("shape", None).clone()
-    assert len(backend._grouped["shape"][0]._segments) == LAYERS // INTERVAL
-    grouped = subject.run_armed(1000, lambda: backend.replay("shape", None))
-    torch.testing.assert_close(grouped, expected, rtol=0, atol=0)
-    torch.testing.assert_close(backend.replay("shape", None), expected, rtol=0, atol=0)
-
-
 # --- In the engine ------------------------------------------------------------------------
 
 GRAPHS: dict[str, dict[str, Any]] = {
@@ -244,11 +161,6 @@ def start(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield start_engine
     for engine in engines:
         engine.shutdown()
-
-
-def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
-    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
-    return {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True, **mark}
 
 
 def run_both_classes(engine: Any, *, output_tokens: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, FullCudaGraphBackend
 
-from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
 from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
-from sglang_coserve.srt.safepoint.install import why_no_safepoints
 from sglang_coserve.srt.safepoint.instrument import Resumption
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cuda
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
@@ -61,26 +58,6 @@ def test_prefills_stop_with_graphs_and_without_and_decodes_do_not(cut: list[Any]
     assert place(scheduler_of(decode_graphs=False)).no_safepoints == {}
 
 
-def test_grouped_decode_graphs_are_made_where_they_are_asked_for_and_can_be(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(placement, "add_grouped_decode_graphs", lambda *args: made.append(args))
-    monkeypatch.setattr(placement, "why_no_grouped_decode_graphs", lambda _: None)
-    place(scheduler_of())
-    assert not made
-    scheduler = scheduler_of()
-    placed = place(scheduler, groups_decodes=True)
-    ((runner, _, gate),) = made
-    assert runner is scheduler.tp_worker.model_runner
-    assert gate is placed.gate
-    assert placed.no_safepoints == {}
-    monkeypatch.setattr(placement, "why_no_grouped_decode_graphs", lambda _: "a reason")
-    with caplog.at_level(logging.WARNING):
-        assert set(place(scheduler_of(), groups_decodes=True).no_safepoints) == {ForwardKind.DECODE}
-    assert "changes nothing: a reason" in caplog.text
-
-
 # --- What follows -------------------------------------------------------------------------
 
 
@@ -120,31 +97,3 @@ def test_what_meets_no_safepoint_is_not_armed() -> None:
     assert safepoints.why_it_must_end(batch_of(ForwardMode.EXTEND)) is None
     assert safepoints.why_it_must_end(batch_of(ForwardMode.MIXED)) is None
     assert "single CUDA graph" in str(safepoints.why_it_must_end(batch_of(ForwardMode.DECODE)))
-
-
-@pytest.mark.parametrize(
-    ("device", "unified", "is_refused"),
-    [("cuda", False, False), ("cuda", True, True), ("npu", False, True)],
-)
-def test_which_devices_have_safepoints(
-    monkeypatch: pytest.MonkeyPatch, device: str, unified: bool, is_refused: bool
-) -> None:
-    """No other reason holds for this engine."""
-
-    class Nothing:
-        def __getattr__(self, name: str) -> Any:
-            return 1 if name.endswith("_size") else None
-
-    scheduler = SimpleNamespace(
-        device=device,
-        enable_unified_memory=unified,
-        is_generation=True,
-        req_to_token_pool=None,
-        is_hybrid_swa=False,
-        model_config=Nothing(),
-        spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        server_args=None,
-    )
-    monkeypatch.setattr(compat, "settings_of", lambda _: Nothing())
-    monkeypatch.setattr(compat, "parallel", lambda _: Nothing())
-    assert (why_no_safepoints(scheduler, some_layers(2)) is not None) == is_refused
