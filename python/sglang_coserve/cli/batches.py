@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from sglang_coserve.cli.console import ExitCode, OperatorFlags, ServerFlags, say, takes
+from sglang_coserve.cli.top import TopFlags, watch_server
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.terminal import flag
 
@@ -32,12 +33,20 @@ class BatchFlags(OperatorFlags):
 
 
 @takes(BatchFlags)
-def status(batch_id: BatchId, flags: BatchFlags) -> None:
-    """Show the progress of a batch, and when it is expected to be complete."""
+def status(
+    flags: BatchFlags,
+    batch_id: Annotated[str | None, typer.Argument(metavar="BATCH", show_default=False)] = None,
+) -> None:
+    """Show how a server stands, or a batch and when it is expected to be complete."""
+    if batch_id is None and not flags.as_json:
+        watch_server(TopFlags(flags.base_url, flags.api_key, flags.as_operator, once=True))
+        return
 
     async def show(api: BatchApi) -> None:
-        batch = await api.retrieve(batch_id)
-        _show(batch, _details, flags)
+        if batch_id is None:
+            typer.echo(json.dumps(await api.view()))
+        else:
+            _show(await api.retrieve(batch_id), _details, flags)
 
     _call(flags, flags.key, show, as_operator=flags.as_operator)
 
@@ -99,7 +108,7 @@ def results(
         batch = await api.retrieve(batch_id)
         await recover_results(batch_id, output)
         await fetch_results(api, batch, output)
-        say(batch_row(batch))
+        say(f"{batch_row(batch)}\nresults: {output}")
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
     if not _call(flags, flags.api_key, fetch):

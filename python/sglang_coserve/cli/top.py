@@ -36,6 +36,15 @@ def top(flags: TopFlags) -> None:
 
     Ends with Ctrl-C.
     """
+    watch_server(flags)
+
+
+def watch_server(flags: TopFlags) -> None:
+    """Show a server, once or until Ctrl-C.
+
+    Raises:
+        ServerError: it does not answer, or what it says cannot be shown.
+    """
     from sglang_coserve.client import BatchApi, RetryPolicy
 
     async def watch() -> None:

@@ -118,7 +118,7 @@ def _verdict(
         return "overloaded", f"Targets are missed, and would be without offline work, too: {text}."
     if missed:
         text = "; ".join(map(_missed, missed))
-        return "unknown", f"Of too few requests to judge, {text}."
+        return "unknown", f"Too few requests to judge yet: {text}."
     return "ok", f"Online users are within their targets{_cost(slos)}."
 
 

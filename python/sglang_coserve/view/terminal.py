@@ -18,7 +18,9 @@ _MOST: Final = 8
 
 _OBJECTIVES: Final = ("objective", "measured", "without offline", "because of offline")
 _ENGINES: Final = ("engine", "state", "lines", "window", "offline tokens/s", "online users")
-_BATCHES: Final = ("batch", "status", "done", "P50", "P95", "window ends")
+_BATCHES: Final = ("batch", "status", "done", "expected", "95% sure", "window ends")
+_TEXTS: Final = ("", "state", "status", "online users")
+"""Columns after the first that are no numbers."""
 _STALE_S: Final = 5.0
 
 View = Mapping[str, Any]
@@ -138,8 +140,13 @@ def _batch_row(batch: View) -> Sequence[str]:
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for place, name in enumerate(columns):
-        # A batch's id is to be read as a whole.
-        table.add_column(name, justify="right" if place else "left", overflow="fold")
+        # A batch's id is to be read as a whole, and copied.
+        table.add_column(
+            name,
+            justify="right" if place and name not in _TEXTS else "left",
+            overflow="fold",
+            no_wrap=name == "batch",
+        )
     for row in rows:
         table.add_row(*map(_text, row))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -35,6 +36,11 @@ def test_one_look_shows_what_the_page_shows(deployment: Deployment, client: open
     assert (code, errors) == (0, "")
     for part in ("policy coserve", "ttft p99 <= 400ms", "tokens/s", batch_id, "completed"):
         assert part in shown
+    status = ("status", "--base-url", deployment.base_url, "--api-key", API_KEY)
+    code, shown, errors = coserve(*status)
+    assert (code, errors) == (0, "")
+    assert batch_id in shown
+    assert json.loads(coserve(*status, "--json")[1])["policy"] == "coserve"
     code, shown, _ = top(deployment, "--once")  # --open-view: without a key, no batches.
     assert code == 0
     assert batch_id not in shown
