@@ -67,3 +67,10 @@ def test_a_page_has_the_same_parts_as_on_github(site: Path, page: Path) -> None:
 def test_links_out_of_the_docs_lead_to_the_repository(site: Path) -> None:
     page = (site / "papers" / "index.html").read_text()
     assert 'href="https://github.com/sglang-coserve/sglang-coserve/blob/main/benchmark/' in page
+
+
+def test_every_picture_is_on_a_page() -> None:
+    pages = [DOCS.parent / "README.md", *(DOCS / page for page in PAGES)]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    unused = [one.name for one in (DOCS / "images").iterdir() if f"images/{one.name})" not in text]
+    assert not unused
