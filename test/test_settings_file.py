@@ -97,7 +97,7 @@ async def test_what_is_wrong_in_a_file_is_named(content: str, says: str, tmp_pat
     path.write_text(content)
     with pytest.raises(ConfigError, match=says):
         await options("--settings", str(path))
-    with pytest.raises(ConfigError, match=r"missing.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"missing.toml: cannot be read"):
         await options("--settings", str(tmp_path / "missing.toml"))
 
 

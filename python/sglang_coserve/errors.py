@@ -85,6 +85,13 @@ _EXTRAS: Final = {
 }
 
 
+def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:
+    """Return that a file cannot be read, and why, without Python's numbers."""
+    if isinstance(error, OSError):
+        return f"{path}: cannot be read: {error.strerror or error}"
+    return f"{path}: is not in UTF-8: {error.reason}"
+
+
 def require(extra: str, user: str) -> None:
     """Check that the packages of an extra are installed, without importing them.
 

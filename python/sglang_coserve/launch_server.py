@@ -6,6 +6,7 @@ Takes every flag of ``python -m sglang.launch_server`` and the coserve group.
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 
 if __name__ in {"__main__", "__mp_main__"}:
@@ -13,6 +14,10 @@ if __name__ in {"__main__", "__mp_main__"}:
     # takes a sixth of their time. ``gc_pauses.freeze_imports`` sets this back. Not off: SGLang
     # has processes that are not ours.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
+
+if __name__ == "__mp_main__":
+    # A terminal's Ctrl-C reaches all processes: the server ends the others once it has stopped.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 # SGLang's processes are spawned and import this module again as __mp_main__:
 # nothing but the package itself may be loaded before the guard.

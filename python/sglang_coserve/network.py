@@ -148,6 +148,8 @@ def check_listen_address(host: str, port: int) -> None:
     Raises:
         StartupError: the port is taken, or the host is not an address of this machine.
     """
+    if port not in range(1 << 16):
+        raise StartupError(f"cannot listen on port {port}: choose a --port from 1 to 65535")
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -20,11 +20,12 @@ _LINE_INTERVAL_S: Final = 10.0
 """Of lines that stand for a bar."""
 
 
-def flag(default: Any, doc: str, *names: str, **option: Any) -> Any:
-    """Return a field that is a flag of a command, its help being ``doc``.
+def flag(default: Any, doc: str, *names: str, group: str | None = None, **option: Any) -> Any:
+    """Return a field that is a flag of a command, its help being ``doc``, shown in ``group``.
 
     ``option`` is as ``typer.Option`` takes it.
     """
+    option["rich_help_panel"] = group
     return field(default=default, metadata={"doc": doc, "names": names, "option": option})
 
 

@@ -108,7 +108,7 @@ def test_an_address_where_no_server_is(source: Path, output: Path) -> None:
 def test_a_directory_that_cannot_be_made() -> None:
     assert coserve("make-model", "/dev/null/x")[0::2] == (
         2,
-        "coserve: /dev/null/x: Not a directory\n",
+        "coserve: /dev/null/x: Not a directory; name a path of directories\n",
     )
 
 

@@ -33,7 +33,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_report_of_two_policies(tmp_path: Path) -> None:
-    arguments = ("--policy", "online_only, conserve", "--slo-tpot-p99-ms", "50")
+    arguments = ("--policy", "online_only, conserve", "--slo-tpot-ms", "50")
     arguments += ("--event-log",)
     output = run(*arguments, output=tmp_path / "report")
     made = files(tmp_path / "report")
@@ -131,7 +131,7 @@ def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.M
         (["--hardware", "abacus"], "abacus"),
         (["--model", "gpt-2"], "gpt-2"),
         (["--policy", "nonsense"], "nonsense"),
-        (["--slo-ttft-p99-ms", "-5"], "slo_ttft_ms is -5"),
+        (["--slo-ttft-ms", "-5"], "slo_ttft_ms is -5"),
         (["--rate", "0"], "rate factor 0"),
         (["--trace", "missing.csv"], "missing.csv"),
         (["--offline", "missing.jsonl"], "missing.jsonl"),

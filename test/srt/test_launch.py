@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -69,7 +70,12 @@ def test_help_shows_sglangs_flags_and_ours(capsys: pytest.CaptureFixture[str]) -
         launch.main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for flag in ("--model-path", "--slo-ttft-ms", "--offline-max-running"):
+    for flag in (
+        "--model-path",
+        "--slo-ttft-ms",
+        "--offline-max-running",
+        "Example: coserve serve",
+    ):
         assert flag in shown
 
 
@@ -229,7 +235,10 @@ COMMAND_LINES = {
     "HiCache storage": "--enable-hierarchical-cache --hicache-storage-backend file",
     "--min-free-slots-delay": "--min-free-slots-delay 4 --offline-policy coserve",
     "--schedule-policy lpm": "--schedule-policy lpm --offline-policy coserve",
-    "SGLang does not take these settings (encoders)": "--encoder-only",
+    "SGLang refuses settings or model (encoders)": "--encoder-only",
+    "there is no flag --slo-ttft: did you mean --slo-ttft-ms?": "--slo-ttft 300",
+    "did you mean --slo-tpot-ms?": "--slo-tpt-ms 50",
+    "--slo-ttft-ms: '300ms' is not a number; write it without a unit": "--slo-ttft-ms 300ms",
 }
 """What is refused, in the words of the message, and how one would ask for it."""
 
@@ -283,6 +292,34 @@ def test_what_a_scheduler_refuses_is_told_without_a_traceback(
     assert "nowhere" in errors[0]
     assert "did not start" in errors[1]
     assert len(errors) == 2
+    assert "Traceback" not in said
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("tokens", "left_out", "reason"),
+    [
+        ("10", "", "the KV memory holds 10 tokens"),
+        ("4096", "*.safetensors", "Cannot find any model weights"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_told_without_a_traceback(
+    small_model: Path,
+    tmp_path: Path,
+    launch_server: Callable[..., tuple[int, str]],
+    tokens: str,
+    left_out: str,
+    reason: str,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small_model, model, ignore=shutil.ignore_patterns(left_out))
+    where = ("--model-path", str(model), "--port", str(free_port()))
+    flags = ("--max-total-tokens", tokens, "--startup-profile-seconds", "0")
+    status, said = launch_server(*where, *flags)
+    assert status == 2
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert reason in errors[0]
+    assert errors[1:] == ["error: the server did not start: the error above says why"]
     assert "Traceback" not in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,24 @@ def test_the_server_ends_with_any_of_its_processes(
         lost.kill()
         _, alive = psutil.wait_procs([leader, *children], timeout=END_TIMEOUT_S)
         assert alive == [], (tmp_path / "server.log").read_text()[-2000:]
+
+
+class TerminalServer(LocalServer):
+    """A server that does not fork from another process: what its imports leave is its own."""
+
+    start_process = subprocess.Popen
+
+
+@pytest.mark.heavy
+def test_ctrl_c_in_a_terminal_ends_it_in_order(small_model: Path, tmp_path: Path) -> None:
+    """It reaches all processes of the server at once."""
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
+    log = tmp_path / "server.log"
+    with TerminalServer(flags, log_path=log) as server:
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(END_TIMEOUT_S) == 130, log.read_text()[-2000:]
+    said = log.read_text()
+    assert not [word for word in ("Traceback", "crashed", "leaked") if word in said], said[-2000:]
 
 
 def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.config.flags import add_flags, setting
+from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.demo.servers import PRIORITIES, System
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
@@ -50,6 +50,11 @@ After these flags, in any order:
   --server FLAGS   flags of sglang.launch_server, for every server alike
   --online FLAGS   flags of sglang.bench_serving: the online load
   --offline FLAGS  flags of sglang.bench_serving: the offline load, which is marked
+
+Example:
+  python -m sglang_coserve.bench_serving --model-path MODEL \\
+    --online --dataset-name random --num-prompts 200 --request-rate 4 \\
+    --offline --dataset-name random --num-prompts 1000
 """
 
 
@@ -181,13 +186,12 @@ def tuned_stock(searched: System, settings: Mapping[str, Any]) -> System:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of our own flags."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m sglang_coserve.bench_serving",
         description="Runs SGLang's bench_serving twice at once, online and offline, on one server "
         "or on several systems in turn.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -6,10 +6,13 @@ that ``coserve --help`` is quick and never loads torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any, Final
 
 import typer
 
@@ -25,6 +28,16 @@ from sglang_coserve.cli.top import top
 from sglang_coserve.errors import CoserveError
 
 __all__ = ["app", "main"]
+
+_HINTS: Final = {
+    errno.EEXIST: "; it is a file, name a directory",
+    errno.ENOTDIR: "; name a path of directories",
+    errno.EISDIR: "; name a file",
+    errno.ENOENT: "; name a path in a directory that exists",
+    errno.EACCES: "; name a path that you may use",
+    errno.ENOSPC: "; free some space, and run the command again",
+}
+"""What to do about an error of the system."""
 
 _PASS_THROUGH = {
     "allow_extra_args": True,
@@ -63,20 +76,33 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # So that paragraphs fill the terminal.
 )
-app.command(context_settings=_PASS_THROUGH)(serve)
-app.command(context_settings=_PASS_THROUGH)(gateway)
-app.command()(submit)
-app.command()(status)
-app.command("list")(list_batches)
-app.command()(cancel)
-app.command()(results)
-app.command()(top)
-app.command(context_settings=PROFILE_SETTINGS)(profile)
-app.command(cls=SeveralSlosCommand)(simulate)
-app.command()(replay)
-app.command()(make_model)
-app.command()(version)
+
+
+def _add(command: Callable[..., None], example: str, **settings: Any) -> None:
+    """Add a command whose help ends with an example; its name is the example's first word."""
+    name = example.split()[0]
+    app.command(name, epilog=f"Example: `coserve {example}`", **settings)(command)
+
+
+_add(serve, "serve --model-path MODEL --port 30000", context_settings=_PASS_THROUGH)
+_add(gateway, "gateway --engine http://gpu-1:30001", context_settings=_PASS_THROUGH)
+_add(submit, "submit prompts.jsonl --window 2h -o results.jsonl")
+_add(status, "status batch_1f0c")
+_add(list_batches, "list --limit 5")
+_add(cancel, "cancel batch_1f0c")
+_add(results, "results batch_1f0c -o results.jsonl")
+_add(top, "top --base-url http://gpu-1:30000")
+_add(profile, "profile --model-path MODEL -o profile.json", context_settings=PROFILE_SETTINGS)
+_add(
+    simulate,
+    "simulate --trace trace.csv --slo 'ttft p99 <= 300ms' -o report",
+    cls=SeveralSlosCommand,
+)
+_add(replay, "replay plans.jsonl --export traffic")
+_add(make_model, "make-model small-model")
+_add(version, "version")
 
 
 def main() -> None:
@@ -89,5 +115,6 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        say(f"coserve: {error.filename}: {error.strerror}", is_error=True)
+        hint = _HINTS.get(error.errno or 0, "")
+        say(f"coserve: {error.filename}: {error.strerror}{hint}", is_error=True)
         sys.exit(ExitCode.USAGE)

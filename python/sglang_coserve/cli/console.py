@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -65,7 +65,7 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=one.default,
-            annotation=Annotated[hints[one.name], _option(one.metadata)],
+            annotation=Annotated[hints[one.name], _option(one.metadata, hints[one.name])],
         )
         for one in fields
     ]
@@ -87,17 +87,30 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return give
 
 
-def _option(of: Mapping[str, Any]) -> Any:
-    return typer.Option(*of["names"], help=of["doc"], **of["option"])
+_METAVARS: Final = {int: "N", int | None: "N", float: "X", float | None: "X"}
+"""Shorter than typer's, which would leave no room for the names of flags."""
+
+
+def _option(of: Mapping[str, Any], kind: Any) -> Any:
+    option = {"metavar": _METAVARS.get(kind), **of["option"]}
+    return typer.Option(*of["names"], help=of["doc"], **option)
+
+
+_SERVER: Final = "Server"
 
 
 @dataclass(frozen=True)
 class ServerFlags:
     """Which server is called."""
 
-    base_url: str = flag("http://127.0.0.1:30000", "The server.", envvar="COSERVE_BASE_URL")
+    base_url: str = flag(
+        "http://127.0.0.1:30000", "The server.", envvar="COSERVE_BASE_URL", group=_SERVER
+    )
     api_key: str | None = flag(
-        None, "Sent as a bearer token.", envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"]
+        None,
+        "Sent as a bearer token.",
+        envvar=["COSERVE_API_KEY", "OPENAI_API_KEY"],
+        group=_SERVER,
     )
 
 
@@ -110,6 +123,7 @@ class OperatorFlags(ServerFlags):
         "Batches of every key: COSERVE_ADMIN_API_KEY, or else --api-key, is then the server's"
         " --admin-api-key.",
         "--as-operator",
+        group=_SERVER,
     )
 
     @property

@@ -26,33 +26,29 @@ class ModelFlags:
     seed: int = flag(0, "Of the weights, and of what varies.")
     emulate: str | None = flag(
         None,
-        "Take the time of this model on a GPU, and compute nothing: llama-3.1-8b, …",
+        "Take the time of this model on a GPU, and compute nothing: llama-3.1-8b, for one.",
         metavar="MODEL",
-        rich_help_panel=_EMULATED,
+        group=_EMULATED,
     )
-    hardware: str = flag(
-        "h100", "a100, h100, h200, b200 or ascend-910c.", rich_help_panel=_EMULATED
-    )
-    tp: int = flag(1, "GPUs that compute together.", rich_help_panel=_EMULATED)
+    hardware: str = flag("h100", "a100, h100, h200, b200 or ascend-910c.", group=_EMULATED)
+    tp: int = flag(1, "GPUs that compute together.", group=_EMULATED)
     profile: Path | None = flag(
         None,
         "A latency profile by which steps take time; default: the datasheet's.",
         metavar="JSON",
-        rich_help_panel=_EMULATED,
+        group=_EMULATED,
     )
-    noise: float = flag(
-        0.03, "Coefficient of variation of a step's time.", rich_help_panel=_EMULATED
-    )
+    noise: float = flag(0.03, "Coefficient of variation of a step's time.", group=_EMULATED)
     model_error: float = flag(
         0.0,
         "The same of a factor that all batches of about the same sizes share.",
-        rich_help_panel=_EMULATED,
+        group=_EMULATED,
     )
     slow_spells: str | None = flag(
         None,
         "Times at which steps take longer, such as 60:2:3.",
         metavar="EVERY_S:LAST_S:FACTOR",
-        rich_help_panel=_EMULATED,
+        group=_EMULATED,
     )
 
 

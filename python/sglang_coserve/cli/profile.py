@@ -63,6 +63,9 @@ def profile(
         known = ", ".join((BEST, *KINDS))
         raise ConfigError(f"--kind {flags.kind}: use one of {known}")
 
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: name a file in a directory that exists")
+
     from sglang_coserve.profiler.grid import plan_grid
     from sglang_coserve.profiler.latency import measure_grid
     from sglang_coserve.profiler.profile_file import write_profile

@@ -36,7 +36,7 @@ def replay(
     lead, --export the traffic, and run the command that it prints with them.
     Exits with 0, with 1 when a plan differs, with 2 when a file or flag cannot be used.
     """
-    from sglang_coserve.errors import InputFileError
+    from sglang_coserve.errors import InputFileError, unreadable
     from sglang_coserve.recording.file import read_recording
     from sglang_coserve.recording.replay import replay
 
@@ -54,21 +54,21 @@ def replay(
                 if plans or (plan.differences and num_different <= _MAX_SHOWN):
                     say(_comparison(plan))
     except OSError as error:
-        raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
+        raise InputFileError(unreadable(recording, error)) from error
     say(f"{num_plans:,} plans, {num_different:,} differ")
     if num_different:
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def _export(recording: Path, directory: Path) -> None:
-    from sglang_coserve.errors import InputFileError
+    from sglang_coserve.errors import InputFileError, unreadable
     from sglang_coserve.simulator.recorded_traffic import read_traffic
 
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
             traffic = read_traffic(lines, str(recording))
     except OSError as error:
-        raise InputFileError(f"{recording}: cannot be read: {error.strerror}") from error
+        raise InputFileError(unreadable(recording, error)) from error
     flags = traffic.export(directory)
     say(f"as recorded:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
 

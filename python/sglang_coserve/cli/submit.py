@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from sglang_coserve.client import AsyncJob, BatchApi, BatchOptions
 
 _T = TypeVar("_T")
+
+
+_BATCH: Final = "As a batch"
+_LINES: Final = "Line by line"
 
 
 @dataclass(frozen=True)
@@ -36,27 +40,36 @@ class SubmitFlags(ServerFlags):
         metavar="OUTPUT.jsonl",
     )
     window: str | None = flag(
-        None, "Time in which the server is to complete the batch: 2h, 90m, 7d.", show_default="24h"
+        None,
+        "Time in which the server is to complete the batch: 2h, 90m, 7d.",
+        show_default="24h",
+        group=_BATCH,
     )
-    priority: int | None = flag(None, "Batches of a higher one go first.", show_default="0")
+    priority: int | None = flag(
+        None, "Batches of a higher one go first.", show_default="0", group=_BATCH
+    )
     best_effort: bool = flag(
         False,
         "Begin also where the window cannot be kept; what is not finished then, expires.",
         "--best-effort",
+        group=_BATCH,
     )
     no_batch: bool = flag(
         False,
         "Send the lines one by one from here, as to a server without a Batch API.",
         "--no-batch",
+        group=_LINES,
     )
-    concurrency: int = flag(64, "Lines that the server has at the same time.", min=1)
+    concurrency: int = flag(64, "Lines that the server has at the same time.", min=1, group=_LINES)
     retry_for: float = flag(300.0, "Give up when the server has answered nothing for this long, s.")
-    max_attempts: int = flag(5, "Give one line up after this many failures of its own.", min=1)
-    request_timeout: float | None = flag(
-        None, "Give one attempt up after this long, s. Default: never."
+    max_attempts: int = flag(
+        5, "Give one line up after this many failures of its own.", min=1, group=_LINES
     )
-    max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1)
-    retry_failed: bool = flag(False, "Send the failed lines again.", "--retry-failed")
+    request_timeout: float | None = flag(
+        None, "Give one attempt up after this long, s. Default: never.", group=_LINES
+    )
+    max_line_mib: int = flag(64, "A longer line is an error, MiB.", min=1, group=_LINES)
+    retry_failed: bool = flag(False, "Send the failed lines again.", "--retry-failed", group=_LINES)
     quiet: bool = flag(False, "No progress, no summary.", "--quiet", "-q")
     as_json: bool = flag(False, "The summary as one JSON object on standard output.", "--json")
 

@@ -98,9 +98,11 @@ class Outage:
         policy = self._policy
         left_s = policy.retry_for_s - self._down_s - (now_s - self._silent_since_s)
         if left_s <= 0:
+            has_tls = self._server.startswith("https:")
+            hint = "is the server there, and with https?" if has_tls else "is the server there?"
             raise ServerGoneError(
                 f"nothing new has come from {self._server} for {policy.retry_for_s:g} s ({reason}):"
-                " is the server there? --base-url says which. Batches that it has go on"
+                f" {hint} --base-url says which. Batches that it has go on"
             )
         self._failures += 1
         pause_s = backoff_s(self._failures, policy.first_delay_s, policy.max_delay_s, self._rng)
@@ -257,8 +259,10 @@ def unusable(answer: httpx.Response, wanted: str) -> ServerError:
 
 def _error(answer: httpx.Response) -> Mapping[str, Any]:
     try:
-        error = json.loads(answer.content)["error"]
-    except (ValueError, LookupError, TypeError):
+        content = json.loads(answer.content)
+        # SGLang's own errors have no object around them.
+        error = content if content.get("object") == "error" else content["error"]
+    except (AttributeError, LookupError, TypeError, ValueError):
         return {}
     return error if isinstance(error, dict) else {"message": error}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Final, Self, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NoReturn, Self, get_origin, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -17,6 +19,36 @@ from sglang_coserve.errors import ConfigError
 POSITIVE: Final = Field(gt=0)
 NOT_NEGATIVE: Final = Field(ge=0)
 SHARE: Final = Field(ge=0, le=1)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose errors are ours, and that takes no beginning of a flag for the flag."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """See ``refuse``."""
+        refuse(self, message)
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Raise what argparse found as an error of one line, with what was probably meant.
+
+    Raises:
+        ConfigError: always.
+    """
+    if found := re.fullmatch(r"argument (\S+): invalid (?:int|float) value: (.*)", message):
+        raise ConfigError(f"{found[1]}: {found[2]} is not a number; write it without a unit")
+    known = [name for action in parser._actions for name in action.option_strings]
+    if message.startswith("unrecognized arguments: "):
+        for word in message.split():
+            if word.startswith("--") and (near := difflib.get_close_matches(word, known, 1)):
+                message += f" (did you mean {near[0]}?)"
+                break
+        else:
+            message += " (--help shows all flags)"
+    raise ConfigError(message)
 
 
 def setting(default: Any, doc: str, *, is_off_at_zero: bool = False, **cli: Any) -> Any:
@@ -40,9 +72,17 @@ def add_flags(group: Any, fields: Iterable[dataclasses.Field[Any]]) -> None:
             flag(field.name),
             # argparse extends a copy of the default, which it can make of a list only.
             default=list(field.default) if field.default == () else field.default,
-            help=field.metadata["doc"].replace("%", "%%"),
+            help=_help(field),
             **field.metadata["cli"],
         )
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    """Return a flag's help, with its default where it has one that the text does not name."""
+    doc = str(field.metadata["doc"]).replace("%", "%%")
+    if field.default in (None, False, ()) or "default" in doc:
+        return doc
+    return f"{doc} (default: %(default)s)"
 
 
 @dataclass(frozen=True, slots=True)

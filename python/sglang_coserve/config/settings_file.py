@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sglang_coserve.errors import ConfigError
+from sglang_coserve.errors import ConfigError, unreadable
 
 _PREFIX: Final = "COSERVE_"
 _OWN: Final = "coserve_"
@@ -97,10 +97,8 @@ def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argpars
 def _read(path: Path, table: str) -> Mapping[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not in UTF-8: {error.reason}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(unreadable(path, error)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     shared = {name: value for name, value in content.items() if name not in _TABLES}

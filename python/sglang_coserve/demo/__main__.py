@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
 from rich.console import Console
 
-from sglang_coserve.config.flags import add_flags
+from sglang_coserve.config.flags import FlagParser, add_flags
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.terminal import printable
 
@@ -22,10 +21,11 @@ def main(argv: Sequence[str]) -> int:
         from sglang_coserve.demo.report import as_table, sentence
         from sglang_coserve.demo.run import DemoOptions, run_demo
 
-        parser = argparse.ArgumentParser(
+        parser = FlagParser(
             prog="python -m sglang_coserve.demo",
             description="Serves an online trace alone, with an offline file on stock SGLang, and "
             "with it on ours.",
+            epilog="Example: scripts/demo --slo-ttft-ms 300 --slo-tpot-ms 50",
         )
         add_flags(parser, fields(DemoOptions))
         options = DemoOptions(**vars(parser.parse_args(argv)))

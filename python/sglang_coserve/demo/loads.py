@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import httpx
 from httpx_sse import aconnect_sse
 
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.errors import InputFileError, unreadable
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
@@ -61,8 +61,7 @@ def write_offline_load(
     try:
         texts = [text for text in source.read_text("utf-8").split("\n") if text.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise InputFileError(f"{source}: cannot be read: {reason}") from error
+        raise InputFileError(unreadable(source, error)) from error
     if not texts:
         raise InputFileError(f"{source}: there is no request in it")
     if lines_in_one > 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.config.flags import FlagParser
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
@@ -50,8 +51,8 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
     """Read the command line, a file of settings and the environment.
 
     Raises:
-        ConfigError: a flag has a value that cannot be used, or one is missing.
-        SystemExit: argparse refused the command line, or printed its help.
+        ConfigError: a flag is unknown, has a value that cannot be used, or is missing.
+        SystemExit: argparse printed its help.
     """
     parser = _parser()
     args = parser.parse_args(with_settings(argv, parser, "gateway"))
@@ -88,13 +89,15 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="coserve gateway", description="One Batch API in front of many engines."
+    parser = FlagParser(
+        prog="coserve gateway",
+        description="One Batch API in front of many engines.",
+        epilog="Example: coserve gateway --engine http://gpu-1:30001 --coserve-data-dir batches",
     )
     add = parser.add_argument
     add("--settings", metavar="FILE.toml", help="file of settings; flags win over it")
     add("--host", default="127.0.0.1", help="where to listen; default: this machine alone")
-    add("--port", type=int, default=30000)
+    add("--port", type=int, default=30000, help="where to listen; default: %(default)s")
     add(
         "--engine",
         action="append",
@@ -131,8 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--api-key", metavar="KEY", help="what clients must bring; by default everybody may call")
     add("--admin-api-key", metavar="KEY", help="opens the operator's routes, /coserve/batches")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    add("--log-format", default=LOG_FORMATS[0], choices=LOG_FORMATS, help="see coserve serve")
+    add(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="the least that is logged; default: %(default)s",
+    )
+    add("--log-format", default=LOG_FORMATS[0], choices=LOG_FORMATS, help="default: %(default)s")
     BatchApiConfig.add_cli_args(parser)
     parser.set_defaults(batch_max_in_flight=_MAX_IN_FLIGHT)
     return parser

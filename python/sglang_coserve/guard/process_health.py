@@ -68,6 +68,12 @@ def is_stop_asked(tokenizer_manager: Any) -> bool:
     return bool(getattr(uvicorn_server(), "should_exit", False))
 
 
+def expect_end_of_processes(tokenizer_manager: Any) -> None:
+    """Let the server's processes end, which SGLang's watchdog would report as a crash."""
+    if (watchdog := tokenizer_manager._subprocess_watchdog) is not None:
+        watchdog.stop()
+
+
 def uvicorn_server() -> Any:
     """Return Uvicorn's server, a method of which handles Ctrl-C; None where something else does."""
     return getattr(signal.getsignal(signal.SIGINT), "__self__", None)

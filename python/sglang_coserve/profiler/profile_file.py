@@ -11,7 +11,7 @@ from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware, ModelS
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.errors import InputFileError, unreadable
 
 # Start values for fitting a roofline on a device without a known datasheet.
 _ANY_CPU: Final = Hardware(
@@ -82,8 +82,8 @@ def load_profile(path: Path) -> LatencyProfile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputFileError(
-            f"{path}: cannot be read as a latency profile: {error}: "
-            "make one with coserve profile --model-path … -o FILE"
+            f"{unreadable(path, error)}: make a latency profile with coserve profile "
+            "--model-path … -o FILE"
         ) from error
     return LatencyProfile.from_json(text, str(path))
 

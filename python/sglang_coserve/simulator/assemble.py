@@ -20,7 +20,7 @@ from sglang_coserve.core.latency_model.machine import (
 )
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import ConfigError, InputFileError
+from sglang_coserve.errors import ConfigError, InputFileError, unreadable
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import fit_to_context
@@ -75,7 +75,7 @@ def find_shape(model: str) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from error
+        raise InputFileError(unreadable(path, error)) from error
     except (ValueError, RecursionError) as error:
         raise InputFileError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):

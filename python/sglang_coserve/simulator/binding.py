@@ -15,7 +15,7 @@ from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.errors import InputFileError, WorkloadError
+from sglang_coserve.errors import InputFileError, WorkloadError, unreadable
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
@@ -146,7 +146,7 @@ def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
                     yield _from_line(line, f"{path}:{number}", index)
                     index += 1
     except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from error
+        raise InputFileError(unreadable(path, error)) from error
     if index == 0:
         raise InputFileError(f"{path}: the file holds no request")
 

@@ -8,11 +8,13 @@ app. A scheduler that is not ours, or a route that is hidden by SGLang's, stops 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -26,10 +28,15 @@ from sglang_coserve.batch.routes import (
     missing_routes,
 )
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.config.flags import flag, refuse
 from sglang_coserve.config.settings_file import one_setting, with_settings
-from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.errors import ConfigError, CoserveError, StartupError
 from sglang_coserve.guard.install import install_in_server
-from sglang_coserve.guard.process_health import freeze_imports, freeze_start_up_objects
+from sglang_coserve.guard.process_health import (
+    expect_end_of_processes,
+    freeze_imports,
+    freeze_start_up_objects,
+)
 from sglang_coserve.http_lines.messages import LINES_PATH
 from sglang_coserve.lines.task_supervisor import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
@@ -101,6 +108,8 @@ def verify_app(app: FastAPI) -> None:
 
 logger = logging.getLogger(__name__)
 
+_INTERRUPTED: Final = 130
+
 _SWITCH_S = 0.0005
 """Python's thread switch interval, which bounds how long the event loop waits for a computing
 thread. With Python's default of 5 ms it wakes 5.3 ms late in the median, with this one 0.7 ms."""
@@ -169,23 +178,30 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
         if is_ready:
             raise
         # One of its processes has said why.
-        raise StartupError(f"the server did not start: {error}") from error
+        has_said = f"exit code: {processes.REFUSED}" in str(error)
+        reason = "the error above says why" if has_said else error
+        raise StartupError(f"the server did not start: {reason}") from error
     finally:
+        if (state := http_server._global_state) is not None:
+            expect_end_of_processes(state.tokenizer_manager)
         kill_process_tree(os.getpid(), include_parent=False)
+        # What is frozen would be reported as leaked.
+        gc.unfreeze()
 
 
 def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
     """Return SGLang's ``ServerArgs`` for ``argv``, with our settings attached.
 
     Raises:
-        ConfigError: one of our flags has an invalid value.
+        ConfigError: a flag is unknown, or has an invalid value.
         StartupError: SGLang's parser did not accept our flags.
-        SystemExit: argparse refused the command line, or printed its help.
+        SystemExit: argparse printed its help.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
+    _check_written_out(argv)
     with _our_flags(defaults):
         server_args = prepare_server_args(list(argv))
     if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
@@ -206,6 +222,20 @@ def _flag_names() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_written_out(argv: Sequence[str]) -> None:
+    """Refuse the beginning of a flag of ours, which argparse would take for the flag.
+
+    SGLang's own may be abbreviated, as in --tp.
+    """
+    known = {name for action in _flag_names()._actions for name in action.option_strings}
+    ours = [flag(field.name) for field in fields(CoserveConfig)]
+    for word in argv:
+        name = word.partition("=")[0]
+        meant = [one for one in ours if one.startswith(name)]
+        if name.removeprefix("--") != name and len(meant) == 1 and name not in known:
+            raise ConfigError(f"there is no flag {name}: did you mean {meant[0]}?")
+
+
 @contextmanager
 def _our_flags(defaults: StartDefaults) -> Iterator[None]:
     """Patch ``ServerArgs`` so that its parser has our flags and its result our settings."""
@@ -219,6 +249,11 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
         CoserveConfig.add_cli_args(parser)
         parser.add_argument("--settings", metavar="FILE.toml", help="file of settings")
         parser.set_defaults(**defaults.flags)
+        parser.prog = "coserve serve"
+        parser.epilog = (
+            "Example: coserve serve --model-path MODEL --slo-ttft-ms 300 --slo-tpot-ms 50"
+        )
+        parser.error = partial(refuse, parser)  # type: ignore[method-assign]
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
@@ -314,4 +349,6 @@ def main(argv: Sequence[str]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return 0

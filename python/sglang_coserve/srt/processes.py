@@ -24,6 +24,12 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
 
+REFUSED: Final = 2
+"""Exit code of a process that has said why it cannot serve."""
+
+_FEWEST_KV_TOKENS: Final = 128
+"""SGLang's first request of its own needs some of them."""
+
 
 def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process with ``CoserveScheduler``; takes SGLang's arguments."""
@@ -43,19 +49,26 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """Return a ``CoserveScheduler``; end the process with our error, if there is one.
+    """Return a ``CoserveScheduler``; end the process with an error if it cannot serve the model.
 
     SGLang would log a traceback, and kill the server before it can say anything.
     """
     from sglang_coserve.srt.scheduler.scheduler import CoserveScheduler
 
     try:
-        return CoserveScheduler(*args, **kwargs)
+        with compat.refusals_of_sglang():
+            scheduler = CoserveScheduler(*args, **kwargs)
+        if (kv_tokens := scheduler.max_total_num_tokens) < _FEWEST_KV_TOKENS:
+            raise ConfigError(
+                f"the KV memory holds {kv_tokens} tokens, too few to serve requests: raise "
+                "--mem-fraction-static or --max-total-tokens, or take a smaller model"
+            )
+        return scheduler
     except CoserveError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201
         # Threads of SGLang's would keep an ordinary exit waiting.
-        os._exit(2)
+        os._exit(REFUSED)
 
 
 def watch_replicas() -> None:

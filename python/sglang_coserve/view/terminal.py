@@ -140,12 +140,12 @@ def _batch_row(batch: View) -> Sequence[str]:
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for place, name in enumerate(columns):
-        # A batch's id is to be read as a whole, and copied.
+        # An id or an address is to be read as a whole, and copied.
         table.add_column(
             name,
             justify="right" if place and name not in _TEXTS else "left",
             overflow="fold",
-            no_wrap=name == "batch",
+            no_wrap=not place,
         )
     for row in rows:
         table.add_row(*map(_text, row))

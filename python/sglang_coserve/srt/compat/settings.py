@@ -29,17 +29,21 @@ class _Refusal(NamedTuple):
 
 @contextmanager
 def refusals_of_sglang() -> Iterator[None]:
-    """A context in which SGLang's own errors about its settings become errors of one line.
+    """A context in which SGLang's own errors about settings and model become errors of one line.
+
+    The traceback is in the log at ``--log-level debug``.
 
     Raises:
         ConfigError: instead of what SGLang raises.
     """
     try:
         yield
-    except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         logger.debug("SGLang refused its settings", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"SGLang does not take these settings: {reason}") from error
+        if isinstance(error, RuntimeError):
+            reason += " (--log-level debug logs where)"
+        raise ConfigError(f"SGLang refuses settings or model: {reason}") from error
 
 
 def check_server_args(server_args: Any, config: CoserveConfig) -> None:
