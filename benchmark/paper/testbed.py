@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
-from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report
 from sglang_coserve.simulator.assemble import SimulatedMachine
@@ -25,7 +22,7 @@ from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.simulator.run import SimulationSetup
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
@@ -44,11 +41,6 @@ class Lengths:
     prompt_p99: float
     output_mean: float
     output_p99: float
-
-    @classmethod
-    def fixed(cls, prompt_tokens: int, output_tokens: int) -> Lengths:
-        """Return lengths that do not vary."""
-        return cls(prompt_tokens, prompt_tokens, output_tokens, output_tokens)
 
     @classmethod
     def of_deviation(
@@ -110,14 +102,14 @@ def gamma_arriving(
     return partial(from_trace, trace, request_class)
 
 
-def azure_online(path: Path | None, qps: float, seconds: float, seed: int = 1) -> Requests:
-    """Return online requests sampled from a trace to a mean rate, as HyGen §5.1 does.
+def azure_online(qps: float, seconds: float, seed: int = 1) -> Requests:
+    """Return online requests sampled from the bundled trace to a mean rate, as HyGen §5.1 does.
 
     The beginning of the trace is thinned, and compressed first where it has fewer
-    requests than that; without a path the bundled sample is.
+    requests than that.
     """
     for factor in count(1):
-        whole = scale_rate(read_trace(path or sample_path("online")), factor)
+        whole = scale_rate(read_trace(sample_path("online")), factor)
         part = list(until(whole, seconds))
         keep = qps * seconds / len(part)
         if keep <= 1:
@@ -151,33 +143,24 @@ class Testbed:
     def setup(self, targets: SloTargets) -> SimulationSetup:
         """Return the machine with these targets."""
         machine = self.machine
-        model = machine.roofline()
-        copied = machine.copied_tokens_per_s(self.checkpoint_byte_per_s)
-        layers = machine.shape.num_layers
         capacity = self.kv_tokens or kv_capacity_tokens(
             machine.shape, machine.hardware, tp_size=machine.tp_size
         )
         return SimulationSetup(
-            model=model,
+            model=machine.roofline(),
             targets=targets,
             executor=ExecutorConfig(
                 kv_capacity_tokens=capacity,
                 max_running_requests=self.max_running_requests,
                 max_batch_tokens=8192,
-                checkpoint_tokens_per_s=copied,
-                safepoint=SafepointConfig(layers, self.safepoint_layers)
+                checkpoint_tokens_per_s=machine.copied_tokens_per_s(self.checkpoint_byte_per_s),
+                safepoint=SafepointConfig(machine.shape.num_layers, self.safepoint_layers)
                 if self.safepoint_layers
                 else None,
                 noise_cv=0.02,  # Steps on a real device are not all alike.
                 prefix_cache=self.prefix_cache,
             ),
         )
-
-
-def run(workload: Workload, setup: SimulationSetup, policy: Policy) -> SimulationResult:
-    """Run one policy, and say so."""
-    sys.stderr.write(f"  simulating {policy.name} ...\n")
-    return simulate(workload, setup, policy)
 
 
 def p99_ttft_ms(result: SimulationResult) -> float:
