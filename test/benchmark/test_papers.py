@@ -1,14 +1,18 @@
-"""The papers' experiments: they run, and say what they depend on."""
+"""The papers' experiments: they run, and the stored tables are what the code gives."""
 
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench_papers import EXPERIMENTS, run
 from paper.experiment import what_runs
+
+STORED = Path(__file__).parents[2] / "benchmark" / "results" / "paper"
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("conserve_fig6", 10.0), ("ooco_fig6", 0.5)])
@@ -18,6 +22,20 @@ def test_an_experiment_gives_its_tables_and_the_papers_claims(name: str, seconds
     assert "commit 0123456789ab, inputs " in table
     assert f"{seconds:g} simulated seconds" in table
     assert "| the paper's text | paper | ours |" in table
+
+
+def test_every_experiment_has_stored_results() -> None:
+    assert {path.stem for path in STORED.glob("*.md")} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_stored_table_is_what_the_code_gives(name: str) -> None:
+    told = re.search(r", commit [0-9a-f]{12}, inputs (\w+), ", (STORED / f"{name}.md").read_text())
+    assert told is not None
+    assert told[1] == EXPERIMENTS[name].inputs_hash(), (
+        f"what {name}.md depends on has changed: commit it, run `python benchmark/bench_papers.py "
+        f"{name} --out benchmark/results/paper`, and see whether docs still quote it right"
+    )
 
 
 def test_a_table_depends_on_its_own_policies() -> None:
