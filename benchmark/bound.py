@@ -3,11 +3,11 @@
     python benchmark/bound.py
     python benchmark/bound.py --trace azure.csv --offline 6916x394
 
-The bound is computed for a load that goes on as in the trace (docs/benchmarks.md says how, and why
-it is one); what stands beside it is simulated with the same latency model: Llama-3.1-8B on an H100,
-a roofline from the datasheet. Without a trace there are two, of lognormal lengths and Poisson
-arrivals: one with long prompts, one with long outputs. A load of 1 is the rate at which the
-no-interference baseline serves requests that all come at once.
+The bound is computed for a load that goes on as in the trace (docs/benchmarks.md says how, and
+``upper_bound.py`` why it is one); what stands beside it is simulated with the same latency model:
+Llama-3.1-8B on an H100, a roofline from the datasheet. Without a trace there are two, of lognormal
+lengths and Poisson arrivals: one with long prompts, one with long outputs. A load of 1 is the rate
+at which the no-interference baseline serves requests that all come at once.
 
 Targets are multiples of what the baseline gives: ``--scale`` of its P99 TTFT and its P99 gap
 between tokens, told to the scheduler in milliseconds; or ``--slowdown``, told as that.
