@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> Verdict:
             _made(work / "model", takes_pictures=options.pictures > 0)
         )
         flags = [
-            *("--model-path", model, "--log-level", "warning"),
+            # The corpus names this model: a line with another would fail its batch.
+            *("--model-path", model, "--served-model-name", "small", "--log-level", "warning"),
             *("--max-queued-requests", str(options.max_queued_requests)),
             *options.server_flag,
         ]

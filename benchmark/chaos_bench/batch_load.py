@@ -81,9 +81,7 @@ class BatchLoad:
         options: argparse.Namespace,
         hostile: Mapping[str, Sequence[dict[str, Any]]] = MappingProxyType({}),
     ) -> None:
-        """``options`` are those of ``chaos_parser``; ``hostile`` bodies go among the lines, by
-        endpoint.
-        """
+        """Take options of ``chaos_parser``, and hostile bodies to mix in, by endpoint."""
         self._known: dict[str, list[KnownAnswer]] = {}
         for answer in known:
             self._known.setdefault(answer.path, []).append(answer)

@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batch.records import a_batch, a_file
 from sglang_coserve.batch.errors import (
     BatchRequestError,
+    ConflictError,
     NotFoundError,
     TooManyError,
 )
 from sglang_coserve.batch.record import Status
+from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
     CancelAsked,
     Failed,
@@ -131,6 +135,118 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
         batch_rows.create(connection, a_batch(input_file_id="file-y"), 0.0, 10)
     with pytest.raises(TooManyError, match="0 more"):
         batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
+
+
+def test_idempotency_keys_belong_to_an_owner(connection: sqlite3.Connection) -> None:
+    for owner in ("o", "p"):
+        file_rows.insert(connection, a_file(f"file-{owner}", owner))
+    first = a_batch(input_file_id="file-o", idempotency_key="k", fingerprint="f")
+    assert batch_rows.create(connection, first, 0.0, 1) == (first, True)
+    again = replace(first, id="batch_2", created_at_s=9.0)
+    assert batch_rows.create(connection, again, 9.0, 1) == (first, False)
+    with pytest.raises(ConflictError, match="batch_1"):
+        batch_rows.create(connection, replace(again, fingerprint="g"), 9.0, 1)
+    other = replace(first, id="batch_3", owner="p", input_file_id="file-p")
+    assert batch_rows.create(connection, other, 0.0, 2) == (other, True)
+
+
+def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
+    file_rows.insert(connection, a_file(expires_at_s=10.0))
+    file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
+    batch_rows.create(connection, a_batch(), 0.0, 10)
+    with pytest.raises(ConflictError, match="in use by batch batch_1"):
+        file_rows.delete(connection, "o", "file-1")
+    assert file_rows.expired(connection, 15.0, 10) == []
+    assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
+    batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0)
+    batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
+    assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
+    file_rows.delete(connection, "o", "file-1")
+    assert not file_rows.exists(connection, "file-1")
+
+
+@pytest.mark.parametrize(
+    "bad_id", ["", "file-2", "' OR 1=1 --", "../../etc/passwd", "\0", "x" * 9999]
+)
+def test_ids_are_looked_up_and_nothing_else(connection: sqlite3.Connection, bad_id: str) -> None:
+    file_rows.insert(connection, a_file())
+    file_rows.insert(connection, a_file("file-2", owner="somebody else"))
+    for look_up in (
+        lambda: file_rows.find(connection, "o", bad_id, 0.0),
+        lambda: file_rows.delete(connection, "o", bad_id),
+        lambda: batch_rows.find(connection, bad_id, "o"),
+        lambda: batch_rows.apply(connection, bad_id, CancelAsked(), 0.0, owner="o"),
+        lambda: batch_rows.page(connection, "o", after=bad_id, limit=1),
+    ):
+        with pytest.raises(NotFoundError) as caught:
+            look_up()
+        assert len(str(caught.value)) < 300
+    assert file_rows.exists(connection, "file-2")
+
+
+@settings(deadline=None)
+@given(
+    owners=st.lists(st.sampled_from("ab"), max_size=12),
+    limit=st.integers(1, 5),
+    is_ascending=st.booleans(),
+)
+def test_pages_add_up_to_everything_of_one_owner(
+    tmp_path_factory: pytest.TempPathFactory, owners: list[str], limit: int, is_ascending: bool
+) -> None:
+    connection = open_database(tmp_path_factory.mktemp("pages") / "db")
+    for number, owner in enumerate(owners):
+        file_rows.insert(connection, a_file(f"file-{number}", owner))
+        batch_rows.create(
+            connection,
+            a_batch(id=f"batch_{number}", owner=owner, input_file_id=f"file-{number}"),
+            0.0,
+            100,
+        )
+    mine = [number for number, owner in enumerate(owners) if owner == "a"]
+
+    files: list[str] = []
+    has_more = True
+    while has_more:
+        content = file_rows.page(
+            connection,
+            "a",
+            0.0,
+            after=files[-1] if files else None,
+            limit=limit,
+            is_ascending=is_ascending,
+            purpose=None,
+        )
+        page = FileList.model_validate_json(content, strict=True)
+        assert len(page.data) <= limit
+        ids = [file.id for file in page.data]
+        assert (page.first_id, page.last_id) == (ids[0], ids[-1]) if ids else (None, None)
+        files += ids
+        has_more = page.has_more
+    assert files == [f"file-{n}" for n in (mine if is_ascending else reversed(mine))]
+
+    batches: list[str] = []
+    while found := batch_rows.page(
+        connection, "a", after=batches[-1] if batches else None, limit=limit
+    ):
+        batches += [batch.id for batch in found]
+    assert batches == [f"batch_{n}" for n in reversed(mine)]
+    connection.close()
+
+
+def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> None:
+    for number in (1, 2):
+        file_rows.insert(connection, a_file(f"file-{number}"))
+        batch = a_batch(id=f"batch_{number}", input_file_id=f"file-{number}")
+        batch_rows.create(connection, batch, 0.0, 10)
+        failed = Failed((LineFault("x", "y"),))
+        batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
+    first, second = batch_rows.due_events(connection, 10.0, 10)
+    assert [first.id, second.id] == ["evt_1", "evt_2"]
+    batch_rows.postpone_event(connection, "evt_1", 30.0)
+    assert batch_rows.due_events(connection, 29.0, 10) == [second]
+    assert batch_rows.due_events(connection, 30.0, 10) == [replace(first, attempts=1), second]
+    batch_rows.settle_event(connection, "evt_1")
+    assert batch_rows.due_events(connection, 99.0, 10) == [second]
 
 
 class TestOpening:
