@@ -40,9 +40,7 @@ class ExecutorProcesses:
 
         from sglang_coserve.srt.launch import parse_server_args
 
-        with compat.refusals_of_sglang():
-            server_args = parse_server_args(argv, defaults)
-            compat.settings_of(server_args)
+        server_args = parse_server_args(argv, defaults)
         compat.check_server_args(compat.settings_of(server_args), server_args._coserve)
         compat.check_one_replica(compat.settings_of(server_args))
         port_args = PortArgs.init_new(server_args)

@@ -130,9 +130,7 @@ def launch_server(argv: Sequence[str]) -> None:
     # SGLang reads the environment when it is first imported, be it for its flags.
     defaults = start_defaults(model_path_in(argv) or one_setting("model_path", argv, "serve"))
     argv = with_settings(argv, _flag_names(), "serve")
-    with compat.refusals_of_sglang():
-        server_args = parse_server_args(argv, defaults)
-        compat.settings_of(server_args)
+    server_args = parse_server_args(argv, defaults)
     from sglang_coserve.srt.profiling.latency_source import check_profile
     from sglang_coserve.srt.routes.batch_api import check_batch_settings
 
@@ -193,22 +191,23 @@ def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
     """Return SGLang's ``ServerArgs`` for ``argv``, with our settings attached.
 
     Raises:
-        ConfigError: a flag is unknown, or has an invalid value.
+        ConfigError: a flag is unknown, or has a value that we or SGLang refuse.
         StartupError: SGLang's parser did not accept our flags.
         SystemExit: argparse printed its help.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    load_plugins()
-    _check_written_out(argv)
-    with _our_flags(defaults):
-        server_args = prepare_server_args(list(argv))
-    if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
-        raise StartupError(
-            "SGLang's argument parser did not take the coserve flags: it no longer calls "
-            "ServerArgs.add_cli_args and from_cli_args"
-        )
+    with compat.refusals_of_sglang():
+        load_plugins()
+        with _our_flags(argv, defaults):
+            server_args = prepare_server_args(list(argv))
+        if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
+            raise StartupError(
+                "SGLang's argument parser did not take the coserve flags: it no longer calls "
+                "ServerArgs.add_cli_args and from_cli_args"
+            )
+        compat.settings_of(server_args)  # It refuses more as it derives them.
     return server_args
 
 
@@ -222,12 +221,12 @@ def _flag_names() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_written_out(argv: Sequence[str]) -> None:
+def _check_written_out(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Refuse the beginning of a flag of ours, which argparse would take for the flag.
 
     SGLang's own may be abbreviated, as in --tp.
     """
-    known = {name for action in _flag_names()._actions for name in action.option_strings}
+    known = {name for action in parser._actions for name in action.option_strings}
     ours = [flag(field.name) for field in fields(CoserveConfig)]
     for word in argv:
         name = word.partition("=")[0]
@@ -237,8 +236,8 @@ def _check_written_out(argv: Sequence[str]) -> None:
 
 
 @contextmanager
-def _our_flags(defaults: StartDefaults) -> Iterator[None]:
-    """Patch ``ServerArgs`` so that its parser has our flags and its result our settings."""
+def _our_flags(argv: Sequence[str], defaults: StartDefaults) -> Iterator[None]:
+    """Patch ``ServerArgs``: its parser, of ``argv``, has our flags, its result our settings."""
     from sglang.srt.server_args import ServerArgs
 
     replaced = {name: ServerArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args")}
@@ -254,6 +253,7 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
             "Example: coserve serve --model-path MODEL --slo-ttft-ms 300 --slo-tpot-ms 50"
         )
         parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+        _check_written_out(argv, parser)
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))
