@@ -47,6 +47,9 @@ READ_LATE: Final = (
 )
 """A server with any other variable changed is started anew: an import may have read it."""
 
+STARTS_KEEPER: Final = threading.Lock()
+"""A test may start its first servers from several threads."""
+
 
 class Forked(ForkServerProcess):
     """A process of ``multiprocessing``, with the environment of the one that makes it."""
@@ -57,10 +60,11 @@ class Forked(ForkServerProcess):
 
     def start(self) -> None:
         server: Any = forkserver._forkserver
-        if server._forkserver_address is None:
-            server._forkserver_address = keeper_address()
-            # Processes keep it open. The keeper is to end though some of them have not.
-            server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        with STARTS_KEEPER:
+            if server._forkserver_address is None:
+                server._forkserver_address = keeper_address()
+                # Processes keep it open. The keeper is to end though some of them have not.
+                server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running
         self._keeper = server._forkserver_address
         super().start()

@@ -233,7 +233,7 @@ class FleetProcesses:
     def _start(self, engine: LocalServer) -> None:
         try:
             engine.start()
-        except StartupError as error:
+        except (StartupError, OSError) as error:
             if not self._is_ending:
                 self.failures.append(str(error))
 
