@@ -32,6 +32,17 @@ async def test_a_line_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
         assert "streams" not in {name_of(request) for request in scene.backend.started}
 
 
+async def test_a_batch_whose_lines_all_fail_is_complete_without_an_output(tmp_path: Path) -> None:
+    backend = ScriptedBackend(answers=lambda _: failure(400))
+    async with (scene := await opened(tmp_path, backend)).service:
+        done = await scene.ends((await scene.create(lines(3))).id)
+        assert done.status == "completed"
+        assert done.request_counts.model_dump() == {"total": 3, "completed": 0, "failed": 3}
+        assert done.output_file_id is None
+        assert done.error_file_id
+        assert len(await scene.records(done)) == 3
+
+
 async def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None:
     attempts: Counter[str] = Counter()
 

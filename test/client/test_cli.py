@@ -72,6 +72,16 @@ def test_failed_lines_show_in_the_exit_code_until_they_are_mended(
     assert (code, summary["ok"], summary["resumed"]) == (0, 3, 1)
 
 
+def test_what_fails_most_often_is_said(server: FaultServer, source: Path, output: Path) -> None:
+    write_lines(source, ["bad", *(line(f"id-{n}", faults=["400"]) for n in range(3))])
+    code, stdout, _ = submit(source, output, server.base_url)
+    assert code == 1
+    assert "completed: 0 ok, 4 failed" in stdout
+    (said,) = [each for each in stdout.splitlines() if each.startswith("most often: ")]
+    first = json.loads(output.with_name("out.errors.jsonl").read_text().splitlines()[-1])
+    assert said.removeprefix("most often: ") in json.dumps(first["response"]["body"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+_READ_ERRORS: Final = 1000
+_REASON_CHARS: Final = 300
 _BATCH: Final = "As a batch"
 _LINES: Final = "Line by line"
 
@@ -211,8 +215,24 @@ def _describe(job: AsyncJob) -> str:
     if status.failed:
         again = "" if status.batch_id else " (--retry-failed sends these lines again)"
         lines.append(f"errors: {job.errors}{again}")
+        lines += _main_reason(job.errors)
     if status.state.value != "completed":
         if status.batch_state not in (None, *FINAL_STATUSES):
             lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
         lines.append("run the same command again to continue")
     return "\n".join(lines)
+
+
+def _main_reason(errors: Path) -> list[str]:
+    """Say what is most often wrong, by the first failed lines; nothing if that is unknown."""
+    from sglang_coserve.client.results import decode_record
+
+    reasons: Counter[str] = Counter()
+    try:
+        with errors.open("rb") as records:
+            for record in islice(records, _READ_ERRORS):
+                error = decode_record(record).error
+                reasons[error.message if error else ""] += 1
+    except (OSError, ValueError):  # Gone, or its end is not written yet.
+        pass
+    return [f"most often: {reason[:_REASON_CHARS]}" for reason, _ in reasons.most_common(1)]
