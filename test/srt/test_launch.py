@@ -8,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import with_settings
-from sglang_coserve.errors import UnsupportedError
+from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.local_server import free_port
 from sglang_coserve.srt.cpu import defaults as cpu
 
@@ -342,13 +344,64 @@ def test_a_bad_value_of_our_flags_is_refused(
     assert "error: --slo-ttft-ms must be greater than 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("missing", ["/nowhere/model", "models/small/model", "small--model"])
 def test_a_model_that_is_not_there_is_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    missing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = tmp_path / "model"
-    assert launch.main(["--model-path", str(missing)]) == 2
+    assert launch.main(["--model-path", missing]) == 2
     said = capsys.readouterr().err
     assert f"error: --model-path {missing}: there is no such directory" in said
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Hugging Face's hub, which has no model but ``org/model``; the directory of its cache."""
+    from huggingface_hub import constants
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            has_it = self.path == "/api/models/org/model"
+            body = b'{"id": "org/model"}' if has_it else b"{}"
+            self.send_response(200 if has_it else 404)
+            self.send_header("x-error-code", "" if has_it else "RepoNotFound")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield tmp_path
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["small-modle", "org/modle"])
+def test_a_name_that_is_no_model_is_told_at_once(hub: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--model-path {name}: .* shows no such model"):
+        start_defaults(name)
+
+
+def test_a_model_that_the_hub_or_the_cache_has_goes_on_to_sglang(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    start_defaults("org/model")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        start_defaults("org/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        start_defaults("org/model")
+    kept = hub / "models--org--model" / "snapshots" / "0"
+    kept.mkdir(parents=True)
+    (kept / "config.json").touch()
+    start_defaults("org/model")
 
 
 FOR_OPERATORS = {

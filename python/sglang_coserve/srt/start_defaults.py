@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
 
 _EMULATED: Final = ["EmulatedForCausalLM"]
+_HUB_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,11 @@ def start_defaults(model_path: str | None) -> StartDefaults:
 
     Raises:
         InputFileError: the model is emulated, and its config.json does not say how.
-        ConfigError: what it says is out of range, or there is nothing at the model's path.
+        ConfigError: what it says is out of range, there is nothing at the model's path, or
+            Hugging Face has no model of that name.
     """
-    # Anything else may be the name of a model that SGLang downloads.
-    paths = ("/", "./", "../")
-    if model_path and model_path.startswith(paths) and not Path(model_path).exists():
-        raise ConfigError(
-            f"--model-path {model_path}: there is no such directory; name one with a config.json,"
-            " or a model of Hugging Face's"
-        )
+    if model_path and not Path(model_path).exists():
+        _check_name(model_path)
     if model_path is not None and is_emulated(Path(model_path)):
         # Only then is any of it imported.
         from sglang_coserve.srt.emulation import model_directory
@@ -64,6 +62,49 @@ def start_defaults(model_path: str | None) -> StartDefaults:
         return StartDefaults(on_cpu=False)
     cpu.set_environment_defaults()
     return StartDefaults(True, cpu.FLAG_DEFAULTS)
+
+
+def _check_name(model: str) -> None:
+    """Refuse what is no directory, unless Hugging Face has it, or had it when it was downloaded.
+
+    SGLang would look for it for a minute, and end with a traceback.
+
+    Raises:
+        ConfigError: see above.
+    """
+    mend = "name one with a config.json, or a model of Hugging Face's"
+    missing = f"--model-path {model}: there is no such directory"
+    if ":" in model or os.environ.get("SGLANG_USE_MODELSCOPE"):
+        return  # It comes from elsewhere.
+    if model.startswith(("/", "./", "../")) or model.count("/") > 1:
+        raise ConfigError(f"{missing}; {mend}")
+    import httpx
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    kept = Path(constants.HF_HUB_CACHE, "models--" + model.replace("/", "--"), "snapshots")
+    if any(kept.glob("*/config.json")):
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{missing}, nor is it in {constants.HF_HUB_CACHE} (HF_HUB_OFFLINE is set); {mend}"
+        )
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return
+    except (RepositoryNotFoundError, ValueError) as error:
+        raise ConfigError(
+            f"{missing}, and {constants.ENDPOINT} shows no such model; {mend} (with HF_TOKEN, if "
+            "it is private)"
+        ) from error
+    except HfHubHTTPError:
+        return
+    except (OSError, httpx.HTTPError) as error:
+        raise ConfigError(
+            f"{missing}, nor is it in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot "
+            f"be reached ({error}); {mend}"
+        ) from error
 
 
 def check_settings(server_args: Any, *, on_cpu: bool) -> Any:
