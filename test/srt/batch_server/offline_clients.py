@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,6 +86,85 @@ def langchain_openai(base_url: str, api_key: str, _directory: Path) -> None:
     assert [one.response_metadata["service_tier"] for one in answers] == ["flex"] * COUNT
     streamed = [chunk.text for chunk in model.stream(QUESTIONS[0])]
     assert "".join(streamed) == answers[0].text
+
+
+def openai_batch(base_url: str, api_key: str, directory: Path) -> None:
+    """A batch that is there: its ``submit`` reads a file that it has closed, whatever it is."""
+    from openai_batch import Batch
+    from openai_batch.providers import Provider
+
+    provider = Provider(base_url=base_url, api_key=api_key)
+    input_file = directory / "in.jsonl"
+    with Batch(submission_input_file=input_file, provider=provider) as written:
+        for text in QUESTIONS:
+            message = {"role": "user", "content": text}
+            written.add_to_batch(model="small", messages=[message], max_tokens=12)
+        try:
+            written.submit()
+        except ValueError as error:
+            assert "closed file" in str(error), error
+        else:
+            raise AssertionError("it submits now: let it")
+    client = provider.get_client()
+    file = client.files.create(file=input_file, purpose="batch")
+    endpoint: Any = "/v1/chat/completions"
+    created = client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h"
+    )
+    output = directory / "out.jsonl"
+    batch = Batch(batch_id=created.id, provider=provider, output_file=output)
+    _wait(lambda: batch.status().status)
+    assert batch.download() == (output, None)
+    assert len(output.read_text().splitlines()) == COUNT
+
+
+def guidellm(base_url: str, api_key: str, directory: Path) -> None:
+    """Streams of flex chats, measured."""
+    backend = {
+        "kind": "openai_http",
+        "target": base_url,
+        "model": "small",
+        "api_key": api_key,
+        "max_tokens": 12,
+        "extras": {"body": {"service_tier": "flex"}},
+    }
+    report = directory / "report.json"
+    _run(
+        *("guidellm", "run", "--disable-console", "--backend", json.dumps(backend)),
+        *("--profile", "kind=concurrent,streams=2"),
+        *("--constraint", f"kind=max_requests,count={COUNT}"),
+        *("--data", f"kind=json_file,path={_questions(directory, 'prompt')}"),
+        *("--output", f"kind=json,path={report}"),
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    ended = benchmark["requests"]
+    assert (len(ended["successful"]), len(ended["errored"])) == (COUNT, 0)
+    assert all(1 <= one["output_tokens"] <= 12 for one in ended["successful"])
+
+
+def aiperf(base_url: str, api_key: str, directory: Path) -> None:
+    """Streams of flex chats, measured."""
+    _run(
+        *("aiperf", "profile", "--ui", "none", "--artifact-dir", str(directory)),
+        *("-m", "small", "--tokenizer", str(directory / "model"), "--api-key", api_key),
+        *("--url", base_url, "--endpoint-type", "chat", "--streaming"),
+        *("--request-count", str(COUNT), "--concurrency", "2", "--custom-dataset-type"),
+        *("single_turn", "--input-file", str(_questions(directory, "text"))),
+        *("--extra-inputs", "service_tier:flex", "--extra-inputs", "max_tokens:12"),
+    )
+    report = json.loads((directory / "profile_export_aiperf.json").read_text())
+    assert (report["request_count"]["avg"], report["error_summary"]) == (COUNT, [])
+    assert COUNT <= report["total_usage_completion_tokens"]["avg"] <= 12 * COUNT
+
+
+def _questions(directory: Path, field: str) -> Path:
+    file = directory / "questions.jsonl"
+    file.write_text("".join(json.dumps({field: text}) + "\n" for text in QUESTIONS))
+    return file
+
+
+def _run(program: str, *words: str) -> None:
+    subprocess.run([Path(sys.executable).with_name(program), *words], check=True, timeout=300)
 
 
 def _wait(status: Any) -> None:

@@ -28,7 +28,7 @@ def python(requirement: str, tmp_path: Path) -> Path:
         return made
     venv.create(directory, with_pip=True)
     installed = subprocess.run(
-        [made, "-m", "pip", "install", "--quiet", requirement],
+        [made, "-m", "pip", "install", "--quiet", *requirement.split()],
         capture_output=True,
         text=True,
         timeout=600,
@@ -47,12 +47,22 @@ def python(requirement: str, tmp_path: Path) -> Path:
         ("autobatcher==0.12.0", "offline_clients.py"),
         ("instructor==1.17.0", "offline_clients.py"),
         ("langchain-openai==1.7.4", "offline_clients.py"),
+        # It does not say that it needs httpx.
+        ("openai-batch==0.3.4 httpx", "offline_clients.py"),
+        ("guidellm==0.8.1", "offline_clients.py"),
+        ("aiperf==0.13.0", "offline_clients.py"),
         ("litellm[proxy]==1.108.7", "litellm_client.py"),
     ],
 )
 def test_a_client(
-    deployment: Deployment, python: Path, tmp_path: Path, requirement: str, program: str
+    deployment: Deployment,
+    python: Path,
+    small_model: Path,
+    tmp_path: Path,
+    requirement: str,
+    program: str,
 ) -> None:
+    (tmp_path / "model").symlink_to(small_model)
     with LiveApp(None) as without_batches:
         ran = subprocess.run(
             [
