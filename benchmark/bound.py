@@ -29,7 +29,7 @@ from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, requi
 from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
+from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile

@@ -20,7 +20,7 @@ from typing import Final
 from paper.experiment import Cell, Findings
 from paper.ooco_pools import Pools, Pull, length_preference
 from paper.testbed import Lengths, Testbed, azure_online, gamma_arriving
-from sglang_coserve.core.latency_model.machine import kv_bytes_per_token
+from sglang_coserve.core.latency_model.operators import kv_bytes_per_token
 from sglang_coserve.core.policies.baselines import FcfsPolicy, PriorityPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
@@ -96,7 +96,7 @@ def serve(system: OocoSystem, offline_per_s: float, seconds: float) -> tuple[flo
     source = TrafficSource([azure_online(ONLINE_QPS, seconds)(), offline()])
     relaxed = engine_of(system.relaxed(), setup, source)
     strict = engine_of(system.strict(), setup, TrafficSource(), relaxed[0])
-    link_tokens_per_s = MACHINE.hardware.link_byte_per_s / kv_bytes_per_token(MACHINE.shape)
+    link_tokens_per_s = MACHINE.hardware.link_byte_per_s / kv_bytes_per_token(MACHINE.shape, 1)
     pools = Pools(relaxed, strict, link_tokens_per_s, system.pull)
     while pools.step(seconds):
         pass

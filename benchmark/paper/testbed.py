@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
+from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report
 from sglang_coserve.simulator.assemble import SimulatedMachine

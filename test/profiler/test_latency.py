@@ -48,10 +48,10 @@ def test_quick_samples_determine_the_machine() -> None:
 
 @pytest.mark.parametrize("limit_s", [1e-9, 0.3])
 def test_a_machine_that_is_too_slow_for_the_limit_still_gets_a_model(limit_s: float) -> None:
-    experts = {"architectures": ["Qwen3MoeForCausalLM"]}  # No datasheet model could stand in.
+    others = {"architectures": ["GemmaForCausalLM"]}  # No datasheet model could stand in.
     executor = ModelledExecutor(noise=0.05)
     samples = quick_samples(executor, limit_s, clock=executor.clock)
-    fit = choose(fit_all(samples, replace(MACHINE, model_config=experts)))
+    fit = choose(fit_all(samples, replace(MACHINE, model_config=others)))
     for shape in executor.runs:
         assert fit.model.predict(shape.stats) == pytest.approx(
             POLYNOMIAL.predict(shape.stats), rel=0.3

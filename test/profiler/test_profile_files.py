@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
-from sglang_coserve.core.latency_model.machine import find_hardware, find_model
+from sglang_coserve.core.latency_model.machine import find_hardware
+from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
@@ -40,13 +41,13 @@ def test_best_is_the_kind_with_the_least_error(measurements: list[ShapeTiming]) 
 
 
 def test_a_kind_that_does_not_fit_is_told_and_left_out(measurements: list[ShapeTiming]) -> None:
-    config = {**MACHINE.model_config, "architectures": ["MixtralForCausalLM"]}
+    config = {**MACHINE.model_config, "architectures": ["GemmaForCausalLM"]}
     attempts = fit_all([m.sample for m in measurements], replace(MACHINE, model_config=config))
     text = report_text(measurements, attempts)
     assert "roofline" in text
-    assert "MixtralForCausalLM" in text
+    assert "GemmaForCausalLM" in text
     assert choose(attempts).model.kind == "polynomial"
-    with pytest.raises(InputFileError, match="MixtralForCausalLM"):
+    with pytest.raises(InputFileError, match="GemmaForCausalLM"):
         choose(attempts, "roofline")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.core.latency_model.machine import (
+from sglang_coserve.core.latency_model.operators import (
     kv_bytes_per_token,
     kv_capacity_tokens,
     weight_bytes,
@@ -154,7 +154,7 @@ def test_lengths_give_an_endless_backlog() -> None:
 def test_memory_left_for_kv() -> None:
     machine = SimulatedMachine.named("llama-3.1-70b", "h100", 4)
     # 2 bytes, keys and values, of 80 layers with 8 heads of 128.
-    assert kv_bytes_per_token(machine.shape) == 2 * 2 * 80 * 8 * 128
+    assert kv_bytes_per_token(machine.shape, 1) == 2 * 2 * 80 * 8 * 128
     # 70.6 billion parameters.
     assert weight_bytes(machine.shape) == pytest.approx(141e9, rel=0.01)
     tokens = kv_capacity_tokens(machine.shape, machine.hardware, tp_size=4)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware, ModelShape, find_model
+from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware
+from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file

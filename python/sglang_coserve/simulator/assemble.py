@@ -10,14 +10,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from sglang_coserve.core.latency_model.machine import (
-    MODELS,
-    Hardware,
-    ModelShape,
-    find_hardware,
-    find_model,
-    kv_bytes_per_token,
-)
+from sglang_coserve.core.latency_model.machine import Hardware, find_hardware
+from sglang_coserve.core.latency_model.model_shape import MODELS, ModelShape, find_model
+from sglang_coserve.core.latency_model.operators import kv_bytes_per_token
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError, unreadable
@@ -59,7 +54,7 @@ class SimulatedMachine:
 
     def copied_tokens_per_s(self, bytes_per_s: float) -> float:
         """Return the KV tokens copied per second, given the bytes per second of each device."""
-        return bytes_per_s * self.tp_size / kv_bytes_per_token(self.shape)
+        return bytes_per_s / kv_bytes_per_token(self.shape, self.tp_size)
 
 
 def find_shape(model: str) -> ModelShape:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.latency_model.machine import kv_capacity_tokens
+from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass

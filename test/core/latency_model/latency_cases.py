@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
-from sglang_coserve.core.latency_model.machine import HARDWARE, ModelShape
+from sglang_coserve.core.latency_model.machine import HARDWARE
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample, SampleTable
+from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 
@@ -72,6 +73,43 @@ SPLIT_LINEAR = LinearModel.of(
     decode_pair_s=6e-8,
     decode_s=5e-3,
 )
+QWEN_3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "quantization_config": {"quant_method": "fp8"},
+}
+
 ROOFLINE = RooflineModel.from_datasheet(ModelShape.from_config(LLAMA_3_1_8B), HARDWARE["h100"])
 MACHINES: tuple[LatencyModel, ...] = (
     POLYNOMIAL,

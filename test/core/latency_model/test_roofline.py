@@ -6,15 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from latency_cases import LLAMA_3_1_8B, QWEN_2_5_7B, ROOFLINE, error_of, measure, random_batches
-
-from sglang_coserve.core.latency_model.machine import (
-    HARDWARE,
-    ModelShape,
-    find_hardware,
-    find_model,
-    weight_bytes,
+from latency_cases import (
+    DEEPSEEK_V3,
+    LLAMA_3_1_8B,
+    QWEN_2_5_7B,
+    QWEN_3_30B_A3B,
+    ROOFLINE,
+    error_of,
+    measure,
+    random_batches,
 )
+
+from sglang_coserve.core.latency_model.machine import HARDWARE, find_hardware
+from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
+from sglang_coserve.core.latency_model.operators import Attention, kv_bytes_per_token, weight_bytes
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
@@ -40,24 +45,78 @@ def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> Non
     assert one_decode_s == pytest.approx(read_s, rel=0.01)
 
 
-def test_a_mixture_of_experts_reads_all_of_them_and_computes_those_of_a_token() -> None:
+def test_a_mixture_of_experts_reads_and_computes_those_of_its_tokens() -> None:
     mixture = find_model("mixtral-8x7b")
     h100 = HARDWARE["h100"]
     model = RooflineModel.from_datasheet(mixture, h100, tp_size=2)
-    read_s = weight_bytes(mixture) / 2 / (share_of_memory("h100") * h100.memory_byte_per_s)
-    assert model.predict(StepStats.of([], [10])) - model.decode_step_s == pytest.approx(
-        read_s, rel=0.02
-    )
+    byte_s = 1 / (share_of_memory("h100") * h100.memory_byte_per_s)
+
+    def decode_s(requests: int) -> float:
+        return model.predict(StepStats.of([], [10] * requests)) - model.decode_step_s
+
     # As its authors publish, it has 46.7e9 parameters, and a token uses 12.9e9.
-    assert weight_bytes(mixture) / 2 == pytest.approx(46.7e9, rel=0.001)
-    used = replace(mixture, num_experts=mixture.experts_per_token, experts_per_token=1)
-    assert weight_bytes(used) / 2 == pytest.approx(12.9e9, rel=0.005)
+    assert decode_s(1) == pytest.approx(12.9e9 * byte_s, rel=0.02)
+    assert decode_s(32) == pytest.approx(46.7e9 * byte_s, rel=0.02)
     whole = StepStats.of([(8192, 0)])
     one_each = RooflineModel.from_datasheet(replace(mixture, experts_per_token=1), h100, tp_size=2)
     flops = 8192 * 32 * 2 * 3 * 4096 * 14336 / 2  # tokens, layers, multiply-add, matrices, ranks
     assert model.predict(whole) - one_each.predict(whole) == pytest.approx(
         flops * model.gemm_flop_s, rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "used", "kv_bytes"),
+    [
+        # As the authors publish: all parameters, those of a token, KV of a token.
+        (QWEN_3_30B_A3B, 30.5e9, 3.3e9, 2 * 2 * 48 * 4 * 128),
+        (DEEPSEEK_V3, 671e9, 37e9, 70_272),
+    ],
+)
+def test_sizes_that_authors_publish(
+    config: dict[str, Any], parameters: float, used: float, kv_bytes: int
+) -> None:
+    shape = replace(ModelShape.from_config(config), weights="bf16")
+    assert weight_bytes(shape) / 2 == pytest.approx(parameters, rel=0.002)
+    experts = replace(shape, num_experts=shape.experts_per_token, experts_per_token=1)
+    assert weight_bytes(experts) / 2 == pytest.approx(used, rel=0.015)
+    assert kv_bytes_per_token(shape, 1) == kv_bytes
+
+
+def test_ranks_share_grouped_heads_and_each_keep_latent_vectors() -> None:
+    assert kv_bytes_per_token(LLAMA, 4) == kv_bytes_per_token(LLAMA, 1) / 4
+    deepseek = ModelShape.from_config(DEEPSEEK_V3)
+    assert kv_bytes_per_token(deepseek, 8) == kv_bytes_per_token(deepseek, 1)
+
+
+def test_latent_decodes_multiply_with_vectors_and_prefills_with_heads() -> None:
+    deepseek = ModelShape.from_config(DEEPSEEK_V3)
+    attention = Attention.of(deepseek, 8)
+    heads_and_layers = 128 // 8 * 61
+    assert attention.decode_pair_flops == 2 * (512 + 64 + 512) * heads_and_layers
+    assert attention.prefill_pair_flops == 2 * (128 + 64 + 128) * heads_and_layers
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share", "faster"),
+    [
+        ({"quant_method": "fp8"}, 1 / 2, 2.0),
+        ({"quant_method": "gptq", "bits": 8}, 1 / 2, 1.0),
+        ({"quant_method": "awq", "bits": 4}, 1 / 4, 1.0),
+    ],
+)
+def test_quantized_weights_are_smaller_and_fp8_computes_faster(
+    quantization: dict[str, Any], share: float, faster: float
+) -> None:
+    shape = ModelShape.from_config({**LLAMA_3_1_8B, "quantization_config": quantization})
+    embeddings = 2 * 2 * 128256 * 4096
+    layers = weight_bytes(LLAMA) - embeddings
+    assert weight_bytes(shape) == pytest.approx(embeddings + share * layers)
+    h100, a100 = HARDWARE["h100"], HARDWARE["a100"]
+    for hardware, factor in ((h100, faster), (a100, 1.0)):
+        model = RooflineModel.from_datasheet(shape, hardware)
+        plain = RooflineModel.from_datasheet(LLAMA, hardware)
+        assert plain.gemm_flop_s / model.gemm_flop_s == pytest.approx(factor)
 
 
 def test_prefill_times_that_conserve_publishes() -> None:
@@ -154,9 +213,13 @@ def test_a_few_samples_move_only_what_they_show() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures: .*Mixtral.* is not one of"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures: .*Gemma.* is not one of"),
         ({"architectures": None}, "architectures: None is not one of LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 3}},
+            "quantization_config: 'awq' is not modelled",
+        ),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: layers with and without experts"),
         ({"use_sliding_window": True}, "use_sliding_window: window attention"),
         ({"hidden_size": "4096"}, "hidden_size: must be a valid integer, found '4096'"),
         ({"vocab_size": 0}, "vocab_size: must be greater than 0, found 0"),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_coserve.core.latency_model.machine import HARDWARE, MODELS
+from sglang_coserve.core.latency_model.machine import HARDWARE
+from sglang_coserve.core.latency_model.model_shape import MODELS
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.srt.emulation.model import StepTimes, stats_of

@@ -9,8 +9,9 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from sglang_coserve.core.latency_model.linear import FEATURE_SETS, LinearModel
-from sglang_coserve.core.latency_model.machine import Hardware, ModelShape
+from sglang_coserve.core.latency_model.machine import Hardware
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
+from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError

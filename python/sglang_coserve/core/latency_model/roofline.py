@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import ClassVar, Final
 
 import numpy as np
 
-from sglang_coserve.core.latency_model.machine import Hardware, ModelShape
+from sglang_coserve.core.latency_model.machine import Hardware
 from sglang_coserve.core.latency_model.model import (
     Floats,
     Ints,
@@ -18,6 +18,7 @@ from sglang_coserve.core.latency_model.model import (
     longest_prefill,
     solve_chunk,
 )
+from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.refiner import fit_rescaled
 from sglang_coserve.core.step_stats import StepStats
@@ -43,6 +44,9 @@ LLM-Inference-Bench, Tokenomics."""
 _GROUPED_KV_MEMORY_OF: Final[Mapping[str, float]] = {"h200": 0.7}
 """The same of 8B: our profile, with SGLang 0.5.17 of 2026; the others are of 2023 to 2025."""
 
+_WITH_FP8: Final = frozenset({"h100", "h200", "b200"})
+"""Their datasheets have twice the FLOP/s for FP8; others compute in BF16 with such weights."""
+
 _ALL_REDUCE_S: Final = 25e-6
 """Beside its bytes. 70B at batch 1: TensorRT-LLM (in LLM-Inference-Bench), vLLM (in Tokenomics),
 gpt-fast."""
@@ -64,8 +68,8 @@ _COEFFICIENTS: Final = (
     "decode_request_s",
 )
 
-_GemmLine = tuple[float, float, float]
-"""Seconds to compute a row, to read and write a row, and to read the weights."""
+_GemmLine = tuple[float, float, float, float]
+"""Seconds to compute a row, to read and write a row, and to read the weights; ``Gemm.missed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +143,11 @@ class RooflineModel(LatencyModel):
         object.__setattr__(self, "_per_token_s", per_token_s)
         token_s = per_token_s + sum(max(line[:2]) for line in lines)
         object.__setattr__(self, "_token_s", token_s)
-        pair_flops = operators.attention.pair_flops
-        prefill_pair_s = self.prefill_attention_flop_s * pair_flops
+        attention = operators.attention
+        prefill_pair_s = self.prefill_attention_flop_s * attention.prefill_pair_flops
         object.__setattr__(self, "_prefill_pair_s", prefill_pair_s)
-        object.__setattr__(self, "_decode_pair_s", self.decode_attention_flop_s * pair_flops)
+        decode_pair_s = self.decode_attention_flop_s * attention.decode_pair_flops
+        object.__setattr__(self, "_decode_pair_s", decode_pair_s)
 
     @classmethod
     def from_datasheet(
@@ -153,6 +158,7 @@ class RooflineModel(LatencyModel):
         Raises:
             ConfigError: the model cannot be split over ``tp_size`` devices.
         """
+        speedup = 2.0 if shape.weights == "fp8" and hardware.name in _WITH_FP8 else 1.0
         memory = _MEMORY_OF.get(hardware.name, _MEMORY)
         has_groups = shape.num_kv_heads < shape.num_query_heads
         grouped = _GROUPED_KV_MEMORY_OF.get(hardware.name, _GROUPED_KV_MEMORY)
@@ -163,7 +169,7 @@ class RooflineModel(LatencyModel):
             shape,
             hardware,
             tp_size,
-            gemm_flop_s=1 / (_GEMM_COMPUTE * hardware.bf16_flop_per_s),
+            gemm_flop_s=1 / (_GEMM_COMPUTE * speedup * hardware.bf16_flop_per_s),
             gemm_byte_s=1 / (memory * hardware.memory_byte_per_s),
             prefill_attention_flop_s=1 / (_PREFILL_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
             decode_attention_flop_s=1 / (_DECODE_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
@@ -198,10 +204,13 @@ class RooflineModel(LatencyModel):
             + self.prefill_request_s * prefills
             + self.decode_request_s * decodes
         )
-        for row_compute_s, row_memory_s, weight_s in self._layer_gemm_lines:
+        for row_compute_s, row_memory_s, weight_s, missed in self._layer_gemm_lines:
+            if missed:
+                # Experts that no row goes through are not read, if rows choose independently.
+                weight_s *= 1.0 - missed**tokens
             compute_s, memory_s = row_compute_s * tokens, weight_s + row_memory_s * tokens
             seconds += compute_s if compute_s > memory_s else memory_s
-        row_compute_s, row_memory_s, weight_s = self._lm_head_line
+        row_compute_s, row_memory_s, weight_s, _ = self._lm_head_line
         compute_s, memory_s = row_compute_s * requests, weight_s + row_memory_s * requests
         seconds += compute_s if compute_s > memory_s else memory_s
         attention = self._operators.attention
@@ -247,13 +256,13 @@ class RooflineModel(LatencyModel):
             gemm_memory_s += memory_s
         keys = table.prefill_tokens + table.prefill_context_tokens
         prefill_compute_s, prefill_memory_s = _larger(
-            self.prefill_attention_flop_s * attention.pair_flops * table.prefill_attention_pairs,
+            self._prefill_pair_s * table.prefill_attention_pairs,
             self.attention_byte_s
             * (attention.query_bytes * table.prefill_tokens + attention.key_bytes * keys),
         )
         keys = table.decode_context_tokens
         decode_compute_s, decode_memory_s = _larger(
-            self.decode_attention_flop_s * attention.pair_flops * keys,
+            self._decode_pair_s * keys,
             self.attention_byte_s
             * (attention.query_bytes * table.decode_requests + attention.key_bytes * keys),
         )
@@ -290,11 +299,10 @@ class RooflineModel(LatencyModel):
     def form(self) -> dict[str, object]:
         """See ``LatencyModel.form``."""
         shape = asdict(self.shape)
-        if self.shape.num_experts == 1:
-            # As profiles had it before there were experts.
-            del shape["num_experts"], shape["experts_per_token"]
+        # Profiles of a dense model are as they were before there were others.
+        defaults = {field.name: field.default for field in fields(self.shape)}
         return {
-            "shape": shape,
+            "shape": {name: value for name, value in shape.items() if value != defaults[name]},
             "hardware": asdict(self.hardware),
             "tp_size": self.tp_size,
         }
@@ -304,11 +312,13 @@ class RooflineModel(LatencyModel):
             self.gemm_flop_s * gemm.row_flops,
             self.gemm_byte_s * gemm.row_bytes,
             self.gemm_byte_s * gemm.weight_bytes,
+            gemm.missed,
         )
 
     def _gemm(self, gemm: Gemm, rows: Ints) -> tuple[Floats, Floats]:
-        row_compute_s, row_memory_s, weight_s = self._line(gemm)
-        return _larger(row_compute_s * rows, weight_s + row_memory_s * rows)
+        row_compute_s, row_memory_s, weight_s, missed = self._line(gemm)
+        read_s = weight_s * (1.0 - missed**rows) if missed else weight_s
+        return _larger(row_compute_s * rows, read_s + row_memory_s * rows)
 
 
 def _larger(left_s: Floats, right_s: Floats) -> tuple[Floats, Floats]:

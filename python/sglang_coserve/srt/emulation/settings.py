@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from sglang_coserve.core.latency_model.machine import (
-    Hardware,
-    find_hardware,
-    find_model,
-    kv_bytes_per_token,
-    kv_capacity_tokens,
-)
+from sglang_coserve.core.latency_model.machine import Hardware, find_hardware
 from sglang_coserve.core.latency_model.model import LatencyModel
+from sglang_coserve.core.latency_model.model_shape import find_model
+from sglang_coserve.core.latency_model.operators import kv_bytes_per_token, kv_capacity_tokens
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.validation import read_json
@@ -180,7 +176,7 @@ class Emulation:
         """Seconds to copy a token's KV to the host's memory; each device copies its part."""
         is_older = self._device.name == "a100"
         bytes_per_s = _PCIE_4_BYTES_PER_S if is_older else _PCIE_5_BYTES_PER_S
-        return kv_bytes_per_token(find_model(self.model)) / (self.tp_size * bytes_per_s)
+        return kv_bytes_per_token(find_model(self.model), self.tp_size) / bytes_per_s
 
     @property
     def _device(self) -> Hardware:
