@@ -99,7 +99,7 @@ PLACES: Final[dict[str, str]] = {
     "http_lines/engine_connection.py::_converse": OURS,
     "fleet/engine.py::_load": OURS,
     "fleet/report.py::_ask": OURS,
-    "lines/worker_threads.py::run_module": OURS,
+    "lines/background.py::run_module": OURS,
     "guard/grammar_process.py::_end": OURS,
     "srt/monitoring/status.py::answer": OURS,
     "batch/uploads.py::_find": "what create_upload has written",

@@ -11,10 +11,10 @@ import pytest
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.request_line import output_limit
 from sglang_coserve.lines.backend import TokenRate
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.engine_lines import LineTurns
 from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.line_source import LineSource
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 
 async def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:

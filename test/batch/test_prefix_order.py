@@ -25,8 +25,8 @@ from batch.scenarios import opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.prefix_order import OrderedLine, has_order, read_order, write_order
 from sglang_coserve.jsonl.request_line import MOST_KEY_BYTES, prefix_key
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineSource, PrefixOrder
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
 

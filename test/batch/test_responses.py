@@ -19,7 +19,7 @@ from batch.route_calls import engine_has, finish, refused
 from batch.scenarios import OWNER, Scene, opened
 from batch.scripted_backend import ScriptedBackend, failure, tokens_of
 from sglang_coserve.batch.errors import NotFoundError
-from sglang_coserve.batch.response_object import has_ended
+from sglang_coserve.batch.responses import has_ended
 from sglang_coserve.batch.schemas import CreateResponse
 from waiting import GIVE_UP_S, eventually
 

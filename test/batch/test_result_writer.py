@@ -13,9 +13,9 @@ import pytest
 from batch.manual_clock import ManualClock
 from batch.test_result_log import record, unserved
 from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Progress, Usage
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 
 @dataclass

@@ -16,7 +16,7 @@ from batch.scenarios import OWNER, lines, opened, stream, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 
 GIVE_UP_S = 60
 

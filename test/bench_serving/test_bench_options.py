@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from sglang_coserve.bench_serving import stock
-from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name
+from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name, table
 from sglang_coserve.bench_serving.load import with_body
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import Options, parse_options
-from sglang_coserve.bench_serving.report import table
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 

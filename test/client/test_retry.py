@@ -9,7 +9,7 @@ import pytest
 
 from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineResult
-from sglang_coserve.lines.retry import EngineHealth, LineRetries, RetryPolicy, retry_after_s
+from sglang_coserve.lines.serve_line import EngineHealth, LineRetries, RetryPolicy, retry_after_s
 
 POLICY = RetryPolicy(retry_for_s=300.0, max_attempts=3, first_delay_s=1.0, max_delay_s=8.0)
 UNREACHABLE = LineResult.unserved("unreachable", "connection refused", FailureKind.UNREACHABLE)

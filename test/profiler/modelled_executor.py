@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
-from sglang_coserve.profiler.profile_file import ProfiledMachine
+from sglang_coserve.profiler.fits import ProfiledMachine
+from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 
 LIMITS = ExecutorLimits(
     max_batch_tokens=2048, max_request_tokens=8192, max_requests=64, kv_capacity_tokens=65536

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from profiler.modelled_executor import LIMITS, MACHINE, ModelledExecutor
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample
-from sglang_coserve.profiler.executor import ExecutorLimits, ShapeKind, StepShape
 from sglang_coserve.profiler.fits import KINDS, fit_all
-from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.shapes import ExecutorLimits, ShapeKind, StepShape, plan_grid
 
 limits = st.builds(
     ExecutorLimits,

@@ -6,10 +6,9 @@ import pytest
 
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
-from sglang_coserve.profiler.executor import ShapeKind
 from sglang_coserve.profiler.fits import choose, fit_all
-from sglang_coserve.profiler.grid import plan_grid
 from sglang_coserve.profiler.latency import ShapeTiming, measure_grid, quick_samples, repeat_error
+from sglang_coserve.profiler.shapes import ShapeKind, plan_grid
 
 SHAPES = plan_grid(LIMITS, 100)
 

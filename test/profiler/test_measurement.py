@@ -12,8 +12,8 @@ from profiler.modelled_executor import LIMITS
 from sglang_coserve.cli.profile import ProfileProgress
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
 from sglang_coserve.profiler.latency import CostBound, ShapeTiming, measure, repeat_error
+from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 
 SHAPE = StepShape(prefills=((64, 0),))
 

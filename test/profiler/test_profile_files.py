@@ -11,11 +11,16 @@ from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.profiler.executor import StepShape
-from sglang_coserve.profiler.fits import choose, fit_all, report_text, to_profile
-from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.fits import (
+    choose,
+    fit_all,
+    load_profile,
+    report_text,
+    to_profile,
+    write_profile,
+)
 from sglang_coserve.profiler.latency import ShapeTiming, measure_grid
-from sglang_coserve.profiler.profile_file import load_profile, write_profile
+from sglang_coserve.profiler.shapes import StepShape, plan_grid
 
 FIRST = ShapeTiming(StepShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
 SECOND = ShapeTiming(StepShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))

@@ -22,7 +22,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.profiler.profile_file import write_profile
+from sglang_coserve.profiler.fits import write_profile
 from sglang_coserve.simulator.find_budget import BudgetSearch, Trial
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions

@@ -23,9 +23,9 @@ from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
-from sglang_coserve.profiler.profile_file import load_profile
+from sglang_coserve.profiler.fits import load_profile
+from sglang_coserve.recording.calls import RecordingScheduler, SchedulerSetup
 from sglang_coserve.recording.file import EventEncoder, encode_setup
-from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor

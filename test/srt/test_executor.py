@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.profiler.executor import StepShape
-from sglang_coserve.profiler.grid import plan_grid
-from sglang_coserve.profiler.profile_file import load_profile
+from sglang_coserve.profiler.fits import load_profile
+from sglang_coserve.profiler.shapes import StepShape, plan_grid
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 app = typer.Typer()

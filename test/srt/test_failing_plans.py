@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.recording.calls import replay
 from sglang_coserve.recording.file import read_recording
-from sglang_coserve.recording.replay import replay
 from srt.conftest import Reference
 from srt.safepoint import modes, test_suspension
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.recording.events import Updated
+from sglang_coserve.recording.calls import Updated, replay
 from sglang_coserve.recording.file import read_recording
-from sglang_coserve.recording.replay import replay
 from srt.conftest import KV_POOL_TOKENS, Reference
 from srt.own_engine import is_flushed, own_engine, state
 from srt.scripted_engine import Spec

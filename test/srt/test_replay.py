@@ -25,18 +25,18 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.recording.events import (
+from sglang_coserve.recording.calls import (
     Arrived,
     Event,
     Finished,
     OfflineAdded,
     Planned,
+    SchedulerSetup,
     Started,
     Updated,
+    replay,
 )
 from sglang_coserve.recording.file import EventEncoder, encode_setup, read_recording
-from sglang_coserve.recording.replay import replay
-from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine, Spec

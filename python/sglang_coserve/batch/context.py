@@ -13,10 +13,9 @@ from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.background import TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines, InFlightFile
 from sglang_coserve.lines.serve_line import LineContext
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 

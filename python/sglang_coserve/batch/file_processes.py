@@ -19,9 +19,9 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.lines.backend import Backend
+from sglang_coserve.lines.background import run_module
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
 from sglang_coserve.lines.line_source import PrefixOrder
-from sglang_coserve.lines.worker_threads import run_module
 
 _MOST: Final = 2
 """So that a small file does not wait for a large one."""

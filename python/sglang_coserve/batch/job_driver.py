@@ -25,8 +25,8 @@ from sglang_coserve.batch.state import (
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.check_file import LineFault
+from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.lines.fair_slots import JobShare
-from sglang_coserve.lines.retry import backoff_s
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

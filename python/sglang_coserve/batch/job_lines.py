@@ -21,13 +21,13 @@ from sglang_coserve.jsonl.request_line import (
     parse_request_line,
 )
 from sglang_coserve.lines.backend import LineResult
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineBitmap, LineSource, PrefixOrder
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 

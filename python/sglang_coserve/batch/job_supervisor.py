@@ -16,7 +16,7 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.jsonl.check_file import estimate_file
-from sglang_coserve.lines.worker_threads import to_its_end
+from sglang_coserve.lines.background import to_its_end
 
 _LOOK_INTERVAL_S: Final = 1.0
 

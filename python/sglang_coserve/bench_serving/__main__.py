@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     comparison: Comparison | None = None
     try:
         require("engine", "bench_serving")
-        from sglang_coserve.bench_serving import compare, report
+        from sglang_coserve.bench_serving import compare
         from sglang_coserve.bench_serving.options import parse_options
 
         options = parse_options(argv)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
                 with terminate_as_interrupt():
                     comparison.run()
             finally:
-                report.write(comparison, options.out, argv)
+                compare.write(comparison, options.out, argv)
     except CoserveError as error:
         tell(str(error))
         return 2
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         tell_failures()
         tell("interrupted; every process has ended, the same command goes on")
         return 130
-    sys.stdout.write(report.table(comparison) + "\n")
+    sys.stdout.write(compare.table(comparison) + "\n")
     failed = tell_failures()
     tell(f"written: {options.out} (table.md, results.json; logs and SGLang's own output in runs)")
     return 1 if failed else 0

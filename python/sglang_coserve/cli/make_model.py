@@ -68,7 +68,7 @@ def make_model(
         spec = SmallModelSpec(vocab=flags.vocab, context=context, seed=flags.seed)
         say(f"written: {make_small_model(directory, spec)}")
         return
-    from sglang_coserve.profiler.profile_file import load_profile
+    from sglang_coserve.profiler.fits import load_profile
     from sglang_coserve.srt.emulation.model_directory import (
         CONTEXT_TOKENS,
         make_emulated_model,

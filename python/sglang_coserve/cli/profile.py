@@ -66,9 +66,9 @@ def profile(
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"--output {output}: name a file in a directory that exists")
 
-    from sglang_coserve.profiler.grid import plan_grid
+    from sglang_coserve.profiler.fits import write_profile
     from sglang_coserve.profiler.latency import measure_grid
-    from sglang_coserve.profiler.profile_file import write_profile
+    from sglang_coserve.profiler.shapes import plan_grid
     from sglang_coserve.srt.executor_process import ExecutorProcesses
 
     sglang_flags = ["--model-path", model_path, "--log-level", "error", *context.args]

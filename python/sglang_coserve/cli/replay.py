@@ -11,8 +11,7 @@ import typer
 from sglang_coserve.cli.console import ExitCode, say
 
 if TYPE_CHECKING:
-    from sglang_coserve.recording.replay import ReplayedPlan
-    from sglang_coserve.recording.scheduler import SchedulerSetup
+    from sglang_coserve.recording.calls import ReplayedPlan, SchedulerSetup
 
 _MAX_SHOWN = 10
 
@@ -37,8 +36,8 @@ def replay(
     Exits with 0, with 1 when a plan differs, with 2 when a file or flag cannot be used.
     """
     from sglang_coserve.errors import InputFileError, unreadable
+    from sglang_coserve.recording.calls import replay
     from sglang_coserve.recording.file import read_recording
-    from sglang_coserve.recording.replay import replay
 
     if export is not None:
         _export(recording, export)
@@ -81,7 +80,7 @@ def _setup_text(setup: SchedulerSetup) -> str:
 
 
 def _comparison(plan: ReplayedPlan) -> str:
-    from sglang_coserve.recording.replay import plan_text
+    from sglang_coserve.recording.calls import plan_text
 
     head = f"#{plan.index} at {plan.snapshot.now_s:.6f} s: "
     if not plan.differences:

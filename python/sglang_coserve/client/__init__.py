@@ -13,7 +13,7 @@ from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.client.results import BatchResult, LineError, Response, read_results
 from sglang_coserve.client.server_batch import BatchOptions
 from sglang_coserve.client.sync_client import CoserveClient, Job
-from sglang_coserve.lines.retry import RetryPolicy
+from sglang_coserve.lines.serve_line import RetryPolicy
 
 __all__ = [
     "AsyncCoserveClient",

@@ -17,12 +17,11 @@ from sglang_coserve.client.results import BatchResult, ResultStream
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
 from sglang_coserve.client.submission import SubmissionFile, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
-from sglang_coserve.lines.retry import EngineHealth
-from sglang_coserve.lines.serve_line import LineContext
-from sglang_coserve.lines.worker_threads import WorkerThreads
+from sglang_coserve.lines.serve_line import EngineHealth, LineContext
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 

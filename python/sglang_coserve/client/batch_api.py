@@ -22,8 +22,8 @@ from sglang_coserve.client.calls import (
 )
 from sglang_coserve.durable_files import append, sync_names
 from sglang_coserve.errors import InputFileError, ServerError
-from sglang_coserve.lines.retry import RetryPolicy
-from sglang_coserve.lines.worker_threads import to_its_end
+from sglang_coserve.lines.background import to_its_end
+from sglang_coserve.lines.serve_line import RetryPolicy
 
 Batch: TypeAlias = Mapping[str, Any]
 """A batch as the server shows it: OpenAI's object, with ``coserve`` beside."""

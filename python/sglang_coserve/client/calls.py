@@ -14,7 +14,8 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 
 from sglang_coserve.errors import ConfigError, RequestError, ServerError, ServerGoneError
-from sglang_coserve.lines.retry import RetryPolicy, backoff_s
+from sglang_coserve.lines.background import backoff_s
+from sglang_coserve.lines.serve_line import RetryPolicy
 from sglang_coserve.network import http_address
 
 CONNECT_TIMEOUT_S: Final = 10.0

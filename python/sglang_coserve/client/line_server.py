@@ -16,7 +16,7 @@ from sglang_coserve.client.calls import CONNECT_TIMEOUT_S, server_address
 from sglang_coserve.errors import ServerError
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult
 from sglang_coserve.lines.result_record import error_message
-from sglang_coserve.lines.retry import retry_after_s
+from sglang_coserve.lines.serve_line import retry_after_s
 
 _KEEPALIVE_S: Final = 4.0
 """Shorter than the 5 s after which uvicorn closes an idle connection, so that a request seldom

@@ -28,8 +28,7 @@ from sglang_coserve.lines.line_run import LineRun, UnservedLine
 from sglang_coserve.lines.line_source import InputLine, LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import Progress
-from sglang_coserve.lines.retry import RetryPolicy
-from sglang_coserve.lines.serve_line import LineContext
+from sglang_coserve.lines.serve_line import LineContext, RetryPolicy
 
 if TYPE_CHECKING:
     from sglang_coserve.client.line_server import LineServer

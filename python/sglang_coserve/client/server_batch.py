@@ -16,9 +16,9 @@ from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.client.submission import Submission, SubmissionFile, file_digest
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
+from sglang_coserve.lines.background import to_its_end
 from sglang_coserve.lines.result_log import ResultLog
 from sglang_coserve.lines.result_record import batch_tag
-from sglang_coserve.lines.worker_threads import to_its_end
 
 _FIRST_POLL_S: Final = 0.05
 _MAX_POLL_S: Final = 2.0

@@ -34,8 +34,8 @@ from sglang_coserve.lines.backend import (
     MovedKv,
     TokenRate,
 )
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.lines.result_record import error_message
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
 
 _LOOK_INTERVAL_S: Final = 0.5
 """How often an engine's load is asked for. A window grows by ``LINES_AHEAD`` each time."""

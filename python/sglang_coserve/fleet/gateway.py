@@ -42,7 +42,7 @@ from sglang_coserve.fleet.online_requests import RouterConnection, online_routes
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import LEVELS, fleet_standing

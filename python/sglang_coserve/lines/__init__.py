@@ -5,9 +5,8 @@ both use it. It depends neither on databases nor on HTTP nor on an engine: a ``B
 lines.
 
 - ``line_run`` serves the unfinished lines of one job and writes their records.
-- ``line_source``, ``prefix_order`` choose the next line of a job, ``fair_slots`` the next job.
-- ``serve_line``, ``retry`` serve one line, with retries; ``journal`` keeps its tokens so far.
-- ``result_log``, ``result_writer``, ``result_record``: the files of records; ``progress``
-  counts their contents.
+- ``line_source`` chooses the next line of a job, ``fair_slots`` the next job.
+- ``serve_line`` serves one line, with retries; ``journal`` keeps its tokens so far.
+- ``result_log``, ``result_record``: the files of records, and what they sum up to.
 - ``engine_lines``: the lines in the engine, and those that may have crashed it.
 """

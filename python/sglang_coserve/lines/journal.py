@@ -14,8 +14,8 @@ from zlib import crc32
 
 from sglang_coserve.durable_files import discard_unfinished, replace, write_all
 from sglang_coserve.errors import StorageError
+from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineBitmap
-from sglang_coserve.lines.worker_threads import WorkerThreads
 
 _MAGIC: Final = b"coserve journal 1\n"
 _HEADER: Final = struct.Struct("<III")

@@ -15,7 +15,7 @@ from sglang_coserve.durable_files import discard_unfinished
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 from sglang_coserve.jsonl.prefix_order import has_order, read_order
-from sglang_coserve.lines.worker_threads import WorkerThreads, run_module
+from sglang_coserve.lines.background import WorkerThreads, run_module
 
 
 class LineBitmap:

@@ -13,8 +13,7 @@ from typing import Final
 
 from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.profiler.executor import ShapeExecutor, StepShape
-from sglang_coserve.profiler.grid import plan_grid
+from sglang_coserve.profiler.shapes import ShapeExecutor, StepShape, plan_grid
 
 MIN_RUNS: Final = 3
 """Least number of timed runs of a shape, if its time budget allows them."""

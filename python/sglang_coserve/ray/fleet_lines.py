@@ -25,12 +25,11 @@ from sglang_coserve.jsonl.request_line import (
     request_of,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.lines.clock import Clock
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
-from sglang_coserve.lines.retry import EngineHealth, RetryPolicy
-from sglang_coserve.lines.serve_line import AttemptContext, serve_line
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.serve_line import AttemptContext, EngineHealth, RetryPolicy, serve_line
 
 _LOOK_INTERVAL_S: Final = 0.5
 """As often as the fleet looks at its engines."""

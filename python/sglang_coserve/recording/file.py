@@ -24,7 +24,7 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
 from sglang_coserve.core.step import ServedRequest, StepPlan, StepResult
 from sglang_coserve.errors import CoserveError, InputFileError
-from sglang_coserve.recording.events import (
+from sglang_coserve.recording.calls import (
     Arrived,
     Cached,
     Event,
@@ -33,10 +33,10 @@ from sglang_coserve.recording.events import (
     OfflineAdded,
     Planned,
     Restored,
+    SchedulerSetup,
     Started,
     Updated,
 )
-from sglang_coserve.recording.scheduler import SchedulerSetup
 
 T = TypeVar("T")
 

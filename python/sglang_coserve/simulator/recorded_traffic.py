@@ -15,10 +15,17 @@ from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import Ending
 from sglang_coserve.errors import InputFileError
-from sglang_coserve.profiler.profile_file import write_profile
-from sglang_coserve.recording.events import Arrived, Event, Finished, OfflineAdded, Planned, Updated
+from sglang_coserve.profiler.fits import write_profile
+from sglang_coserve.recording.calls import (
+    Arrived,
+    Event,
+    Finished,
+    OfflineAdded,
+    Planned,
+    SchedulerSetup,
+    Updated,
+)
 from sglang_coserve.recording.file import read_recording
-from sglang_coserve.recording.scheduler import SchedulerSetup
 from sglang_coserve.workload.trace import BLOCK_TOKENS
 
 

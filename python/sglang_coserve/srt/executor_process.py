@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
-from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
-from sglang_coserve.profiler.profile_file import ProfiledMachine
+from sglang_coserve.profiler.fits import ProfiledMachine
+from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements

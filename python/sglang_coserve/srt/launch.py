@@ -38,7 +38,7 @@ from sglang_coserve.guard.process_health import (
     freeze_start_up_objects,
 )
 from sglang_coserve.http_lines.messages import LINES_PATH
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat

@@ -41,18 +41,19 @@ from sglang_coserve.core.step import (
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.recording.events import (
+from sglang_coserve.recording.calls import (
     Event,
     Finished,
     OfflineAdded,
     Planned,
+    RecordingScheduler,
     Restored,
+    SchedulerSetup,
     Started,
     Updated,
+    replay,
 )
 from sglang_coserve.recording.file import VERSION, EventEncoder, encode_setup, read_recording
-from sglang_coserve.recording.replay import replay
-from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 
 STEP = StepStats(decode_requests=1)
 PROFILE = LatencyProfile(MODEL, None, "h100", "llama-3.1-8b", 1, "0.5.17")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.recording.events import Event, Planned, Started, Updated
-from sglang_coserve.recording.scheduler import RecordingScheduler
+from sglang_coserve.recording.calls import Event, Planned, RecordingScheduler, Started, Updated
 from srt import test_scheduler as scenarios
 from srt.safepoint.modes import QUICK, start
 from srt.safepoint.random_suspensions import suspensions_of

@@ -16,21 +16,19 @@ from starlette.routing import Match
 from sglang_coserve.batch.responses import RESPONSES
 from sglang_coserve.batch.routes import batches, files, operator, responses
 from sglang_coserve.batch.routes.caller import (
-    batch_api_status,
-    find_service,
-    set_not_ready,
-    set_service,
-)
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.routes.operator import endpoints_of, operator_router, set_admin_key
-from sglang_coserve.batch.routes.view_access import (
     PAGE_PATH,
     VIEW_PATH,
     Caller,
     Keys,
+    batch_api_status,
+    find_service,
+    set_not_ready,
+    set_service,
     shown_batches,
     view_answer,
 )
+from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
+from sglang_coserve.batch.routes.operator import endpoints_of, operator_router, set_admin_key
 
 __all__ = [
     "BATCH_PREFIXES",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from sglang_coserve.errors import StartupError, StorageError
-from sglang_coserve.lines.worker_threads import WorkerThreads
+from sglang_coserve.lines.background import WorkerThreads
 
 _T = TypeVar("_T")
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_coserve.errors import StartupError
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 
 EXPIRES_S: Final = 4 * 3600.0
 """A line goes on within seconds, or when there is an engine for it again. After so long even that

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from sglang_coserve.errors import UnsupportedError
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, KvJob, KvThreads, is_kv_name
 
 Req = Any

@@ -15,9 +15,14 @@ from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.recording.events import Event, OfflineAdded, Planned
+from sglang_coserve.recording.calls import (
+    Event,
+    OfflineAdded,
+    Planned,
+    RecordingScheduler,
+    SchedulerSetup,
+)
 from sglang_coserve.recording.file import EventEncoder, encode_setup
-from sglang_coserve.recording.scheduler import RecordingScheduler, SchedulerSetup
 
 _MAX_BYTES: Final = 1 << 30
 _MOST_FAILED: Final = 8

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang_coserve.core.control.bill import BillReport, Delay
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
 from sglang_coserve.srt.forward_kind import kind_of

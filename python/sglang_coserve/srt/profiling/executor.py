@@ -26,9 +26,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model.model import Sample
-from sglang_coserve.profiler.executor import ExecutorLimits, StepShape
+from sglang_coserve.profiler.fits import ProfiledMachine
 from sglang_coserve.profiler.latency import quick_samples
-from sglang_coserve.profiler.profile_file import ProfiledMachine
+from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 

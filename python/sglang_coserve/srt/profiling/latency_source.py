@@ -10,8 +10,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
-from sglang_coserve.profiler.fits import choose, fit_all, to_profile
-from sglang_coserve.profiler.profile_file import ProfiledMachine, load_profile
+from sglang_coserve.profiler.fits import ProfiledMachine, choose, fit_all, load_profile, to_profile
 from sglang_coserve.srt.profiling.executor import machine_of
 
 logger = logging.getLogger(__name__)

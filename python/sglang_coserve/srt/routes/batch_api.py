@@ -33,7 +33,7 @@ from sglang_coserve.http_lines.line_server import (
     line_endpoints,
     set_line_server,
 )
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
 from sglang_coserve.srt.routes.engine_routes import install_trace_route

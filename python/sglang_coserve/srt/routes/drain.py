@@ -27,7 +27,7 @@ from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 
 DRAIN_PATH: Final = "/coserve/drain"

@@ -34,7 +34,7 @@ from sglang_coserve.batch.routes import (
 )
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_fingerprint,

@@ -15,8 +15,8 @@ from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
-from sglang_coserve.recording.scheduler import SchedulerSetup
+from sglang_coserve.lines.background import TaskSupervisor
+from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission, FailedPlan
 from sglang_coserve.srt.forward_kind import runs_beside_host

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.core.request import Ending
-from sglang_coserve.lines.task_supervisor import TaskSupervisor
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import send_abort
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
