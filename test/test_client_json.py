@@ -47,9 +47,7 @@ OWN_PROCESS: Final = "runs in a process of its own"
 PLACES: Final[dict[str, str]] = {
     # Bodies of calls.
     "batch/routes/batches.py::create_batch": SHORT_BODY,
-    "batch/routes/batches.py::cancel_batch": NO_BODY,
-    "batch/routes/batches.py::pause_batch": NO_BODY,
-    "batch/routes/batches.py::resume_batch": NO_BODY,
+    "batch/routes/batches.py::change_batch": NO_BODY,
     "batch/routes/files.py::create_file": "a form, read by UploadForm as it comes",
     "batch/routes/files.py::delete_file": NO_BODY,
     "batch/routes/responses.py::create_response": "what _says_background has measured",
@@ -60,9 +58,6 @@ PLACES: Final[dict[str, str]] = {
     "batch/routes/files.py::complete_upload": SHORT_BODY,
     "batch/routes/files.py::cancel_upload": NO_BODY,
     "batch/routes/files.py::add_upload_part": "a form, read by UploadForm as it comes",
-    "batch/routes/operator.py::cancel_any_batch": NO_BODY,
-    "batch/routes/operator.py::pause_any_batch": NO_BODY,
-    "batch/routes/operator.py::resume_any_batch": NO_BODY,
     "http_lines/line_server.py::serve_lines": "lines, read by CallReader as they come",
     "http_lines/line_stream.py::_call": "CallReader's limits: twice those of the gate",
     "srt/routes/drain.py::drain_engine": NO_BODY,

@@ -86,7 +86,7 @@ async def test_the_environment_wins_over_the_file_and_flags_win_over_both(
     [
         ("prot = 1", "no setting 'prot': did you mean port?"),
         ("[gateway]\nmodel-path = 'm'", "no setting 'model_path'"),
-        ("batch-webhook-allow-private = 'perhaps'", "batch_webhook_allow_private"),
+        ("batch-max-lines = true", "batch_max_lines"),
         ("host = ['a', 'b']", "host"),
         ("port = ", "is not TOML"),
         ("gateway = 1", r"gateway is a table"),

@@ -64,22 +64,6 @@ def is_public(address: str) -> bool:
     return found.is_global and not found.is_multicast
 
 
-def is_private_literal(host: str) -> bool:
-    """Tell whether the host of a URL is an address, however it is written, and not public.
-
-    False for a name: what that leads to is known when it is looked up.
-    """
-    try:
-        return not is_public(host)
-    except ValueError:
-        pass
-    try:
-        # As the resolver reads them: 127.1, 0x7f.1, 017700000001, 2130706433.
-        return not is_public(socket.inet_ntoa(socket.inet_aton(host)))
-    except (OSError, UnicodeError):
-        return False
-
-
 class OutboundTransport(httpx.AsyncBaseTransport):
     """Looks every name up itself and connects to the addresses that it has checked, one after
     the other, until one answers.
@@ -89,8 +73,7 @@ class OutboundTransport(httpx.AsyncBaseTransport):
     is an ``httpx.ConnectError``.
     """
 
-    def __init__(self, *, allow_private: bool = False) -> None:
-        self._allow_private = allow_private
+    def __init__(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
         self._inner = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
 
@@ -115,9 +98,8 @@ class OutboundTransport(httpx.AsyncBaseTransport):
             entries = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(f"{host} cannot be looked up: {error}") from error
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-        if not self._allow_private:
-            addresses = [address for address in addresses if is_public(address)]
+        found = dict.fromkeys(str(entry[4][0]) for entry in entries)
+        addresses = [address for address in found if is_public(address)]
         if not addresses:
             message = f"{host} has none but private addresses, which are not allowed"
             raise httpx.ConnectError(message)

@@ -29,7 +29,7 @@ from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError, CoserveError
 from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.lines.clock import Clock
-from sglang_coserve.network import OutboundTransport, is_private_literal
+from sglang_coserve.network import http_address
 
 _SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
 _SECRET_PREFIX: Final = "whsec_"
@@ -60,9 +60,6 @@ class WebhookTarget:
     secret: str = field(repr=False)
     """``whsec_`` and base64, as the specification writes it."""
 
-    allow_private: bool = False
-    """Whether it may be in a private network; by default the server makes no calls there."""
-
     @classmethod
     def of(cls, config: BatchApiConfig) -> Self | None:
         """Return where the ends of batches are delivered; None if nowhere.
@@ -73,21 +70,11 @@ class WebhookTarget:
         if config.batch_webhook_url is None:
             return None
         secret = os.environ.get(_SECRET_VARIABLE, "")
-        return cls(config.batch_webhook_url, secret, config.batch_webhook_allow_private)
+        return cls(config.batch_webhook_url, secret)
 
     def __post_init__(self) -> None:
-        try:
-            url = httpx.URL(self.url)
-            host = url.host
-        except (httpx.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"the webhook address {self.url!r} is none: {error}") from error
-        if url.scheme not in ("http", "https") or not host or url.userinfo:
-            raise ConfigError(f"the webhook address must be http(s)://HOST/..., not {self.url!r}")
-        if not self.allow_private and is_private_literal(host):
-            raise ConfigError(
-                f"the webhook address {self.url!r} is private: allow it with "
-                "--batch-webhook-allow-private"
-            )
+        if http_address(self.url, "--batch-webhook-url").userinfo:
+            raise ConfigError("--batch-webhook-url must have neither a user name nor a password")
         if len(self.key) < _MIN_SECRET_BYTES:
             raise ConfigError(
                 f"the webhook secret must have at least {_MIN_SECRET_BYTES} bytes: set "
@@ -131,11 +118,7 @@ class Webhooks:
         self._url = httpx.URL(target.url)
         self._clock = clock or Clock()
         self._rng = rng or random.Random()
-        self._client = httpx.AsyncClient(
-            transport=OutboundTransport(allow_private=target.allow_private),
-            timeout=_TIMEOUT_S,
-            trust_env=False,
-        )
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated
 
 from sglang_coserve.config.flags import POSITIVE, FlagSettings, flag, setting
 from sglang_coserve.errors import ConfigError
-
-_NEEDS: Mapping[str, str] = MappingProxyType(
-    {
-        "safepoint_decode_graphs": "safepoint_interval",
-        "batch_webhook_allow_private": "batch_webhook_url",
-    }
-)
-"""Flags that do nothing without another one; those of batches do nothing without a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +64,12 @@ class BatchApiConfig(FlagSettings):
         "environment variable COSERVE_WEBHOOK_SECRET.",
         metavar="URL",
     )
-    batch_webhook_allow_private: bool = setting(
-        False,
-        "Let --batch-webhook-url be on this machine or in a private network.",
-        action="store_true",
-    )
 
     def __post_init__(self) -> None:
         FlagSettings.__post_init__(self)
         changed = self.changed()
         for name in sorted(changed):
-            is_of_batches = name.startswith("batch_")
-            needed = _NEEDS.get(name, "coserve_data_dir" if is_of_batches else name)
-            if needed not in changed:
-                raise ConfigError(f"{flag(name)} has no effect alone: add {flag(needed)}")
+            if name.startswith("batch_") and "coserve_data_dir" not in changed:
+                raise ConfigError(
+                    f"{flag(name)} has no effect alone: add {flag('coserve_data_dir')}"
+                )

@@ -277,6 +277,11 @@ class CoserveConfig(BatchApiConfig):
     def _refuse_flags_without_effect(self) -> None:
         """Refuse what would change nothing."""
         changed = self.changed()
+        if self.safepoint_decode_graphs and "safepoint_interval" not in changed:
+            raise ConfigError(
+                f"{flag('safepoint_decode_graphs')} has no effect alone: add "
+                f"{flag('safepoint_interval')}"
+            )
         for name in FIELDS_WITHOUT_EFFECT[self.offline_policy]:
             if name in changed:
                 raise ConfigError(

@@ -64,11 +64,6 @@ VALUES: dict[str, dict[str, Any]] = {
         )
     },
     "batch_webhook_url": {"batch_webhook_url": "https://a.example", "coserve_data_dir": "data"},
-    "batch_webhook_allow_private": {
-        "batch_webhook_allow_private": True,
-        "batch_webhook_url": "http://127.0.0.1",
-        "coserve_data_dir": "data",
-    },
 }
 """By flag: a value that is not its default, with the flags that it needs."""
 

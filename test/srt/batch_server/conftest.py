@@ -29,7 +29,7 @@ def deployment(
         tmp_path_factory.mktemp("server"),
         *("--offline-max-running", "4", "--startup-profile-seconds", "0"),
         "--enable-metrics",
-        *("--batch-webhook-url", webhook_receiver.url, "--batch-webhook-allow-private"),
+        *("--batch-webhook-url", webhook_receiver.url),
     )
     deployment.start()
     yield deployment

@@ -14,21 +14,23 @@ from fastapi import FastAPI
 from starlette.routing import Match
 
 from sglang_coserve.batch.responses import RESPONSES
-from sglang_coserve.batch.routes import batches, files, operator, responses
+from sglang_coserve.batch.routes import batches, files, responses
 from sglang_coserve.batch.routes.caller import (
     PAGE_PATH,
     VIEW_PATH,
     Caller,
     Keys,
     batch_api_status,
+    endpoints_of,
     find_service,
+    operator_router,
+    set_admin_key,
     set_not_ready,
     set_service,
     shown_batches,
     view_answer,
 )
 from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.routes.operator import endpoints_of, operator_router, set_admin_key
 
 __all__ = [
     "BATCH_PREFIXES",
@@ -58,7 +60,7 @@ BATCH_PREFIXES: Final = (files.router.prefix, files.upload_router.prefix, batche
 _ENDPOINTS: Final = {
     "/v1/files": files.list_files,
     "/v1/batches": batches.list_batches,
-    "/coserve/batches": operator.list_all_batches,
+    "/coserve/batches": batches.list_all_batches,
     f"{RESPONSES}/resp_{0:024x}": responses.retrieve_response,
 }
 
@@ -70,14 +72,14 @@ def add_batch_routes(app: FastAPI) -> None:
     # One by one, as the application's own: who looks through its routes finds them.
     for router in (
         *(files.router, files.upload_router, files.part_router),
-        *(batches.router, operator.router),
+        *(batches.router, batches.operators),
     ):
         app.router.routes.extend(router.routes)
 
 
 def operator_endpoints() -> list[Any]:
     """Return the functions behind the routes that need the admin key."""
-    return operator.endpoints_of(operator.router)
+    return endpoints_of(batches.operators)
 
 
 def missing_routes(app: Any) -> list[str]:

@@ -1,21 +1,25 @@
-"""``/v1/batches``."""
+"""``/v1/batches``, and ``/coserve/batches``: everybody's, for who has the server's admin key."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
 
-from sglang_coserve.batch.routes.caller import Owner, Service
+from sglang_coserve.batch.record import Status
+from sglang_coserve.batch.routes.caller import Owner, Service, caller_owner, operator_router
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute
-from sglang_coserve.batch.schemas import BatchList, BatchObject, CreateBatch
+from sglang_coserve.batch.schemas import BatchAction, BatchList, BatchObject, CreateBatch
 
 router = APIRouter(
     prefix="/v1/batches", tags=["batches"], route_class=JsonRoute, responses=ERROR_RESPONSES
 )
+operators = operator_router("/coserve/batches")
 
-BatchId = Annotated[str, Path(max_length=64)]
+After = Annotated[str | None, Query(max_length=64)]
+Limit = Annotated[int, Query(ge=1, le=100)]
 
 
 @router.post("")
@@ -31,10 +35,7 @@ async def create_batch(
 
 @router.get("", response_model=BatchList)
 async def list_batches(
-    service: Service,
-    owner: Owner,
-    after: Annotated[str | None, Query(max_length=64)] = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    service: Service, owner: Owner, after: After = None, limit: Limit = 20
 ) -> Response:
     """List batches, the newest first."""
     page = await service.list_batches(owner, after=after, limit=limit)
@@ -42,25 +43,41 @@ async def list_batches(
     return Response(await asyncio.to_thread(page.model_dump_json), media_type="application/json")
 
 
-@router.get("/{batch_id}")
-async def retrieve_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
-    """Look at a batch."""
-    return await service.retrieve_batch(owner, batch_id)
+@operators.get("")
+async def list_all_batches(
+    service: Service,
+    after: After = None,
+    limit: Limit = 20,
+    owner: Annotated[str | None, Query(max_length=64)] = None,
+    status: Status | None = None,
+) -> BatchList:
+    """List the batches of all keys, or of one ``owner``, the newest first."""
+    return await service.list_batches(owner, after=after, limit=limit, status=status)
 
 
-@router.post("/{batch_id}/cancel")
-async def cancel_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
-    """Cancel a batch; what is finished stays."""
-    return await service.change_batch(owner, batch_id, "cancel")
+def _add_actions(routes: APIRouter, owner_of: Callable[..., str | None]) -> None:
+    """Add what can be done with one batch, by its owner; None is the operator."""
+    owner_there: Any = Depends(owner_of)
+    batch_there: Any = Path(max_length=64)
+
+    @routes.get("/{batch_id}")
+    async def retrieve_batch(
+        service: Service, owner: str | None = owner_there, batch_id: str = batch_there
+    ) -> BatchObject:
+        """Look at a batch."""
+        return await service.retrieve_batch(owner, batch_id)
+
+    @routes.post("/{batch_id}/{action}")
+    async def change_batch(
+        service: Service,
+        action: BatchAction,
+        owner: str | None = owner_there,
+        batch_id: str = batch_there,
+    ) -> BatchObject:
+        """Cancel a batch, of which what is finished stays; take it out of the engine (pause) until
+        it is resumed, while its window goes on; or let it go on (resume)."""
+        return await service.change_batch(owner, batch_id, action)
 
 
-@router.post("/{batch_id}/pause")
-async def pause_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
-    """Take a batch out of the engine until it is resumed; its window goes on."""
-    return await service.change_batch(owner, batch_id, "pause")
-
-
-@router.post("/{batch_id}/resume")
-async def resume_batch(service: Service, owner: Owner, batch_id: BatchId) -> BatchObject:
-    """Let a paused batch go on."""
-    return await service.change_batch(owner, batch_id, "resume")
+_add_actions(router, caller_owner)
+_add_actions(operators, lambda: None)

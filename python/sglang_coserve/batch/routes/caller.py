@@ -7,12 +7,22 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 import orjson
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import Response
 
 from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.owners import owner_of
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
+from sglang_coserve.batch.routes.errors import (
+    ERROR_RESPONSES,
+    OPERATOR_ERROR_RESPONSES,
+    AdminKeyError,
+    BatchApiNotReadyError,
+    BatchApiOffError,
+    JsonRoute,
+    NoAdminKeyError,
+)
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import RequestError, StorageError
@@ -67,14 +77,15 @@ def _service(request: Request) -> BatchService:
     return find_service(request.app)
 
 
-def _owner(request: Request) -> str:
+def caller_owner(request: Request) -> str:
+    """Return the owner who calls, from the request's key."""
     return owner_of(bearer_key(request.scope["headers"]))
 
 
 Service = Annotated[BatchService, Depends(_service)]
 """What the routes serve."""
 
-Owner = Annotated[str, Depends(_owner)]
+Owner = Annotated[str, Depends(caller_owner)]
 """The owner who calls, from the request's key."""
 
 
@@ -149,3 +160,53 @@ async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
 def _shown(batch: BatchObject) -> dict[str, Any]:
     fields = batch.model_dump(mode="json", include={*_SHOWN, "request_counts", "coserve"})
     return fields | {"total_tokens": batch.usage.total_tokens}
+
+
+_ADMIN_KEY: Final = "coserve_admin_key"
+
+
+def set_admin_key(app: FastAPI, key: str) -> None:
+    """Let who brings ``key`` use the routes; before that nobody can."""
+    assert key
+    setattr(app.state, _ADMIN_KEY, key)
+
+
+def check_admin_key(
+    request: Request,
+    _documented: Annotated[
+        HTTPAuthorizationCredentials | None,
+        Depends(HTTPBearer(auto_error=False, scheme_name="admin key")),
+    ],
+) -> None:
+    """Let a request pass that brings the admin key.
+
+    Raises:
+        NoAdminKeyError: the server has none.
+        AdminKeyError: the request brings another one, or none.
+        RequestError: it brings several.
+    """
+    key = getattr(request.app.state, _ADMIN_KEY, None)
+    if key is None:
+        raise NoAdminKeyError(
+            "the operator's routes are off: start the server with --admin-api-key KEY"
+        )
+    if not is_same_key(bearer_key(request.scope["headers"]), key):
+        raise AdminKeyError("send the server's --admin-api-key as a bearer token")
+
+
+def operator_router(
+    prefix: str = "", *, tag: str = "operator", route_class: type[APIRoute] = JsonRoute
+) -> APIRouter:
+    """Return a router whose routes need the admin key."""
+    return APIRouter(
+        prefix=prefix,
+        tags=[tag],
+        route_class=route_class,
+        responses=ERROR_RESPONSES | OPERATOR_ERROR_RESPONSES,
+        dependencies=[Depends(check_admin_key)],
+    )
+
+
+def endpoints_of(router: APIRouter) -> list[Any]:
+    """Return the functions behind the routes."""
+    return [route.endpoint for route in router.routes if isinstance(route, APIRoute)]
