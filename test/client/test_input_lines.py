@@ -18,7 +18,6 @@ from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import FileLine, read_lines
 from sglang_coserve.jsonl.request_line import RequestLine
 from sglang_coserve.lines.line_run import UnservedLine
-from sglang_coserve.lines.line_source import InputLine
 
 
 def read(path: Path, max_line_bytes: int = 1000) -> list[FileLine]:
@@ -112,7 +111,7 @@ def check_all(*contents: bytes | dict[str, Any]) -> list[RequestLine | UnservedL
     checked: list[RequestLine | UnservedLine | None] = []
     for number, content in enumerate(contents, 1):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        checked.append(checker.check(InputLine(number, 0, len(data), data, 1)))
+        checked.append(checker.check(FileLine(number, 0, len(data), data, 1)))
     checker.close()
     return checked
 
@@ -175,7 +174,7 @@ def test_an_error_names_the_id_when_there_is_one() -> None:
 def test_a_finished_line_is_passed_over_and_its_id_remembered() -> None:
     checker = LineChecker(max_line_bytes=10_000, is_finished={1}.__contains__)
     data = json.dumps(valid()).encode()
-    first, second = (checker.check(InputLine(n, 0, len(data), data, 1)) for n in (1, 2))
+    first, second = (checker.check(FileLine(n, 0, len(data), data, 1)) for n in (1, 2))
     assert first is None
     assert code_of(second) == "duplicate_custom_id"
 

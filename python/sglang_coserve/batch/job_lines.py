@@ -14,6 +14,7 @@ from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Progressed, ServedBy
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
+from sglang_coserve.jsonl.lines import FileLine
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
@@ -25,7 +26,7 @@ from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import InputLine, LineBitmap, LineSource, PrefixOrder
+from sglang_coserve.lines.line_source import LineBitmap, LineSource, PrefixOrder
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
 
@@ -110,11 +111,11 @@ class JobLines:
         await self._context.threads.run(self._journal.delete)
         await self._context.threads.run(self._order.delete)
 
-    def tag(self, _line: InputLine) -> int:
+    def tag(self, _line: FileLine) -> int:
         """See ``LineJob``."""
         return self._tag
 
-    async def parse(self, line: InputLine) -> RequestLine | UnservedLine:
+    async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
         try:
             request = await self._parsed(line)
@@ -128,7 +129,7 @@ class JobLines:
             return UnservedLine(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
         return request
 
-    async def _parsed(self, line: InputLine) -> RequestLine:
+    async def _parsed(self, line: FileLine) -> RequestLine:
         """Return what a line asks for.
 
         Raises:
@@ -139,7 +140,7 @@ class JobLines:
             return self._parse(line)
         return await self._context.threads.run(self._parse, line)
 
-    def _parse(self, line: InputLine) -> RequestLine:
+    def _parse(self, line: FileLine) -> RequestLine:
         limits = self._context.backend.limits
         if line.content is None:
             raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
@@ -152,7 +153,7 @@ class JobLines:
             message = f"line {line.number} of {self._input} has changed: {error}"
             raise StorageError(message) from error
 
-    async def _custom_id(self, line: InputLine) -> str:
+    async def _custom_id(self, line: FileLine) -> str:
         """Return the id of a line, whatever its size; raises StorageError as ``_parsed``."""
         try:
             return (await self._parsed(line)).custom_id

@@ -13,7 +13,7 @@ from sglang_coserve.client.output_files import ResultFiles, file_errors
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.jsonl.body_limits import COMMON_CONTEXT_TOKENS
-from sglang_coserve.jsonl.lines import SeenIds
+from sglang_coserve.jsonl.lines import FileLine, SeenIds
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     RequestLine,
@@ -25,7 +25,7 @@ from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import InputLine, LineSource
+from sglang_coserve.lines.line_source import LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import Progress
 from sglang_coserve.lines.serve_line import LineContext, RetryPolicy
@@ -88,7 +88,7 @@ class LineChecker:
         self._is_finished = is_finished
         self._seen = SeenIds()
 
-    def check(self, line: InputLine) -> RequestLine | UnservedLine | None:
+    def check(self, line: FileLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line, or its failed result; None for a finished line."""
         fields: object = None
         error: BadLineError | None = None
@@ -111,7 +111,7 @@ class LineChecker:
         """Release the memory of the ids seen."""
         self._seen.close()
 
-    def _fields(self, line: InputLine) -> object:
+    def _fields(self, line: FileLine) -> object:
         if line.content is None:
             message = f"{line.size_bytes} bytes, more than the limit of {self._max_line_bytes}"
             raise BadLineError("line_too_long", message)
@@ -221,11 +221,11 @@ class LocalBatch:
         self._run = LineRun(self, self._context, writer, LineTokens(""))
         await self._run.serve(lines)
 
-    def tag(self, line: InputLine) -> int:
+    def tag(self, line: FileLine) -> int:
         """See ``LineJob``: the line's digest, by which a later run finds out that it changed."""
         return line.digest
 
-    async def parse(self, line: InputLine) -> RequestLine | UnservedLine | None:
+    async def parse(self, line: FileLine) -> RequestLine | UnservedLine | None:
         """See ``LineJob``."""
         return self._checker.check(line)
 

@@ -92,9 +92,8 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
         report.faults.append(LineFault("invalid_json_line", message))
         return report
     file.seek(0)
-    seen, next_offset = SeenIds(), 0
+    seen = SeenIds()
     for line in read_lines(file, limits.max_line_bytes):
-        offset, next_offset = next_offset, next_offset + line.size_bytes
         if is_blank(line.content):
             continue
         report.requests += 1
@@ -103,7 +102,7 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
             report.faults.append(LineFault("too_many_tasks", message))
             break
         try:
-            request = _request(file, line, offset, endpoint)
+            request = _request(file, line, endpoint)
             if not seen.add(request.custom_id):
                 message = "an earlier line has the same custom_id: make it unique"
                 raise BadLineError("duplicate_custom_id", message, "custom_id")
@@ -126,10 +125,10 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
     return report
 
 
-def _request(file: BinaryIO, line: FileLine, offset: int, endpoint: str) -> RequestLine:
+def _request(file: BinaryIO, line: FileLine, endpoint: str) -> RequestLine:
     """Return what a line asks for, or raise BadLineError."""
     if line.content is None:
-        return _large_request(file, offset, endpoint)
+        return _large_request(file, line.offset, endpoint)
     try:
         return parse_request_line(line.content, endpoint)
     except LineTooLargeError:

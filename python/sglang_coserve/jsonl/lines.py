@@ -20,6 +20,9 @@ class FileLine(NamedTuple):
     number: int
     """1-based; blank lines count."""
 
+    offset: int
+    """Where it begins, in bytes."""
+
     size_bytes: int
     """Length in the file, line ending included."""
 
@@ -31,9 +34,14 @@ class FileLine(NamedTuple):
 
 
 def read_lines(
-    file: BinaryIO, max_line_bytes: int, *, after_line: int = 0, with_digest: bool = False
+    file: BinaryIO,
+    max_line_bytes: int,
+    *,
+    after_line: int = 0,
+    offset: int = 0,
+    with_digest: bool = False,
 ) -> Iterator[FileLine]:
-    """Yield the lines of ``file`` from where it stands, which is after line ``after_line``.
+    """Yield the lines of ``file`` from where it stands: at ``offset``, after line ``after_line``.
 
     A UTF-8 byte order mark, CRLF endings and a last line without an ending are
     accepted. Memory is bounded by ``max_line_bytes``: what is longer is hashed and dropped.
@@ -56,7 +64,8 @@ def read_lines(
             if with_digest:
                 hashed.update(content)
         digest = (int.from_bytes(hashed.digest()) or 1) if with_digest else 0
-        yield FileLine(number, size_bytes, content, digest)
+        yield FileLine(number, offset, size_bytes, content, digest)
+        offset += size_bytes
 
 
 def is_blank(content: bytes | None) -> bool:

@@ -108,15 +108,13 @@ def _sorter() -> sqlite3.Connection:
 
 
 def _keyed(source: BinaryIO) -> Iterator[tuple[bytes, bytes, int, int]]:
-    offset = 0
     for line in read_lines(source, _MAX_LINE_BYTES):
-        begins_at, offset = offset, offset + line.size_bytes
         if line.content is None or is_blank(line.content):
             continue
         key = b""  # Of what is no request: whoever serves it has something to say of it.
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             key = prefix_key(parse_json(line.content)["body"])
-        yield key[:4], key, begins_at, line.number
+        yield key[:4], key, line.offset, line.number
 
 
 def main(parent: str, name: str) -> None:

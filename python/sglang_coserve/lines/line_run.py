@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.jsonl.lines import FileLine
 from sglang_coserve.jsonl.request_line import RequestLine, estimate_tokens, output_limit, parse_json
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from sglang_coserve.lines.engine_lines import MAX_DEATHS
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import LineTokens
-from sglang_coserve.lines.line_source import InputLine, LineSource
+from sglang_coserve.lines.line_source import LineSource
 from sglang_coserve.lines.result_log import ResultWriter
 from sglang_coserve.lines.result_record import encode_record, usage_of
 from sglang_coserve.lines.serve_line import LineContext, serve_line
@@ -83,10 +84,10 @@ class LineJob(Protocol):
     context_tokens: int
     """Of which no line takes more, prompt and answer."""
 
-    def tag(self, line: InputLine) -> int:
+    def tag(self, line: FileLine) -> int:
         """Return the tag of a line's record (see ``encode_record``)."""
 
-    async def parse(self, line: InputLine) -> RequestLine | UnservedLine | None:
+    async def parse(self, line: FileLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line; None if it has a record. Called in order of the lines."""
 
     async def model_changed(self, model: str, completed: int) -> None:
@@ -184,7 +185,7 @@ class LineRun:
                 result = LineResult.unserved("engine_failed", message)
                 await self._record(line, request.custom_id, result)
 
-    async def _request(self, line: InputLine) -> RequestLine | None:
+    async def _request(self, line: FileLine) -> RequestLine | None:
         """Return the request of a line; None if it needs no serving."""
         await self._writer.room()
         parsed = await self._job.parse(line)
@@ -193,7 +194,7 @@ class LineRun:
             return None
         return parsed
 
-    async def _serve(self, line: InputLine, request: RequestLine, estimated_tokens: int) -> int:
+    async def _serve(self, line: FileLine, request: RequestLine, estimated_tokens: int) -> int:
         """Serve a line and write its record; return the tokens that it took."""
         limit = output_limit(request.body)
         line_request = LineRequest(
@@ -220,7 +221,7 @@ class LineRun:
 
     async def _record(
         self,
-        line: InputLine,
+        line: FileLine,
         custom_id: str | None,
         result: LineResult,
         estimated_tokens: int | None = None,
@@ -246,7 +247,7 @@ class LineRun:
             )
             self.recorded_bytes += line.size_bytes
 
-    def _estimate(self, line: InputLine, body: Mapping[str, Any]) -> int:
+    def _estimate(self, line: FileLine, body: Mapping[str, Any]) -> int:
         return estimate_tokens(line.size_bytes, body, self._job.context_tokens)
 
     def _release(self, size_bytes: int, estimated_tokens: int, task: asyncio.Task[int]) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -86,22 +85,6 @@ _AHEAD_BYTES: Final = 1 << 20
 _SKIPPED_AT_ONCE: Final = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class InputLine:
-    """A line that is not blank."""
-
-    number: int
-    offset: int
-    """Byte offset of the line in the file."""
-
-    size_bytes: int
-    content: bytes | None
-    """None if the line is too long."""
-
-    digest: int
-    """See ``FileLine``."""
-
-
 class LineSource:
     """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
 
@@ -132,12 +115,12 @@ class LineSource:
         self._offset = 0
         self._number = 0
         self._is_at_end = False
-        self._ahead: deque[InputLine] = deque()
+        self._ahead: deque[FileLine] = deque()
 
     def __aiter__(self) -> LineSource:
         return self
 
-    async def __anext__(self) -> InputLine:
+    async def __anext__(self) -> FileLine:
         while not self._ahead and not self._is_at_end:
             await self._threads.run(self._read_ahead)
         if not self._ahead:
@@ -160,12 +143,11 @@ class LineSource:
         size_bytes = 0
         with self._path.open("rb", buffering=_AHEAD_BYTES) as file:
             file.seek(self._offset)
-            for line in self._lines(file, self._number):
-                offset = self._offset
+            for line in self._lines(file, self._number, self._offset):
                 self._offset += line.size_bytes
                 self._number = line.number
                 if self._is_wanted(line.number) and not is_blank(line.content):
-                    self._take(line, offset)
+                    self._take(line)
                     size_bytes += line.size_bytes
                 if self._is_enough(size_bytes) or line.number % _SKIPPED_AT_ONCE == 0:
                     return
@@ -183,25 +165,27 @@ class LineSource:
                 self._place += 1
                 if self._is_wanted(number) and number not in self._taken:
                     file.seek(offset)
-                    line = next(self._lines(file, number - 1), None)
+                    line = next(self._lines(file, number - 1, offset), None)
                     if line is None:
                         raise StorageError(f"{self._path} has changed since it was checked")
-                    self._take(line, offset)
+                    self._take(line)
                     size_bytes += line.size_bytes
         if self._place == before:
             self._is_at_end = True
 
-    def _lines(self, file: BinaryIO, after_line: int) -> Iterator[FileLine]:
+    def _lines(self, file: BinaryIO, after_line: int, offset: int) -> Iterator[FileLine]:
         return read_lines(
-            file, self._max_line_bytes, after_line=after_line, with_digest=self._with_digests
+            file,
+            self._max_line_bytes,
+            after_line=after_line,
+            offset=offset,
+            with_digest=self._with_digests,
         )
 
-    def _take(self, line: FileLine, offset: int) -> None:
+    def _take(self, line: FileLine) -> None:
         if self._order is not None:
             self._taken.add(line.number)
-        self._ahead.append(
-            InputLine(line.number, offset, line.size_bytes, line.content, line.digest)
-        )
+        self._ahead.append(line)
 
     def _is_enough(self, size_bytes: int) -> bool:
         return size_bytes >= _AHEAD_BYTES or len(self._ahead) >= _AHEAD_LINES

@@ -2,16 +2,14 @@
 
 Line 1 describes the ``SchedulerSetup``; every other line is an event. Lines refer to requests by
 number, counted from 0 over the whole recording; ``new`` describes those that occur for the first
-time. They refer to times by their place in ``times_s``: most requests got their last token at the
-same time.
+time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -41,22 +39,18 @@ from sglang_coserve.recording.calls import (
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 14
+VERSION: Final = 15
 
-_LETTERS: Final = MappingProxyType(dict(zip(RequestState, "WPKDSFA", strict=True)))
-_STATES: Final = MappingProxyType({letter: state for state, letter in _LETTERS.items()})
+_Row = tuple[int, RequestState, int, int, int, float | None]
+"""A ``Request``, in the order of its fields: the first is a number."""
 
-_Row = tuple[int, str, int, int, int, int]
-"""A ``Request``, in the order of its fields: the first is a number, the second a letter of its
-state, and the last a place among the times."""
-
-_Served = tuple[int, int, int]
-"""A ``ServedRequest``: a number and places among the times."""
+_Served = tuple[int, float | None, float | None]
+"""A ``ServedRequest``, likewise."""
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event"):
     """A line other than the first. Of engine, plan and result only those fields are written that
-    have another value than their default."""
+    have another value than their default: infinity, say, is no JSON."""
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,8 +74,7 @@ class _PlannedLine(_Line, frozen=True, tag="planned"):
     admitted: list[_Row]
     waiting: list[_Row]
     elsewhere: list[_Row]
-    times_s: list[float | None]
-    cached_tokens: dict[str, int | None]
+    cached_tokens: Mapping[str, int | None]
     plan: StepPlan
 
 
@@ -91,7 +84,6 @@ class _UpdatedLine(_Line, frozen=True, tag="updated"):
     """Without ``served``."""
 
     served: list[_Served]
-    times_s: list[float | None]
 
 
 _EventLine = (
@@ -133,57 +125,32 @@ class EventEncoder:
             case Arrived(info):
                 self._introduce(info)
             case Planned(snapshot, answers, plan):
-                times: dict[float | None, int] = {}
+                admitted, waiting, elsewhere = (
+                    [(self._number(request.info, new), *request[1:]) for request in requests]
+                    for requests in (snapshot.admitted, snapshot.waiting, snapshot.elsewhere)
+                )
                 line = {
                     "event": "planned",
                     "engine": _changes(replace(snapshot, admitted=(), waiting=(), elsewhere=())),
-                    "admitted": self._rows(snapshot.admitted, new, times),
-                    "waiting": self._rows(snapshot.waiting, new, times),
-                    "elsewhere": self._rows(snapshot.elsewhere, new, times),
                     "new": new,
-                    "times_s": list(times),
+                    "admitted": admitted,
+                    "waiting": waiting,
+                    "elsewhere": elsewhere,
                     "cached_tokens": answers,
                     "plan": _changes(plan),
                 }
                 return _text(line)
             case Updated(result):
-                return _text(self._updated(result, new))
+                served = [(self._number(each.info, new), *each[1:]) for each in result.served]
+                # Requests first seen here have ended, as no snapshot named them: no later line
+                # refers to them.
+                for info in new:
+                    self._known.pop(info.rid, None)
+                changes = _changes(replace(result, served=()))
+                return _text({"event": "updated", "new": new, "result": changes, "served": served})
             case Finished(rid):
                 self._known.pop(rid, None)
         return _text(event)
-
-    def _updated(self, result: StepResult, new: list[RequestInfo]) -> dict[str, Any]:
-        times: dict[float | None, int] = {}
-        served = [
-            (self._number(info, new), _place(last_token_s, times), _place(token_s, times))
-            for info, last_token_s, token_s in result.served
-        ]
-        # Requests first seen here have ended, as no snapshot named them: no later line refers to
-        # them.
-        for info in new:
-            self._known.pop(info.rid, None)
-        return {
-            "event": "updated",
-            "new": new,
-            "result": _changes(replace(result, served=())),
-            "served": served,
-            "times_s": list(times),
-        }
-
-    def _rows(
-        self, requests: Sequence[Request], new: list[RequestInfo], times: dict[float | None, int]
-    ) -> list[_Row]:
-        return [
-            (
-                self._number(info, new),
-                _LETTERS[state],
-                generated,
-                computed,
-                cached,
-                _place(last_s, times),
-            )
-            for info, state, generated, computed, cached, last_s in requests
-        ]
 
     def _number(self, info: RequestInfo, new: list[RequestInfo]) -> int:
         known = self._known.get(info.rid)
@@ -202,10 +169,6 @@ class EventEncoder:
 def _text(line: object) -> str:
     text = msgspec.json.encode(line).decode()
     return (text if text.isascii() else json.dumps(json.loads(text))) + "\n"
-
-
-def _place(time_s: float | None, times: dict[float | None, int]) -> int:
-    return times.setdefault(time_s, len(times))
 
 
 def _changes(value: EngineSnapshot | StepPlan | StepResult) -> dict[str, Any]:
@@ -299,14 +262,8 @@ class _EventDecoder:
 
     def _planned(self, line: _PlannedLine) -> Planned:
         self._new(line.new, is_kept=True)
-        times_s = line.times_s
         admitted, waiting, elsewhere = (
-            [
-                Request(
-                    self._infos[number], _STATES[letter], generated, computed, cached, times_s[last]
-                )
-                for number, letter, generated, computed, cached, last in rows
-            ]
+            [Request(self._infos[number], *row) for number, *row in rows]
             for rows in (line.admitted, line.waiting, line.elsewhere)
         )
         snapshot = replace(
@@ -317,8 +274,8 @@ class _EventDecoder:
     def _updated(self, line: _UpdatedLine) -> Updated:
         new = self._new(line.new, is_kept=False)
         served = tuple(
-            ServedRequest(self._infos[number], line.times_s[last], line.times_s[token])
-            for number, last, token in line.served
+            ServedRequest(self._infos[number], last_s, token_s)
+            for number, last_s, token_s in line.served
         )
         for number in new:
             del self._infos[number]

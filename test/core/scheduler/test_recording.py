@@ -234,7 +234,7 @@ def test_a_snapshot_of_64_requests_is_small() -> None:
     planned = Planned(snapshot(*decodes), {}, StepPlan())
     encoder = EventEncoder()
     encoder.encode(planned)
-    assert len(encoder.encode(planned)) < 2000
+    assert len(encoder.encode(planned)) < 64 * 64
 
 
 def test_a_request_is_described_again_when_its_id_is_used_again() -> None:
@@ -375,8 +375,7 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
         ('{"event":"vanished"}', "event: Invalid value 'vanished'"),
         ('{"event":"finished","rid":"a","why":"b"}', "Object contains unknown field `why`"),
         (
-            '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0,0]],'
-            '"times_s":[0]}',
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0,0]]}',
             "it refers to what is not there: 9",
         ),
         (
@@ -400,8 +399,7 @@ def test_a_malformed_line_is_refused_by_number(line: str, message: str) -> None:
     ("place", "value", "message"),
     [
         (0, 9, "it refers to what is not there: 9"),
-        (1, "X", "it refers to what is not there: 'X'"),
-        (5, 7, "it refers to what is not there: list index"),
+        (1, "X", r"waiting\[0\]\[1\]: Invalid enum value 'X'"),
         (2, [1, 2], r"waiting\[0\]\[2\]: Expected `int`"),
     ],
 )
