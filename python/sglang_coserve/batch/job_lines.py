@@ -121,12 +121,13 @@ class JobLines:
             request = await self._parsed(line)
         except BodyTooLargeError as error:
             custom_id = await self._custom_id(line)
-            return UnservedLine(
-                custom_id, _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
-            )
+            refusal = LineResult.refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
+            return UnservedLine(custom_id, refusal)
         if request.body.get("stream"):
             message = "a batch line cannot stream: remove stream from its body"
-            return UnservedLine(request.custom_id, _refusal(HTTPStatus.BAD_REQUEST, message))
+            return UnservedLine(
+                request.custom_id, LineResult.refused(HTTPStatus.BAD_REQUEST, message)
+            )
         return request
 
     async def _parsed(self, line: FileLine) -> RequestLine:
@@ -203,13 +204,3 @@ class JobLines:
         # The engine orders by itself what it has at once.
         if self._batch.total_lines > self._context.limits.max_in_flight:
             await self._context.file_processes.order(self._batch, self._input, self._order)
-
-
-def _refusal(status: HTTPStatus, message: str) -> LineResult:
-    error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": None,
-    }
-    return LineResult(status, "", {"error": error})

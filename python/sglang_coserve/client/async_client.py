@@ -191,7 +191,8 @@ class AsyncCoserveClient:
                     "again: choose another output"
                 )
             return True
-        is_begun = output.exists() or errors_path(output).exists()
+        found = (path for path in (output, errors_path(output)) if path.exists())
+        is_begun = any(path.stat().st_size for path in found)
         if retry_failed or use_batch is False or is_begun:
             if has_options:
                 reason = f", as those of {output} before" if is_begun else ""

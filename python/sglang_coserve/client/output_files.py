@@ -42,25 +42,25 @@ def open_input(path: Path) -> BinaryIO:
     return file
 
 
-def lock_output(output: Path, path: Path) -> int:
-    """Return ``path``, which stands for ``output``, open and locked; it is made if need be.
+def lock_output(output: Path) -> int:
+    """Return ``output``, open and locked; it is made if need be.
 
     ``unlock_file`` ends it.
 
     Raises:
         InputFileError: another client has it, or it cannot be written.
     """
-    if path.exists() and not path.is_file():
-        raise InputFileError(f"{path} is not a regular file: choose another output")
+    if output.exists() and not output.is_file():
+        raise InputFileError(f"{output} is not a regular file: choose another output")
     try:
-        return lock_file(path, 0o666)
+        return lock_file(output, 0o666)
     except BlockingIOError as error:
         raise InputFileError(
             f"{output} is being written by another client:"
             " wait for it to end, or choose another output"
         ) from error
     except OSError as error:
-        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
+        raise InputFileError(f"cannot write {output}: {error.strerror}") from error
 
 
 @contextmanager
@@ -155,7 +155,7 @@ class ResultFiles:
                 raise InputFileError(f"{path} would overwrite the input: choose another output")
             if path.exists() and not path.is_file():
                 raise InputFileError(f"{path} is not a regular file: choose another output")
-        self._lock = lock_output(self.output, self.output)
+        self._lock = lock_output(self.output)
         # A line has at least one byte: a number beyond that is from another file,
         # and must not size an array.
         last_possible = source.stat().st_size

@@ -89,8 +89,6 @@ class ServerBatch:
                 batch = await self._api.retrieve(batch["id"])
             if batch["status"] == "failed":
                 self._submission.remove()  # It served nothing: another input begins another one.
-            else:
-                self._output.touch()  # Even when no line has succeeded.
             check_outcome(batch, self._source)
         finally:
             self._ended_s = time.monotonic()

@@ -1,30 +1,19 @@
-"""Stores beside an output which batch of a server fills it.
-
-Whatever is added to the file is a line of JSON, and the last one counts. So a crash that tears it
-leaves the one before, with which the same batch is found: it is stored before the batch is created.
-"""
+"""Stores beside an output which batch of a server fills it, before the batch is created: so it is
+found again."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 from uuid import uuid4
 
 import msgspec
 
 from sglang_coserve.client.output_files import lock_output
-from sglang_coserve.durable_files import append, settle, sync_names, unlock_file
+from sglang_coserve.durable_files import replace, unlock_file
 from sglang_coserve.errors import InputFileError
-
-_START: Final = b'{"input_digest": "'
-_MOST_BYTES: Final = 1 << 16
-"""A batch takes two lines of 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +58,21 @@ class SubmissionFile:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._path = submission_path(output)
-        self._fd: int | None = None
-        self._size_bytes = 0
+        self._lock: int | None = None
 
     def open(self) -> None:
-        """Open the file, making it when it is not there, and lock it.
+        """Lock the output, which is made if need be.
 
         Raises:
             InputFileError: another client has it, or it cannot be written.
         """
-        self._fd = lock_output(self._output, self._path)
+        self._lock = lock_output(self._output)
 
     def close(self) -> None:
         """Unlock the output."""
-        if self._fd is not None:
-            unlock_file(self._fd)
-            self._fd = None
+        if self._lock is not None:
+            unlock_file(self._lock)
+            self._lock = None
 
     def remove(self) -> None:
         """Forget the batch."""
@@ -96,23 +84,17 @@ class SubmissionFile:
         Raises:
             InputFileError: it is not one of ours, or belongs to another input.
         """
-        assert self._fd is not None, "load() before open()"
-        content = os.pread(self._fd, _MOST_BYTES, 0)
-        submission, self._size_bytes = None, 0
-        # Zeros are what a power failure leaves of bytes that were not synced.
-        for line in content.partition(b"\0")[0].splitlines(keepends=True):
-            try:
-                if line.strip():
-                    submission = msgspec.json.decode(line, type=Submission)
-            except ValueError:
-                break
-            self._size_bytes += len(line)
-        if submission is None and not _is_torn(content):
-            raise InputFileError(f"{self._path} is not from coserve submit: remove it")
-        with _writing(self._path):
-            settle(self._path, self._size_bytes, 0)
-        if submission is None:
+        if not self._path.exists():
             return Submission.new(input_digest)
+        try:
+            # Older versions added a line for each change.
+            submission = msgspec.json.decode(
+                self._path.read_bytes().splitlines()[-1], type=Submission
+            )
+        except OSError as error:
+            raise InputFileError(f"cannot read {self._path}: {error.strerror}") from error
+        except (ValueError, LookupError):
+            raise InputFileError(f"{self._path} is not from coserve submit: remove it") from None
         if submission.input_digest != input_digest:
             raise InputFileError(
                 f"the input has changed since {self._output} was begun:"
@@ -121,30 +103,13 @@ class SubmissionFile:
         return submission
 
     def save(self, submission: Submission) -> None:
-        """Write ``submission`` to the disk, after ``load``.
+        """Write ``submission`` to the disk.
 
         Raises:
             InputFileError: it cannot be written.
         """
-        assert self._fd is not None, "save() before open()"
-        # Older versions ended their only line without a line ending.
-        text = b"\n" * bool(self._size_bytes) + json.dumps(asdict(submission)).encode()
-        with _writing(self._path):
-            os.lseek(self._fd, self._size_bytes, os.SEEK_SET)
-            append(self._fd, text, self._size_bytes)
-            if not self._size_bytes:
-                sync_names(self._path.parent)
-        self._size_bytes += len(text)
-
-
-def _is_torn(content: bytes) -> bool:
-    """Return whether this is what a crash can leave of the first line."""
-    return all(found in (0, expected) for found, expected in zip(content, _START, strict=False))
-
-
-@contextmanager
-def _writing(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputFileError(f"cannot write {path}: {error.strerror}") from error
+        content = msgspec.json.encode(submission)
+        try:
+            replace(self._path, lambda file: file.write(content), 0o666)
+        except OSError as error:
+            raise InputFileError(f"cannot write {self._path}: {error.strerror}") from error

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from sglang_coserve import durable_files
 from sglang_coserve.jsonl.body_limits import BodyLimits
+from sglang_coserve.jsonl.request_line import not_served
 
 _FILE: Final = "served_model.json"
 """In the data directory of a gateway."""
@@ -96,13 +97,6 @@ def model_routes(served: Callable[[Request], ServedModel]) -> APIRouter:
         model = served(request)
         if name in model.names:
             return JSONResponse(card(name, model))
-        known = ", ".join(model.names) or "not known until an engine is up"
-        error = {
-            "message": f"there is no model {name[:256]!r}: served are {known}",
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "model_not_found",
-        }
-        return JSONResponse({"error": error}, 404)
+        return JSONResponse({"error": not_served(name, model.names)}, 404)
 
     return router

@@ -311,9 +311,8 @@ def _result_message(number: int, request: LineRequest, task: asyncio.Task[LineRe
         return encode_message(LineEvent(number, result=task.result()))
     except Exception as error:
         _log.exception("line %d of %s failed", request.line, request.batch_id)
-        failed = LineResult.unserved("engine_failed", f"the engine failed: {error!r}")
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        result = LineResult(status, "", failed.body, is_retryable=True)
+        result = LineResult.refused(status, f"the engine failed: {error!r}", is_retryable=True)
         return encode_message(LineEvent(number, result=result))
 
 

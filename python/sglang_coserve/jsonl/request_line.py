@@ -217,9 +217,9 @@ def served_name(model: object, names: Sequence[str]) -> str | None:
 def not_served(model: object, names: Sequence[str]) -> dict[str, str]:
     """Return the error, as OpenAI has it, of a request for a model that is not served."""
     asked = repr(model) if len(repr(model)) <= _MAX_CHARS else f"{repr(model)[:_MAX_CHARS]}…"
-    known = ", ".join(map(repr, names))
+    known = f"use {', '.join(map(repr, names))}, or leave model out"
     return {
-        "message": f"the model {asked} is not served here: use {known}, or leave model out",
+        "message": f"the model {asked} is not served here: {known if names else 'none is, yet'}",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",

@@ -115,6 +115,13 @@ class LineResult:
         kind = kind or FailureKind.FAILED
         return cls(0, "", {"error": error}, is_retryable, kind)
 
+    @classmethod
+    def refused(cls, status: int, message: str, *, is_retryable: bool = False) -> Self:
+        """Return the answer to a line that cannot be served, with this HTTP status."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": None}
+        return cls(status, "", {"error": error}, is_retryable)
+
     @property
     def is_ok(self) -> bool:
         """True when the line was served."""

@@ -191,7 +191,9 @@ async def serve_line(
                 if not limit.expired():
                     # An unexpected error in the engine must fail only this line, not the job.
                     _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
-                    result = _engine_failed(error)
+                    status = HTTPStatus.INTERNAL_SERVER_ERROR
+                    message = f"the engine failed: {error}"
+                    result = LineResult.refused(status, message, is_retryable=True)
         if result is None:
             continue  # It was taken out.
         if backend.model != model or (result.is_retryable and backend.is_changing):
@@ -204,12 +206,6 @@ async def serve_line(
             return result, model
         await context.clock.sleep(delay_s)
         context.health.num_retries += 1
-
-
-def _engine_failed(error: Exception) -> LineResult:
-    message = f"the engine failed: {error}"
-    body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
-    return LineResult(HTTPStatus.INTERNAL_SERVER_ERROR, "", body, is_retryable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
