@@ -82,6 +82,7 @@ _EXTRAS: Final = {
     ),
     "plot": ("matplotlib",),
     "ray": ("ray", "pyarrow"),
+    "remote": ("fsspec", "pyarrow"),
 }
 
 

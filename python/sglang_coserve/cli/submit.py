@@ -37,8 +37,9 @@ class SubmitFlags(ServerFlags):
     output: Path | None = flag(
         None,
         "Wait, and write results in OpenAI's batch output format; failed lines go to"
-        " OUTPUT.errors.jsonl. When it exists, the run that wrote it is continued. Without it"
-        " the batch is left to the server: see coserve status and coserve results.",
+        " OUTPUT.errors.jsonl, and both into a table as well where it is OUTPUT.parquet. When it"
+        " exists, the run that wrote it is continued. Without it the batch is left to the server:"
+        " see coserve status and coserve results.",
         "--output",
         "-o",
         metavar="OUTPUT.jsonl",
@@ -81,7 +82,12 @@ class SubmitFlags(ServerFlags):
 @takes(SubmitFlags)
 def submit(
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT.jsonl", help="Requests in OpenAI's batch input format.")
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="Requests in OpenAI's batch input format: a file, s3://… and the like, - for"
+            " standard input, or a table, FILE.parquet.",
+        ),
     ],
     flags: SubmitFlags,
 ) -> None:
@@ -99,6 +105,7 @@ def submit(
         JobState,
         RetryPolicy,
     )
+    from sglang_coserve.client.tables import TABLE, local_lines, write_table
 
     options = ClientOptions(
         concurrency=flags.concurrency,
@@ -109,15 +116,18 @@ def submit(
     has_options = flags.window is not None or flags.priority is not None or flags.best_effort
     batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
 
-    async def run() -> int:
+    wanted = flags.output
+    output = wanted.with_suffix(".jsonl") if wanted and wanted.suffix == TABLE else wanted
+
+    async def run(source: Path) -> int:
         async with AsyncCoserveClient(
             flags.base_url, api_key=flags.api_key, options=options
         ) as client:
-            if flags.output is None:
+            if output is None:
                 return await _leave(client.batches, source, batch_options, flags)
             submitted = client.submit_jsonl(
                 source,
-                flags.output,
+                output,
                 retry_failed=flags.retry_failed,
                 batch_options=batch_options if has_options else None,
                 use_batch=False if flags.no_batch else None,
@@ -129,6 +139,8 @@ def submit(
                 await job.wait(progress=not flags.quiet)
             except CoserveError as failure:
                 error = failure
+            if wanted and wanted != output and job.status.state is JobState.COMPLETED:
+                await asyncio.to_thread(write_table, job.output, wanted)
             if flags.as_json:
                 typer.echo(json.dumps(_summary(job, error)))
             elif not flags.quiet:
@@ -139,7 +151,8 @@ def submit(
                 return code_of_signal(signals[0])
             return ExitCode.SOME_FAILED if job.status.failed else ExitCode.OK
 
-    raise typer.Exit(asyncio.run(run()))
+    with local_lines(source) as path:
+        raise typer.Exit(asyncio.run(run(path)))
 
 
 async def _leave(
