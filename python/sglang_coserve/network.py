@@ -40,9 +40,10 @@ def http_address(url: str, what: str) -> httpx.URL:
     """
     try:
         address = httpx.URL(url)
+        host = address.host
     except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"{what} {url!r}: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host:
+    if address.scheme not in ("http", "https") or not host:
         raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
     return address
 
