@@ -16,8 +16,8 @@ from sglang_coserve.core.latency_model.linear import (
     LinearModel,
 )
 from sglang_coserve.core.latency_model.machine import HARDWARE, Hardware
-from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
 from sglang_coserve.core.latency_model.model import Fit, LatencyModel, Sample, SampleTable
+from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.durable_files import replace as replace_file
