@@ -263,7 +263,10 @@ class _EventDecoder:
     def _planned(self, line: _PlannedLine) -> Planned:
         self._new(line.new, is_kept=True)
         admitted, waiting, elsewhere = (
-            [Request(self._infos[number], *row) for number, *row in rows]
+            [
+                Request(self._infos[number], state, generated, computed, cached, last_s)
+                for number, state, generated, computed, cached, last_s in rows
+            ]
             for rows in (line.admitted, line.waiting, line.elsewhere)
         )
         snapshot = replace(
