@@ -102,7 +102,7 @@ PLACES: Final[dict[str, str]] = {
     "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",
     # What operators choose.
     "core/validation.py::read_json": OPERATOR,
-    "fleet/discovery.py::urls": OPERATOR,
+    "fleet/engine.py::urls": OPERATOR,
     "recording/file.py::<module>": OPERATOR,
     "recording/file.py::_setup": OPERATOR,
     "recording/file.py::_text": "what this process has encoded",

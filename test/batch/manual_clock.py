@@ -7,7 +7,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock
 
 REAL_LIMIT_S = 60.0
 STEP_S = 0.05

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_coserve.client.results import BatchResult, LineError, Response, decode_record
+from sglang_coserve.client.output_files import BatchResult, LineError, Response, decode_record
 from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.result_record import (
     encode_record,

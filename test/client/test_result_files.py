@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from client.batch_files import line, results_by_line, write_lines
-from sglang_coserve.client.output_files import ResultFiles, errors_path
-from sglang_coserve.client.results import BatchResult, LineError, Response
+from sglang_coserve.client.output_files import (
+    BatchResult,
+    LineError,
+    Response,
+    ResultFiles,
+    errors_path,
+)
 from sglang_coserve.durable_files import lock_file, unlock_file
 from sglang_coserve.errors import InputFileError, StorageError
 from sglang_coserve.jsonl.lines import read_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.client.submission import Submission, SubmissionFile, submission_path
+from sglang_coserve.client.server_batch import Submission, SubmissionFile, submission_path
 from sglang_coserve.errors import InputFileError
 
 FIRST = Submission("digest", "key", input_file_id="file-1")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.errors import ConfigError, ServerError
-from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router, follow
+from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router, follow
 
 
 @pytest.fixture

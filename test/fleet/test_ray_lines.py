@@ -16,7 +16,7 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
-from sglang_coserve.fleet.discovery import EngineList
+from sglang_coserve.fleet.engine import EngineList
 from waiting import until
 
 pytest.importorskip("ray")

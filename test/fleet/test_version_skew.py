@@ -21,9 +21,8 @@ from http_lines.live_engine import LiveEngine
 from sglang_coserve.cli.batches import _details, batch_row
 from sglang_coserve.client import JobState
 from sglang_coserve.client.batch_api import batch_of
-from sglang_coserve.client.results import decode_record
-from sglang_coserve.client.server_batch import batch_status, check_outcome
-from sglang_coserve.client.submission import Submission
+from sglang_coserve.client.output_files import decode_record
+from sglang_coserve.client.server_batch import Submission, batch_status, check_outcome
 from sglang_coserve.core.engine_load import LinesLoad, WantedLines
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.fleet.engine import EngineState

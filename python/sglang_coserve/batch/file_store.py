@@ -19,7 +19,7 @@ from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock
 
 
 class Transfers:

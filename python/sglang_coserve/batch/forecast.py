@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock
 
 REMEMBERED: Final = 39
 """Past batches that count. The fewest of which P95 is a value with one beyond it, and P5 one with

@@ -39,8 +39,7 @@ from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.background import TaskSupervisor, WorkerThreads
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy

@@ -27,8 +27,7 @@ from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError, CoserveError
-from sglang_coserve.lines.background import backoff_s
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, backoff_s
 from sglang_coserve.network import http_address
 
 _SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"

@@ -159,8 +159,7 @@ async def _leave(
     api: BatchApi, source: Path, batch_options: BatchOptions, flags: SubmitFlags
 ) -> int:
     """Begin a batch, whose results stay with the server."""
-    from sglang_coserve.client.server_batch import begin_batch
-    from sglang_coserve.client.submission import Submission
+    from sglang_coserve.client.server_batch import Submission, begin_batch
 
     if (
         flags.no_batch
@@ -238,7 +237,7 @@ def _describe(job: AsyncJob) -> str:
 
 def _main_reason(errors: Path) -> list[str]:
     """Say what is most often wrong, by the first failed lines; nothing if that is unknown."""
-    from sglang_coserve.client.results import decode_record
+    from sglang_coserve.client.output_files import decode_record
 
     reasons: Counter[str] = Counter()
     try:

@@ -9,8 +9,8 @@ same thing from a shell.
 from sglang_coserve.client.async_client import AsyncCoserveClient, AsyncJob
 from sglang_coserve.client.batch_api import Batch, BatchApi
 from sglang_coserve.client.local_batch import ClientOptions
+from sglang_coserve.client.output_files import BatchResult, LineError, Response, read_results
 from sglang_coserve.client.progress import JobState, JobStatus
-from sglang_coserve.client.results import BatchResult, LineError, Response, read_results
 from sglang_coserve.client.server_batch import BatchOptions
 from sglang_coserve.client.sync_client import CoserveClient, Job
 from sglang_coserve.lines.serve_line import RetryPolicy

@@ -11,14 +11,22 @@ from typing import Protocol, Self
 
 from sglang_coserve.client.batch_api import BatchApi
 from sglang_coserve.client.local_batch import ClientOptions, LocalBatch
-from sglang_coserve.client.output_files import ResultFiles, errors_path, open_input
+from sglang_coserve.client.output_files import (
+    BatchResult,
+    ResultFiles,
+    ResultStream,
+    errors_path,
+    open_input,
+)
 from sglang_coserve.client.progress import JobState, JobStatus, showing
-from sglang_coserve.client.results import BatchResult, ResultStream
-from sglang_coserve.client.server_batch import BatchOptions, ServerBatch
-from sglang_coserve.client.submission import SubmissionFile, submission_path
+from sglang_coserve.client.server_batch import (
+    BatchOptions,
+    ServerBatch,
+    SubmissionFile,
+    submission_path,
+)
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
-from sglang_coserve.lines.background import WorkerThreads
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.serve_line import EngineHealth, LineContext

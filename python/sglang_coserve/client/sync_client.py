@@ -13,8 +13,8 @@ from anyio.from_thread import start_blocking_portal
 
 from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
 from sglang_coserve.client.local_batch import ClientOptions
+from sglang_coserve.client.output_files import BatchResult
 from sglang_coserve.client.progress import JobStatus
-from sglang_coserve.client.results import BatchResult
 from sglang_coserve.client.server_batch import BatchOptions
 
 _T = TypeVar("_T")

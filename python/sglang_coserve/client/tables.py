@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
-from sglang_coserve.client.results import BatchResult, read_results
+from sglang_coserve.client.output_files import BatchResult, read_results
 from sglang_coserve.durable_files import replace
 from sglang_coserve.errors import InputFileError, require
 

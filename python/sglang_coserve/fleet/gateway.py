@@ -37,7 +37,7 @@ from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.discovery import follow
+from sglang_coserve.fleet.engine import follow
 from sglang_coserve.fleet.online_requests import RouterConnection, online_routes
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status

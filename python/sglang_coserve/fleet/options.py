@@ -13,7 +13,7 @@ from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.config.flags import FlagParser
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.discovery import DnsName, EngineList, EngineSource, Router
+from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
 from sglang_coserve.network import http_address
 

@@ -24,7 +24,19 @@ from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
 import orjson
 
 from sglang_coserve.errors import CoserveError, StorageError
-from sglang_coserve.lines.clock import Clock
+
+
+class Clock:
+    """The system clock; tests give it another one."""
+
+    def now_s(self) -> float:
+        """Return seconds since the epoch."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``; not at all when negative."""
+        await asyncio.sleep(max(0.0, seconds))
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

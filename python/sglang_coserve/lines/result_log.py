@@ -14,8 +14,7 @@ from typing import Final
 
 from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.background import WorkerThreads, to_its_end
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, WorkerThreads, to_its_end
 from sglang_coserve.lines.result_record import (
     RECORD_START,
     Progress,

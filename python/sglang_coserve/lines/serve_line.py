@@ -15,8 +15,7 @@ from typing import Any
 
 from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult
-from sglang_coserve.lines.background import WorkerThreads, backoff_s
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, WorkerThreads, backoff_s
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.journal import LineTokens

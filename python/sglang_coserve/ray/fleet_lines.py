@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from sglang_coserve.errors import ServerGoneError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.discovery import EngineSource, follow
-from sglang_coserve.fleet.engine import EngineState
+from sglang_coserve.fleet.engine import EngineSource, EngineState, follow
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
@@ -25,8 +24,7 @@ from sglang_coserve.jsonl.request_line import (
     request_of,
 )
 from sglang_coserve.lines.backend import LineRequest, LineResult
-from sglang_coserve.lines.background import TaskSupervisor
-from sglang_coserve.lines.clock import Clock
+from sglang_coserve.lines.background import Clock, TaskSupervisor
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.serve_line import AttemptContext, EngineHealth, RetryPolicy, serve_line

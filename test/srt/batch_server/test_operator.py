@@ -42,7 +42,7 @@ def test_the_admin_key_opens_the_operators_routes_and_no_others(
     assert cancelled.json()["status"] == "cancelling"
     until(client, batch_id, "cancelled")
     document = call(deployment, "GET", "/openapi.json", API_KEY).json()
-    assert document["paths"]["/coserve/batches/{batch_id}/cancel"]["post"]["security"]
+    assert document["paths"]["/coserve/batches/{batch_id}/{action}"]["post"]["security"]
 
 
 @pytest.mark.parametrize(
