@@ -26,9 +26,12 @@ from sglang_coserve.srt.cpu import defaults as cpu
 
 cpu.set_environment_defaults()  # Before SGLang is imported.
 
+from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel  # noqa: E402
+from sglang_coserve.core.latency_model.profile import LatencyProfile  # noqa: E402
 from sglang_coserve.srt import compat, launch  # noqa: E402
 from sglang_coserve.srt.compat.versions import NEWEST  # noqa: E402
 from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS  # noqa: E402
+from sglang_coserve.srt.profiling import latency_source  # noqa: E402
 from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")
@@ -278,6 +281,19 @@ def test_a_bad_profile_is_refused_before_the_model_is_loaded(
     flags = ["--model-path", str(small_model), "--latency-profile", str(profile)]
     assert launch.main(flags) == 2
     assert f"error: {profile}: schema_version: this field is missing" in capsys.readouterr().err
+
+
+def test_a_profile_of_another_model_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "profile.json"
+    profile = LatencyProfile(LinearModel.of(HYGEN), None, "cpu", "llama", 1, "0.5.23")
+    file.write_text(profile.to_json())
+    machine: Any = SimpleNamespace(hardware="cpu", model="qwen", tp_size=1, sglang_version="0.5.23")
+    assert latency_source._load(file, machine) == profile
+    (warned,) = caplog.messages
+    assert "the profile's model is llama, the server's is qwen" in warned
+    assert "profile again" in warned
 
 
 def test_what_a_scheduler_refuses_is_told_without_a_traceback(
