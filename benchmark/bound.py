@@ -192,8 +192,9 @@ def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[
         baseline.produced(rid, request.output_tokens)
         baseline.ended(rid)
     times: dict[str, list[float]] = {str(request.index): [] for request in requests}
-    for token in baseline.advance(MODEL.predict, math.inf):
-        times[str(token.key)].append(token.at_s)
+    for step in baseline.advance(MODEL.predict, math.inf):
+        for one in (*step.decoded, *step.first):
+            times[one.key].append(step.end_s)
     return times
 
 

@@ -30,15 +30,15 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
     """
     baseline = Baseline(EngineSize(*_limits(emulation)))
     seen: set[int] = set()
+    alone = []
     for number, request in enumerate(requests):
-        rid, tokens = str(number), request.prompt_tokens - cached_tokens(request, seen)
-        baseline.arrived(rid, 0.0, tokens)
-        baseline.produced(rid, request.output_tokens)
-        baseline.ended(rid)
-    predict = emulation.latency_model().predict
-    last_s = {str(token.key): token.at_s for token in baseline.advance(predict, math.inf)}
+        tokens = request.prompt_tokens - cached_tokens(request, seen)
+        alone.append(baseline.arrived(number, 0.0, tokens))
+        baseline.produced(number, request.output_tokens)
+        baseline.ended(number)
+    baseline.advance(emulation.latency_model().predict, math.inf)
     count = int(_ENDED_SHARE * len(requests))
-    return count / sorted(last_s.values())[count - 1]
+    return count / sorted(one.last_s for one in alone)[count - 1]
 
 
 def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_a_tolerance_follows_the_same_statistic_of_what_requests_get_alone() -> 
     assert seen.targets == SloTargets(pytest.approx(0.22), pytest.approx(0.03))
     for number in range(1000):
         seen.first_token(INFO, 0.1, 0.0)
-        seen.gaps([(INFO, 0.04 if number % 20 == 0 else 0.01, 0.0)], 0.0)
+        seen.gaps({(None, 0.04 if number % 20 == 0 else 0.01): 1}, 0.0)
     assert seen.targets == SloTargets(pytest.approx(0.11, rel=0.01), pytest.approx(0.06, rel=0.01))
     assert seen.arrival_s == pytest.approx(0.01, rel=0.02)
     assert seen.gap_s(1.0) == pytest.approx(0.02, rel=0.02)
@@ -82,7 +82,7 @@ def test_a_target_that_the_baseline_misses_leaves_a_share_of_itself() -> None:
     seen = allowance("ttft p99 <= 300ms", "tbt p99 <= 60ms")
     for number in range(1000):
         seen.first_token(INFO, 0.4 if number % 20 == 0 else 0.1, 0.0)
-        seen.gaps([(INFO, 0.2 if number % 20 == 0 else 0.01, 0.0)], 0.0)
+        seen.gaps({(None, 0.2 if number % 20 == 0 else 0.01): 1}, 0.0)
     assert seen.arrival_s == pytest.approx(0.3 / 22)
     assert seen.gap_s(0.06) == pytest.approx(0.3 * 0.06)
     assert seen.targets == SloTargets(0.3, 0.06)
@@ -119,7 +119,7 @@ def test_whatever_happens_it_stays_within_its_bounds(
         for info in (INFO, own):
             learned.first_token(info, alone_s, 0.0)
             free.first_token(info, alone_s, 0.0)
-        learned.gaps([(INFO, alone_s, 0.0)] * count, 0.0)
+        learned.gaps({(None, alone_s): count}, 0.0)
         learned.finished(INFO, alone_s, 0.0)
         assert 0 <= learned.arrival_s < math.inf
         assert 0 <= learned.gap_s(0.05) <= 0.05

@@ -199,7 +199,7 @@ def test_gaps_alone_are_judged_beside_the_measured_ones() -> None:
     info = RequestInfo("r", RequestClass.ONLINE, 10, 64, 0.0)
     for number in range(10):
         monitor.gap(info, number * 0.02, (number + 1) * 0.02)
-        monitor.gaps_alone([(info, 0.01, (number + 1) * 0.01)])
+        monitor.gaps_alone(0.01, (number + 1) * 0.01, 1)
     (standing,) = monitor.report(0.2).standings
     assert standing.measured_s == pytest.approx(0.02)
     assert standing.alone_s == pytest.approx(0.01)

@@ -70,8 +70,9 @@ class Follower(SimulationObserver):
         self.advance(record.start_s)
 
     def advance(self, now_s: float) -> None:
-        for rid, _, at_s in self._baseline.advance(MODEL.predict, now_s):
-            self.alone[str(rid)].append(at_s)
+        for step in self._baseline.advance(MODEL.predict, now_s):
+            for one in (*step.decoded, *step.first):
+                self.alone[one.key].append(step.end_s)
 
     def _tell(self, request: SimRequest) -> None:
         rid = request.info.rid

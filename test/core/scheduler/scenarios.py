@@ -154,7 +154,7 @@ def _open_gaps(brain: Scheduler) -> None:
     """Let offline work fill all of the decodes' slack: alone, tokens come one after the other."""
     info = RequestInfo("alone", RequestClass.ONLINE, 1, 2, arrival_s=0.0)
     allowance = brain.interference.allowance
-    allowance.gaps([(info, 0.0, 0.0)], 0.0)
+    allowance.gaps({(None, 0.0): 1}, 0.0)
     allowance.finished(info, 0.0, 0.0)
 
 

@@ -8,8 +8,7 @@ with every one of them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from sglang_coserve.core.control.recent_values import RecentValues
@@ -38,7 +37,7 @@ conversations at 50 and 80% load, 500 and 50 ms), offline work has 0.92 and 1.02
 with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at P99 TTFTs of 1.35 and 1.79, 1.41
 and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
 
-_Alone = tuple[float | None, float]
+Alone = tuple[float | None, float]
 """A latency in the baseline, after the target that the request brought along, if any."""
 
 
@@ -72,7 +71,7 @@ class _Headroom:
         """What offline work may add to any latency; infinite if nothing bounds it."""
         return min(self._left_s, self._own_left_s)
 
-    def observe(self, values: Mapping[_Alone, int], now_s: float) -> None:
+    def observe(self, values: Mapping[Alone, int], now_s: float) -> None:
         """Record values that became known together, with the count of each. Amortized O(values)."""
         for (own_s, alone_s), count in values.items():
             self._alone.add(alone_s, now_s, count)
@@ -158,11 +157,8 @@ class Allowance:
         """Record the baseline's TTFT of a request."""
         self._ttft.observe({(info.ttft_target_s, alone_s): 1}, now_s)
 
-    def gaps(self, gaps: Iterable[tuple[RequestInfo, float, float]], now_s: float) -> None:
-        """Record the baseline's gaps that became known together: whose, how long, and when they
-        ended. O(gaps)."""
-        # Gaps that end with the same step are mostly equal.
-        values = Counter([(info.tpot_target_s, alone_s) for info, alone_s, _ in gaps])
+    def gaps(self, values: Mapping[Alone, int], now_s: float) -> None:
+        """Record the baseline's gaps that became known together, with the count of each."""
         if self._tbt.slos:
             self._tbt.observe(values, now_s)
 

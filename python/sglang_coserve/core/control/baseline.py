@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from sglang_coserve.core.control.slo_monitor import TokenTimes
 from sglang_coserve.core.step_stats import StepStats
 
 _MOST_WAIT_S: Final = 60.0
@@ -48,21 +49,13 @@ class EngineSize:
         )
 
 
-class BaselineToken(NamedTuple):
-    """One output token, and when it would have come without offline work."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class BaselineRequest(TokenTimes):
+    """A request, with the times of its tokens without offline work."""
 
-    key: Hashable
-    """Whose it is."""
+    key: Any
+    """Whose they are."""
 
-    number: int
-    """Position among the request's output tokens, from 1."""
-
-    at_s: float
-
-
-@dataclass(slots=True)
-class _Request:
-    key: Hashable
     arrival_s: float
     prompt_left_tokens: int
     """Prompt tokens still to be computed in the baseline."""
@@ -73,9 +66,6 @@ class _Request:
     cached_tokens: int
     """How many of them the prefix cache held when it arrived."""
 
-    generated_tokens: int = 0
-    """Output tokens generated in the baseline."""
-
     known_tokens: int = 0
     """Output tokens that the real engine has generated."""
 
@@ -85,7 +75,26 @@ class _Request:
     @property
     def has_all(self) -> bool:
         """True when the baseline has generated every token that the request ever gets."""
-        return self.has_ended and self.generated_tokens >= self.known_tokens
+        return self.has_ended and self.tokens >= self.known_tokens
+
+
+class BaselineStep(NamedTuple):
+    """What came of a step of the baseline."""
+
+    end_s: float
+    """When its tokens come."""
+
+    decoded: Sequence[BaselineRequest]
+    """Those that got another token."""
+
+    before_s: Sequence[float]
+    """When each of them got the one before."""
+
+    first: Sequence[BaselineRequest]
+    """Those that got their first token."""
+
+    complete: Sequence[BaselineRequest]
+    """Those of both that ``has_all`` is true of now."""
 
 
 class Baseline:
@@ -116,16 +125,18 @@ class Baseline:
         self._began_s = 0.0
         """When the last step began."""
 
-        self._requests: dict[Hashable, _Request] = {}
-        self._waiting: deque[_Request] = deque()
+        self._requests: dict[Hashable, BaselineRequest] = {}
+        self._waiting: deque[BaselineRequest] = deque()
         """In order of arrival; the first may be partly computed."""
 
-        self._decoding: list[_Request] = []
-        self._awaited: _Request | None = None
+        self._decoding: list[BaselineRequest] = []
+        """A new list after each change, so that a step keeps those that it had."""
+
+        self._awaited: BaselineRequest | None = None
         self._awaited_since_s = 0.0
         """Since when the decodes cannot go on without this request's next token."""
 
-        self._gone: list[_Request] = []
+        self._gone: list[BaselineRequest] = []
         """Requests to remove: given up, or with every token that they ever get."""
 
     def __len__(self) -> int:
@@ -137,8 +148,8 @@ class Baseline:
 
     def arrived(
         self, key: Hashable, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
-    ) -> None:
-        """Add an online request; to be called in order of arrival. O(1).
+    ) -> BaselineRequest:
+        """Add an online request, and return it; to be called in order of arrival. O(1).
 
         Args:
             key: Its name, which no other request ever has.
@@ -148,11 +159,16 @@ class Baseline:
         """
         assert key not in self._requests
         cached_tokens = min(cached_tokens, prompt_tokens - 1)
-        request = _Request(
-            key, arrival_s, prompt_tokens - cached_tokens, cached_tokens, cached_tokens
+        request = BaselineRequest(
+            key=key,
+            arrival_s=arrival_s,
+            prompt_left_tokens=prompt_tokens - cached_tokens,
+            context_tokens=cached_tokens,
+            cached_tokens=cached_tokens,
         )
         self._requests[key] = request
         self._waiting.append(request)
+        return request
 
     def produced(self, key: Hashable, tokens: int = 1) -> None:
         """Record that the real engine generated ``tokens`` more tokens of a request. O(1)."""
@@ -174,25 +190,22 @@ class Baseline:
         if request is not None:
             self._gone.append(request)
 
-    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineToken]:
-        """Run the steps that start by ``now_s``, as far as their tokens are known.
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineStep]:
+        """Run and return the steps that start by ``now_s``, as far as their tokens are known.
 
         Args:
             predict: Returns the duration of a step in seconds.
             now_s: The current time; every request that arrived by then has been added.
-
-        Returns:
-            The tokens of these steps.
         """
-        tokens: list[BaselineToken] = []
-        while self._step(predict, now_s, tokens):
+        steps: list[BaselineStep] = []
+        while self._step(predict, now_s, steps):
             pass
-        return tokens
+        return steps
 
     def _step(
-        self, predict: Callable[[StepStats], float], now_s: float, tokens: list[BaselineToken]
+        self, predict: Callable[[StepStats], float], now_s: float, steps: list[BaselineStep]
     ) -> bool:
-        """Run one step and append its tokens; return False when none can be run yet."""
+        """Run one step and append it; return False when none can be run yet."""
         self._drop_ended()
         start_s = self._clock_s
         if not self._decoding:
@@ -209,7 +222,7 @@ class Baseline:
         decodes = self._decoding if self._size.mixes_decodes or not chunks else []
         keys = len(decodes)
         for decode in decodes:
-            if decode.generated_tokens >= decode.known_tokens:
+            if decode.tokens >= decode.known_tokens:
                 return self._gives_up(decode, now_s)
             keys += decode.context_tokens
         stats = StepStats(decode_requests=len(decodes), decode_context_tokens=keys)
@@ -220,25 +233,26 @@ class Baseline:
         if decodes:
             self._awaited = None
         self._began_s, self._clock_s = start_s, (end_s := start_s + predict(stats))
+        before_s = [decode.last_s for decode in decodes]
         for decode in decodes:
             decode.context_tokens += 1
-            decode.generated_tokens = number = decode.generated_tokens + 1
-            tokens.append(BaselineToken(decode.key, number, end_s))
-            if decode.has_ended and number >= decode.known_tokens:
-                self._gone.append(decode)
+            decode.tokens += 1
+            decode.last_s = end_s
+        first: list[BaselineRequest] = []
         for request, count in chunks:
             request.context_tokens += count
             request.prompt_left_tokens -= count
             if request.prompt_left_tokens == 0:
                 self._waiting.popleft()
-                request.generated_tokens = 1
-                self._decoding.append(request)
-                tokens.append(BaselineToken(request.key, 1, end_s))
-                if request.has_all:
-                    self._gone.append(request)
+                request.came(end_s)
+                first.append(request)
+        complete = [one for one in (*decodes, *first) if one.has_ended and one.has_all]
+        self._gone += complete
+        self._decoding = [*self._decoding, *first] if first else self._decoding
+        steps.append(BaselineStep(end_s, decodes, before_s, first, complete))
         return True
 
-    def _gives_up(self, awaited: _Request, now_s: float) -> bool:
+    def _gives_up(self, awaited: BaselineRequest, now_s: float) -> bool:
         """Give up all that is awaited if the first has been for too long; else return False.
 
         O(1) until then; then O(requests), as others may have been awaited behind it.
@@ -266,12 +280,12 @@ class Baseline:
         self._gone.clear()
         self._decoding = [decode for decode in self._decoding if decode.key in requests]
 
-    def _chunks(self, planned_s: float) -> list[tuple[_Request, int]] | None:
+    def _chunks(self, planned_s: float) -> list[tuple[BaselineRequest, int]] | None:
         """Return the prompts of a step that is planned at ``planned_s``, with the tokens of each.
 
         None while a prompt needs the slot or memory of a request that may have ended.
         """
-        chunks: list[tuple[_Request, int]] = []
+        chunks: list[tuple[BaselineRequest, int]] = []
         if not self._waiting or self._waiting[0].arrival_s > planned_s:
             return chunks
         budget = self._size.chunk_tokens
@@ -296,5 +310,5 @@ class Baseline:
         return chunks
 
 
-def _may_have_ended(request: _Request) -> bool:
-    return request.generated_tokens >= request.known_tokens and not request.has_ended
+def _may_have_ended(request: BaselineRequest) -> bool:
+    return request.tokens >= request.known_tokens and not request.has_ended

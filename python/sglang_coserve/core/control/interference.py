@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from sglang_coserve.core.bottleneck import fixed_s
-from sglang_coserve.core.control.allowance import Allowance
-from sglang_coserve.core.control.baseline import Baseline, EngineSize
+from sglang_coserve.core.control.allowance import Allowance, Alone
+from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
 from sglang_coserve.core.control.bill import Bill, Delay, WorkMark
 from sglang_coserve.core.control.slo import Slo, request_targets
 from sglang_coserve.core.control.slo_monitor import SloMonitor, TokenTimes
@@ -34,8 +35,8 @@ class _Watched:
     """What the bill knew of offline work when it arrived and at its first token."""
 
     measured: TokenTimes = field(default_factory=TokenTimes)
-    alone: TokenTimes = field(default_factory=TokenTimes)
-    is_finished: bool = False
+    alone: BaselineRequest | None = None
+    """Itself in the baseline."""
 
 
 class Interference:
@@ -118,7 +119,9 @@ class Interference:
         watched = self._live[info.rid] = _Watched(info, baseline, work, work)
         self._watched.add(watched)
         if baseline is not None:
-            baseline.arrived(watched, info.arrival_s, info.prompt_tokens, cached_tokens)
+            watched.alone = baseline.arrived(
+                watched, info.arrival_s, info.prompt_tokens, cached_tokens
+            )
 
     def worked(
         self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
@@ -151,12 +154,13 @@ class Interference:
             return
         baseline = watched.baseline
         if ending is Ending.COMPLETE:
-            watched.is_finished = True
-            if baseline is None or watched not in baseline:
+            alone = watched.alone
+            if baseline is None or alone is None or watched not in baseline:
                 self._judge(watched)  # The baseline has given it up, if there is one.
             else:
                 baseline.ended(watched)
-                self._judge_if_complete(watched)
+                if alone.has_all:
+                    self._judge(watched, alone)
             return
         if baseline is not None:
             baseline.drop(watched)
@@ -172,26 +176,24 @@ class Interference:
             now_s: The current time; every request that arrived by then is tracked.
         """
         self._now_s = max(self._now_s, now_s)
-        monitor, allowance = self.monitor, self.allowance
-        gaps: list[tuple[RequestInfo, float, float]] = []
+        gaps: Counter[Alone] = Counter()
         for baseline in self._baselines:
-            for watched, position, at_s in baseline.advance(predict, now_s):
-                assert isinstance(watched, _Watched)
-                info, alone = watched.info, watched.alone
-                if position == 1:
-                    allowance.first_token(info, at_s - info.arrival_s, self._now_s)
-                elif monitor.needs_gaps:
-                    gaps.append((info, at_s - alone.last_s, at_s))
-                alone.came(at_s)
-                if watched.is_finished:
-                    self._judge_if_complete(watched)
+            for end_s, decoded, before_s, first, complete in baseline.advance(predict, now_s):
+                if self.monitor.needs_gaps and decoded:
+                    own_s = [alone.key.info.tpot_target_s for alone in decoded]
+                    # Almost all of them had their last token in the same step.
+                    equal = Counter(zip(own_s, before_s, strict=True))
+                    for (target_s, last_s), count in equal.items():
+                        gaps[target_s, end_s - last_s] += count
+                        if target_s is None:
+                            self.monitor.gaps_alone(end_s - last_s, end_s, count)
+                for alone in first:
+                    info = alone.key.info
+                    self.allowance.first_token(info, end_s - info.arrival_s, self._now_s)
+                for alone in complete:
+                    self._judge(alone.key, alone)
         if gaps:
-            monitor.gaps_alone(gaps)
-            allowance.gaps(gaps, self._now_s)
-
-    def _judge_if_complete(self, watched: _Watched) -> None:
-        if watched.alone.tokens >= watched.measured.tokens:
-            self._judge(watched, watched.alone)
+            self.allowance.gaps(gaps, self._now_s)
 
     def _judge(self, watched: _Watched, alone: TokenTimes | None = None) -> None:
         self._watched.remove(watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -99,7 +99,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TokenTimes:
     """Times of a request's first and last token, and the number of its tokens."""
 
@@ -173,11 +173,10 @@ class SloMonitor:
         if info.tpot_target_s is None:
             self._gaps.append((at_s, at_s - last_token_s))
 
-    def gaps_alone(self, gaps: Iterable[tuple[RequestInfo, float, float]]) -> None:
-        """Record gaps in the baseline: whose, how long, and when they ended. O(gaps)."""
-        self._gaps_alone.extend(
-            [(at_s, gap_s) for info, gap_s, at_s in gaps if info.tpot_target_s is None]
-        )
+    def gaps_alone(self, gap_s: float, at_s: float, count: int) -> None:
+        """Record gaps in the baseline that are equally long and ended together, of requests
+        without a TPOT target of their own."""
+        self._gaps_alone.extend([(at_s, gap_s)] * count)
 
     def finished(
         self, info: RequestInfo, measured: TokenTimes, alone: TokenTimes | None = None
