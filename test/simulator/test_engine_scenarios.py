@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 from itertools import pairwise, repeat, takewhile
 
 import pytest
 
 from common.arrivals import gamma_arrivals, synthesize
+from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import PrefillChunk, Retraction, StepPlan
-from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.binding import from_trace
+from sglang_coserve.metrics import SloTargets, percentile
+from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
+from sglang_coserve.simulator.binding import TrafficSource, from_trace
+from sglang_coserve.simulator.engine import SimEngine
+from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
+from sglang_coserve.simulator.run import SimulationSetup
 from simulator.engines import engine_of, offline, online, run_out
 
 
@@ -272,3 +280,32 @@ def test_the_baseline_finds_the_prefixes_that_the_cache_holds() -> None:
         assert isinstance(scheduler, Scheduler)
         (standing,) = scheduler.interference.monitor.report(engine.now_s).standings
         assert standing.alone_s == pytest.approx(20e-3 if lone else 1e-3)
+
+
+def test_a_target_that_cannot_be_met_costs_neither_the_others_nor_offline_work() -> None:
+    """Prompts take 100 ms and more alone, where 10 ms are asked for; gaps are feasible."""
+    rng = random.Random(1)
+    lengths = [(rng.randint(2000, 6000), rng.randint(50, 150)) for _ in range(60)]
+    machine = SimulatedMachine.named("llama-3.1-8b", "h100")
+    config = ExecutorConfig(kv_capacity_tokens=400_000, max_running_requests=256)
+
+    def run(*slos: str) -> tuple[float, int, float]:
+        arrivals = gamma_arrivals(3.0, 1.0, seed=5)
+        setup = SimulationSetup(machine.roofline(), config, slos=tuple(map(parse_slo, slos)))
+        requests = list(from_trace(synthesize(arrivals, lengths), RequestClass.ONLINE))
+        backlog = offline_requests("2048x128", max_context_tokens=10**5)()
+        scheduler = setup.make_scheduler(make_policy("coserve"))
+        executor = SimulatedExecutor(config, setup.model)
+        engine = SimEngine(scheduler, executor, TrafficSource([requests], backlog, 64))
+        told_s = math.inf
+        while engine.step(20.0) and engine.now_s < 20:
+            if "ttft" in (scheduler.interference.monitor.warning(engine.now_s) or ""):
+                told_s = min(told_s, engine.now_s)
+        gaps_s = [gap_s for request in requests for gap_s in request.timeline().itls_s]
+        return percentile(gaps_s, 99), engine.counters.offline_tokens, told_s
+
+    p99_s, tokens, never_s = run("tbt p99 <= 50ms")
+    also_p99_s, also_tokens, told_s = run("tbt p99 <= 50ms", "ttft p99 <= 10ms")
+    assert also_p99_s <= 1.05 * max(p99_s, 0.05)
+    assert also_tokens >= 0.95 * tokens
+    assert told_s < 10.0 < never_s

@@ -25,17 +25,15 @@ _TAIL: Final = 0.01
 """What a P99 leaves out. The strictest own targets of so many requests do, too; and statistics are
 computed again when so many of the values are new."""
 
-_TOLERANCE: Final = 0.1
-"""An absolute target that half of the baseline's values miss counts as +10%. A TTFT that cannot be
-met must not end offline work, which is not why: where the baseline leaves less, half of what +10%
-adds may be added."""
+_LEAST_OF_TTFT: Final = 1 / 22
+"""Least share of an absolute target for first tokens that offline work may add where the baseline
+leaves less: half of what it may add under +10%."""
 
 _LEAST_OF_GAPS: Final = 0.3
-"""Least share of an absolute target for gaps that offline work may add where the baseline leaves
-less. Decodes have deadlines, which keep a target that plain SGLang misses: simulated (H100, Azure's
-conversations at 50 and 80% load, 500 and 50 ms), offline work has 0.92 and 1.02 of the steady bound
-with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at P99 TTFTs of 1.35 and 1.79, 1.41
-and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
+"""The same of a target for gaps. Decodes have deadlines, which keep a target that plain SGLang
+misses: simulated (H100, Azure's conversations at 50 and 80% load, 500 and 50 ms), offline work has
+0.92 and 1.02 of the steady bound with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at
+P99 TTFTs of 1.35 and 1.79, 1.41 and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
 
 Alone = tuple[float | None, float]
 """A latency in the baseline, after the target that the request brought along, if any."""
@@ -44,14 +42,15 @@ Alone = tuple[float | None, float]
 class _Headroom:
     """The SLOs on one latency, and what they leave above the same statistics of the baseline.
 
-    Whatever adds no more to any latency keeps them.
+    Whatever adds no more to any latency keeps them. An absolute target that half of the baseline's
+    values miss is left out: it would cost offline work and the other targets, and not be met.
     """
 
     def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
         """Start without values; ``prior_s`` is what the baseline has until one is known."""
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
         is_ttft = latency is Latency.TTFT
-        self._least_share = _TOLERANCE / (1 + _TOLERANCE) / 2 if is_ttft else _LEAST_OF_GAPS
+        self._least_share = _LEAST_OF_TTFT if is_ttft else _LEAST_OF_GAPS
         self._alone = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         self._own_left = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         """What each request's own target leaves; infinite for none. Empty before the first."""
@@ -97,8 +96,7 @@ class _Headroom:
             if slo.limit_s is None:
                 left_s = limit_s - alone_s
             elif median_s > limit_s:
-                left_s = alone_s * _TOLERANCE
-                limit_s = alone_s + left_s
+                continue
             else:
                 left_s = max(limit_s - alone_s, limit_s * self._least_share)
             self.target_s = min(self.target_s, limit_s)

@@ -236,8 +236,11 @@ class SloMonitor:
         return SloReport(self._targets, len(recent), attained, attained_alone, tuple(standings))
 
     def warning(self, now_s: float) -> str | None:
-        """Return a warning if an SLO is infeasible; checked once a minute, O(1) in between."""
-        if now_s < self._next_warning_s:
+        """Return a warning if an SLO is infeasible.
+
+        Checked once enough requests have ended, then once a minute; O(1) in between.
+        """
+        if now_s < self._next_warning_s or len(self._requests) < _LEAST_MISSES:
             return None
         self._next_warning_s = now_s + _WARNING_INTERVAL_S
         return self.report(now_s).reason
