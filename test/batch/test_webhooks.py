@@ -71,8 +71,9 @@ def webhooks(scene: Scene, url: str) -> Webhooks:
 
 
 async def nothing_pending(scene: Scene) -> None:
-    """Wait until every event is settled; one that waits for another attempt is due much later."""
+    """Wait until every event is settled, or waits for another attempt."""
     while await scene.service.pending_events():
+        scene.clock.advance(0.5)  # Somebody looks for events now and then.
         await asyncio.sleep(0.001)
 
 

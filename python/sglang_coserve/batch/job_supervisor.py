@@ -37,8 +37,6 @@ class JobSupervisor:
         self._drivers: dict[str, JobDriver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
-        self.event_added = asyncio.Event()
-        """Set when an event has been put into the outbox."""
 
     async def start(self) -> None:
         """Continue all unfinished batches.
@@ -183,7 +181,6 @@ class JobSupervisor:
         del self._tasks[batch_id]
         if record.status.is_final:  # Otherwise the service is being closed.
             self._forecaster.ended(record)
-            self.event_added.set()
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""

@@ -347,11 +347,6 @@ class BatchService:
         """Count a failed delivery; the event is pending again at ``at_s``."""
         await self._context.store.run(batch_rows.postpone_event, event_id, at_s)
 
-    async def event_added(self) -> None:
-        """Wait for an event that is new since the last call. For one caller."""
-        await self._runner.event_added.wait()
-        self._runner.event_added.clear()
-
     async def status(self) -> ServiceStatus:
         """Return how busy the service is."""
         webhooks_pending = await self._context.store.run(batch_rows.count_events)

@@ -35,7 +35,7 @@ _SECRET_PREFIX: Final = "whsec_"
 _MIN_SECRET_BYTES: Final = 16
 _TIMEOUT_S: Final = 15.0
 _AT_ONCE: Final = 16
-_POLL_S: Final = 2.0
+_POLL_S: Final = 1.0
 _FIRST_DELAY_S: Final = 5.0
 _MAX_DELAY_S: Final = 3600.0
 _GIVE_UP_AFTER_S: Final = 3 * 86_400.0
@@ -137,19 +137,7 @@ class Webhooks:
                 for event in events:
                     tasks.create_task(self._deliver(event))
             if not events:
-                await self._wait()
-
-    async def _wait(self) -> None:
-        """Wait for a new event, or for one that may have become due."""
-        waits = {
-            asyncio.ensure_future(self._service.event_added()),
-            asyncio.ensure_future(self._clock.sleep(_POLL_S)),
-        }
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+                await self._clock.sleep(_POLL_S)
 
     async def _deliver(self, event: BatchEvent) -> None:
         try:
