@@ -77,7 +77,6 @@ PLACES: Final[dict[str, str]] = {
     "jsonl/check_file.py::_request": OWN_PROCESS,
     "jsonl/check_file.py::_large_request": OWN_PROCESS,
     "jsonl/check_file.py::main": OWN_PROCESS,
-    "jsonl/prefix_order.py::_keyed": OWN_PROCESS,
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
     # Grammars in requests that have passed the request gate.

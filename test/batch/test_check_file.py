@@ -41,7 +41,7 @@ def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
 def validate(path: Path) -> Validated | Failed:
     batch = a_batch(endpoint=ENDPOINT)
     backend = ScriptedBackend(limits=LINE_LIMITS)
-    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), backend))
+    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), backend, path))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:

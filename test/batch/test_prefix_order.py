@@ -1,16 +1,16 @@
-"""Lines with a common beginning come together, each once, whenever the order is there."""
+"""Lines with a common beginning come together, each once."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
+from contextlib import closing, suppress
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from batch.scenarios import lines as jsonl
 from batch.scenarios import opened
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.jsonl.prefix_order import OrderedLine, has_order, read_order, write_order
-from sglang_coserve.jsonl.request_line import MOST_KEY_BYTES, prefix_key
+from sglang_coserve.jsonl.check_file import CheckLimits
+from sglang_coserve.jsonl.lines import read_lines
+from sglang_coserve.jsonl.prefix_order import OrderedLine, PrefixSorter, has_order, read_order
+from sglang_coserve.jsonl.request_line import MOST_KEY_BYTES, parse_json, prefix_key
 from sglang_coserve.lines.background import WorkerThreads
-from sglang_coserve.lines.line_source import LineSource, PrefixOrder
+from sglang_coserve.lines.line_source import LineSource
 
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
 
@@ -90,9 +92,17 @@ def shuffled(groups: int, size: int, seed: int = 1) -> list[bytes]:
     return [request(number, prompt) for number, prompt in enumerate(prompts, 1)]
 
 
-def order_of(source: bytes) -> list[OrderedLine]:
+def written(source: bytes) -> io.BytesIO:
     order = io.BytesIO()
-    write_order(io.BytesIO(source), order)
+    with closing(PrefixSorter()) as sorter:
+        for line in read_lines(io.BytesIO(source), 1 << 20):
+            sorter.add(line, parse_json(line.content or b"")["body"])
+        sorter.write(order)
+    return order
+
+
+def order_of(source: bytes) -> list[OrderedLine]:
+    order = written(source)
     return list(read_order(order, 0, 100_000))
 
 
@@ -111,18 +121,15 @@ def changes(lines: list[bytes]) -> int:
 
 def test_groups_come_together_in_the_order_of_their_first_lines() -> None:
     lines = shuffled(groups=200, size=10)
-    content = b"\n".join([*lines, b"", b"no JSON", b"   "]) + b"\n"
+    content = b"\n".join(lines) + b"\n"
     entries = order_of(content)
     ordered = [content[offset:].split(b"\n", 1)[0] for offset, _ in entries]
-    assert [number for _, number in entries][-1] == 2002  # That without a key has no group.
-    assert sorted(ordered) == sorted([*lines, b"no JSON"])
-    assert changes(ordered[:-1]) == 199
+    assert sorted(ordered) == sorted(lines)
+    assert changes(ordered) == 199
     assert group_of(ordered[0]) == group_of(lines[0])
     firsts = list(dict.fromkeys(map(group_of, lines)))
-    assert list(dict.fromkeys(map(group_of, ordered[:-1]))) == firsts
-    order = io.BytesIO()
-    write_order(io.BytesIO(content), order)
-    assert list(read_order(order, 2000, 10)) == entries[2000:]
+    assert list(dict.fromkeys(map(group_of, ordered))) == firsts
+    assert list(read_order(written(content), 1990, 20)) == entries[1990:]
 
 
 def test_lines_that_share_nothing_stay_in_their_order() -> None:
@@ -131,12 +138,9 @@ def test_lines_that_share_nothing_stay_in_their_order() -> None:
 
 
 async def numbers_of(
-    directory: Path,
-    lines: list[bytes],
-    finished: Collection[int] = (),
-    on_line: Callable[[], None] = lambda: None,
+    directory: Path, lines: list[bytes], finished: Collection[int] = ()
 ) -> list[int]:
-    """Sorted numbers of the lines of ``in`` that a source yields beside ``order``."""
+    """Numbers of the lines of ``in`` that a source yields beside ``order``, as they come."""
     threads, numbers = WorkerThreads("test", 1), []
     source = LineSource(
         directory / "in",
@@ -149,47 +153,57 @@ async def numbers_of(
         assert line.content == lines[line.number - 1]
         assert line.offset == sum(len(each) + 1 for each in lines[: line.number - 1])
         numbers.append(line.number)
-        on_line()
     await threads.close()
-    return sorted(numbers)
+    return numbers
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    before=st.integers(0, 700),
-    finished=st.sets(st.integers(1, 600), max_size=300),
-    seed=st.integers(0, 99),
-)
-async def test_a_source_yields_each_line_once_whenever_the_order_comes(
-    tmp_path_factory: pytest.TempPathFactory, before: int, finished: set[int], seed: int
+@given(finished=st.sets(st.integers(1, 600), max_size=300), seed=st.integers(0, 99))
+async def test_a_source_yields_each_line_once_in_the_order_if_there_is_one(
+    tmp_path_factory: pytest.TempPathFactory, finished: set[int], seed: int
 ) -> None:
     directory = tmp_path_factory.mktemp("source")
     lines = shuffled(groups=60, size=10, seed=seed)
-    (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
-    found = 0
-
-    def order_comes() -> None:
-        nonlocal found
-        found += 1
-        if found == before:
-            with (directory / "in").open("rb") as file, (directory / "part").open("wb") as part:
-                write_order(file, part)
-            (directory / "part").replace(directory / "order")
-
-    numbers = await numbers_of(directory, lines, finished, order_comes)
-    assert numbers == [number for number in range(1, 601) if number not in finished]
+    content = b"\n".join(lines) + b"\n"
+    (directory / "in").write_bytes(content)
+    unfinished = [number for number in range(1, 601) if number not in finished]
+    assert await numbers_of(directory, lines, finished) == unfinished
+    (directory / "order").write_bytes(written(content).getvalue())
+    wanted = [entry.number for entry in order_of(content) if entry.number not in finished]
+    assert await numbers_of(directory, lines, finished) == wanted
 
 
-async def test_the_process_writes_the_order_whole_and_private(tmp_path: Path) -> None:
+def checked(directory: Path, **limits: Any) -> dict[str, Any]:
+    """What the process that checks ``in`` says of it, with its peak memory in KiB."""
+    given = asdict(CheckLimits(100_000, 1 << 20, max_faults=5, context_tokens=4096)) | limits
+    program = (
+        "import sys; from pathlib import Path;"
+        "from sglang_coserve.jsonl.check_file import main;"
+        "main(*sys.argv[1:]); sys.stdout.flush();"
+        # ru_maxrss would be that of the process that forked this one, if it has more.
+        "print('', Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
+    )
+    arguments = (directory / "in", "/v1/completions", json.dumps(given), directory / "order")
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    report, peak_kib = done.stdout.rsplit(" ", 1)
+    return {**json.loads(report), "peak_kib": int(peak_kib)}
+
+
+def test_the_check_writes_the_order_of_many_good_lines_whole_and_private(tmp_path: Path) -> None:
     lines = shuffled(groups=100, size=6)
-    (tmp_path / "in").write_bytes(b"\n".join(lines))
-    order = PrefixOrder(tmp_path / "in", tmp_path / "order")
-    await order.find()
-    assert order.path.stat().st_mode & 0o777 == 0o600
-    content = (tmp_path / "in").read_bytes()
-    ordered = [content[at:].split(b"\n", 1)[0] for at, _ in entries_of(order.path)]
+    content = b"\n".join([*lines[:300], b"  ", *lines[300:]])
+    (tmp_path / "in").write_bytes(content)
+    assert checked(tmp_path, max_unordered_lines=600)["faults"] == []
+    assert not (tmp_path / "order").exists()
+    assert checked(tmp_path, max_unordered_lines=599)["requests"] == 600
+    assert (tmp_path / "order").stat().st_mode & 0o777 == 0o600
+    ordered = [content[at:].split(b"\n", 1)[0] for at, _ in entries_of(tmp_path / "order")]
+    assert sorted(ordered) == sorted(lines)
     assert changes(ordered) == 99
-    order.delete()
+    (tmp_path / "order").unlink()
+    (tmp_path / "in").write_bytes(content + b"\nno JSON")
+    assert checked(tmp_path)["faults"]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -198,46 +212,12 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     with (tmp_path / "in").open("wb") as file:
         for number, prompt in enumerate(prompts):
             file.write(request(number, prompt) + b"\n")
-    program = (
-        "import sys; from pathlib import Path;"
-        "from sglang_coserve.jsonl.prefix_order import write_order;"
-        "write_order(open(sys.argv[1], 'rb'), order := open(sys.argv[2], 'wb'));"
-        "order.close();"
-        # ru_maxrss would be that of the process that forked this one, if it has more.
-        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "in"), str(tmp_path / "order")]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert int(shown.stdout.split()[-1]) < 200_000  # KiB, of a file of 250,000
+    assert checked(tmp_path)["peak_kib"] < 200_000  # Of a file of 250,000.
     assert len(entries_of(tmp_path / "order")) == 30_000
 
 
-def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    """Its input goes on, so nothing else would end it."""
-    program = (
-        "import os, subprocess, sys, time;"
-        "module = 'sglang_coserve.jsonl.prefix_order';"
-        "command = [sys.executable, '-m', module, str(os.getpid()), sys.argv[1]];"
-        "child = subprocess.Popen(command, stdout=subprocess.DEVNULL);"
-        "print(child.pid, flush=True); time.sleep(60)"
-    )
-    read_end, write_end = os.pipe()
-    command = [sys.executable, "-c", program, str(tmp_path / "order")]
-    with subprocess.Popen(command, stdin=read_end, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    try:
-        child.wait(timeout=60)
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-        os.close(read_end)
-        os.close(write_end)
-
-
 async def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: Path) -> None:
-    """The engine has 4 lines at a time, and 256 have been read when the order is there."""
+    """The engine has 4 lines at a time."""
     lines = shuffled(groups=100, size=10)
 
     def prompts(backend: ScriptedBackend) -> list[str]:
@@ -246,12 +226,10 @@ async def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: 
     scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
     batch = await scene.create(b"\n".join(lines) + b"\n")
     await scene.in_flight(4)
-    order = tmp_path / "order" / batch.id
-    await scene.clock.until(order.exists, "the order is there")
     while len(scene.backend.started) < 600:
         scene.backend.finish_all()
         await asyncio.sleep(0)
-    served = prompts(scene.backend)[260:600]
+    served = prompts(scene.backend)[:600]
     assert sum(one != other for one, other in pairwise(served)) <= 70
     await scene.service.close()
     batch_id = str(batch.id)
@@ -266,13 +244,12 @@ async def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: 
 
 async def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
     """However many batches there are, as after a restart."""
-    modules = {f"sglang_coserve.jsonl.{name}" for name in ("check_file", "prefix_order")}
 
     def num_running() -> int:
         count = 0
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                count += not modules.isdisjoint(child.cmdline())
+                count += "sglang_coserve.jsonl.check_file" in child.cmdline()
         return count
 
     scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
@@ -298,22 +275,9 @@ async def test_a_damaged_order_is_no_order(
     directory = tmp_path_factory.mktemp("order")
     lines = shuffled(groups=40, size=10)
     (directory / "in").write_bytes(b"\n".join(lines) + b"\n")
-    order = io.BytesIO()
-    write_order(io.BytesIO((directory / "in").read_bytes()), order)
-    content = bytearray(order.getvalue())
+    content = bytearray(written((directory / "in").read_bytes()).getvalue())
     size_bytes = data.draw(st.sampled_from([len(content), 0, 12, 4096, 2412, len(content) - 12]))
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
     content[start:end] = data.draw(st.sampled_from([b"\0", b"\1", b"\xff"])) * (end - start)
     (directory / "order").write_bytes(content[:size_bytes])
-    assert await numbers_of(directory, lines) == list(range(1, 401))
-
-
-async def test_a_damaged_order_is_found_again(tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(b"\n".join(shuffled(groups=10, size=6)))
-    order = PrefixOrder(tmp_path / "in", tmp_path / "order")
-    for damaged in (b"", bytes(12), bytes(732), b"x" * 100):
-        order.path.write_bytes(damaged)
-        assert not has_order(order.path)
-        await order.find()
-        assert has_order(order.path)
-        assert sorted(number for _, number in entries_of(order.path)) == list(range(1, 61))
+    assert sorted(await numbers_of(directory, lines)) == list(range(1, 401))

@@ -21,7 +21,6 @@ from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import run_module
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
-from sglang_coserve.lines.line_source import PrefixOrder
 
 _MOST: Final = 2
 """So that a small file does not wait for a large one."""
@@ -39,9 +38,12 @@ class FileProcesses:
         self._turns = FairSlots(_MOST, max_bytes=1)
 
     async def validate(
-        self, batch: JobRecord, path: Path, limits: BatchLimits, backend: Backend
+        self, batch: JobRecord, path: Path, limits: BatchLimits, backend: Backend, order: Path
     ) -> Validated | Failed:
         """Return a summary of the input, or the errors for which ``backend`` cannot use it.
+
+        The order of the lines of a good one is then in ``order``. An engine orders by itself what
+        it has at once, but of a long file that is only a few hundred lines at a time.
 
         Raises:
             StorageError: the check itself failed; the file may be good.
@@ -51,20 +53,15 @@ class FileProcesses:
             backend.limits.max_bytes,
             limits.max_reported_errors,
             backend.limits.context_tokens,
+            limits.max_in_flight,
             backend.model_names,
         )
         async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
-            report = await run_module(
-                f"checking {path}", _MODULE, str(path), batch.endpoint, json.dumps(asdict(wanted))
-            )
+            arguments = (str(path), batch.endpoint, json.dumps(asdict(wanted)), str(order))
+            report = await run_module(f"checking {path}", _MODULE, *arguments)
         if report["faults"]:
             return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
         return Validated(report["requests"], report["estimated_tokens"], report["model"])
-
-    async def order(self, batch: JobRecord, path: Path, order: PrefixOrder) -> None:
-        """Find the order of the input's lines; see ``PrefixOrder.find``."""
-        async with self._turn(batch, await asyncio.to_thread(_size_bytes, path)):
-            await order.find()
 
     async def custom_id(self, batch: JobRecord, path: Path, offset: int, size_bytes: int) -> str:
         """Return the id of the line of ``size_bytes`` at ``offset``, which has been checked.

@@ -132,8 +132,10 @@ class JobDriver:
     async def _check_input(self, batch: JobRecord) -> Validated | Failed:
         context = self._context
         path = context.directory.file(batch.input_file_id)
-        check = context.file_processes.validate(batch, path, context.limits, context.backend)
-        return await check
+        order = context.directory.order(batch.id)
+        return await context.file_processes.validate(
+            batch, path, context.limits, context.backend, order
+        )
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))

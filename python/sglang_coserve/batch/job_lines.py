@@ -12,6 +12,7 @@ from typing import Final
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Progressed, ServedBy
+from sglang_coserve.durable_files import discard_unfinished
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.lines import FileLine
@@ -26,7 +27,7 @@ from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
-from sglang_coserve.lines.line_source import LineBitmap, LineSource, PrefixOrder
+from sglang_coserve.lines.line_source import LineBitmap, LineSource
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
 
@@ -73,7 +74,7 @@ class JobLines:
             context.backend.model,
             context.limits.journal_compact_bytes,
         )
-        self._order = PrefixOrder(self._input, directory.order(batch.id))
+        self._order = directory.order(batch.id)
 
     async def serve(self) -> None:
         """Have the engine serve every unfinished line."""
@@ -88,11 +89,11 @@ class JobLines:
             unfinished = {line for line in suspects if line not in finished}
             lines = LineSource(
                 *self._source(lambda line: line not in finished and line not in unfinished),
-                self._order.path,
+                self._order,
             )
             alone = LineSource(*self._source(unfinished.__contains__)) if unfinished else None
             run = LineRun(self, self._context, writer, self._journal)
-            await run.serve(lines, self._find_order(), alone)
+            await run.serve(lines, alone)
 
     async def give_up(self, code: str, message: str) -> None:
         """Write an error record for every unfinished line."""
@@ -109,7 +110,7 @@ class JobLines:
         async with self._open():
             pass
         await self._context.threads.run(self._journal.delete)
-        await self._context.threads.run(self._order.delete)
+        await self._context.threads.run(self._delete_order)
 
     def tag(self, _line: FileLine) -> int:
         """See ``LineJob``."""
@@ -200,7 +201,6 @@ class JobLines:
         context = self._context
         return self._input, context.backend.limits.max_bytes, is_wanted, context.threads
 
-    async def _find_order(self) -> None:
-        # The engine orders by itself what it has at once.
-        if self._batch.total_lines > self._context.limits.max_in_flight:
-            await self._context.file_processes.order(self._batch, self._input, self._order)
+    def _delete_order(self) -> None:
+        self._order.unlink(missing_ok=True)
+        discard_unfinished(self._order)

@@ -4,5 +4,5 @@
 - ``request_line`` says what is wrong with one line, or what it asks for, and of which model.
 - ``surrogates`` mends text that was cut in UTF-16.
 - ``check_file`` is the process that checks a whole file, or finds the id of a line.
-- ``prefix_order`` is the process that puts lines in the order of their ``prefix_key``.
+- ``prefix_order`` puts lines in the order of their ``prefix_key``.
 """

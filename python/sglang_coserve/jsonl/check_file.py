@@ -1,7 +1,8 @@
 """The process that reads a batch file, so that the server's interpreter lock stays free.
 
-``python -m sglang_coserve.jsonl.check_file FILE ENDPOINT LIMITS``, with ``CheckLimits`` in JSON,
-checks the whole of it and prints a ``FileReport`` in JSON. A file is good when it has no faults.
+``python -m sglang_coserve.jsonl.check_file FILE ENDPOINT LIMITS ORDER``, with ``CheckLimits`` in
+JSON, checks the whole of it and prints a ``FileReport`` in JSON. A file is good when it has no
+faults; the order of its lines is then written to ``ORDER`` (``prefix_order``), if they are many.
 With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
 there, which has been checked before, and is too large to be served.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +22,9 @@ from typing import BinaryIO, Final
 
 import orjson
 
+from sglang_coserve.durable_files import replace
 from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, SeenIds, is_blank, read_lines
+from sglang_coserve.jsonl.prefix_order import PrefixSorter
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
@@ -52,6 +56,9 @@ class CheckLimits:
     context_tokens: int
     """Of which no line takes more."""
 
+    max_unordered_lines: int = 0
+    """So many stay in the order of the file."""
+
     model_names: tuple[str, ...] = ()
     """What lines may ask for, see ``model_names``; empty while that is unknown."""
 
@@ -81,8 +88,12 @@ class FileReport:
     faults: list[LineFault] = field(default_factory=list)
 
 
-def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport:
+def check_file(
+    file: BinaryIO, endpoint: str, limits: CheckLimits, sorter: PrefixSorter | None = None
+) -> FileReport:
     """Check every line of ``file``, from its beginning, in bounded memory.
+
+    ``sorter`` gets those that are good.
 
     Without lines over the limit it may be any stream of bytes.
     """
@@ -114,6 +125,8 @@ def check_file(file: BinaryIO, endpoint: str, limits: CheckLimits) -> FileReport
             report.estimated_tokens += estimate_tokens(
                 line.size_bytes, request.body, limits.context_tokens
             )
+            if sorter is not None:
+                sorter.add(line, request.body)
         except BadLineError as error:
             report.faults.append(LineFault(error.code, str(error), line.number, error.param))
             if len(report.faults) >= limits.max_faults:
@@ -143,7 +156,7 @@ def _large_request(file: BinaryIO, offset: int, endpoint: str) -> RequestLine:
     return line_head(line[3:] if offset == 0 and line[:3] == _UTF8_BOM else line, endpoint)
 
 
-def main(path: str, endpoint: str, wanted: str) -> None:
+def main(path: str, endpoint: str, wanted: str, order: str = "") -> None:
     """Print what is wanted: a report, or the id of a line."""
     os.nice(10)  # Whatever serves requests is more urgent; with 19 a busy host never gets here.
     found: object
@@ -151,7 +164,12 @@ def main(path: str, endpoint: str, wanted: str) -> None:
         if wanted.isdecimal():
             found = _large_request(file, int(wanted), endpoint).custom_id
         else:
-            found = asdict(check_file(file, endpoint, CheckLimits(**orjson.loads(wanted))))
+            limits = CheckLimits(**orjson.loads(wanted))
+            with closing(PrefixSorter()) as sorter:
+                report = check_file(file, endpoint, limits, sorter)
+                if not report.faults and report.requests > limits.max_unordered_lines:
+                    replace(Path(order), sorter.write)
+            found = asdict(report)
     sys.stdout.buffer.write(orjson.dumps(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -113,13 +113,8 @@ class LineRun:
         self.recorded_bytes = 0
         """Input bytes of the lines that got a record in this run."""
 
-    async def serve(
-        self,
-        lines: LineSource,
-        beside: Coroutine[Any, Any, None] | None = None,
-        suspects: LineSource | None = None,
-    ) -> None:
-        """Serve every line, ``suspects`` one at a time, and run ``beside`` meanwhile.
+    async def serve(self, lines: LineSource, suspects: LineSource | None = None) -> None:
+        """Serve every line, ``suspects`` one at a time.
 
         Raises:
             StorageError: the disk is full or failing.
@@ -127,23 +122,17 @@ class LineRun:
         """
         self._context.slots.join(self._job.share)
         try:
-            await _unwrapped(self._serve_all(lines, beside, suspects))
+            await _unwrapped(self._serve_all(lines, suspects))
         finally:
             self._context.slots.leave(self._job.share)
             await self._journal.save(self._context.threads)
 
-    async def _serve_all(
-        self,
-        lines: LineSource,
-        beside: Coroutine[Any, Any, None] | None,
-        suspects: LineSource | None,
-    ) -> None:
+    async def _serve_all(self, lines: LineSource, suspects: LineSource | None) -> None:
         job, slots = self._job, self._context.slots
         async with asyncio.TaskGroup() as watchers:
             meanwhile = [
                 watchers.create_task(work)
-                for work in (beside, self._writer.failure(), self._journal_regularly())
-                if work is not None
+                for work in (self._writer.failure(), self._journal_regularly())
             ]
             async with asyncio.TaskGroup() as tasks:
                 if suspects is not None:

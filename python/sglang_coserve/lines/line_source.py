@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from sglang_coserve.durable_files import discard_unfinished
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
 from sglang_coserve.jsonl.prefix_order import has_order, read_order
-from sglang_coserve.lines.background import WorkerThreads, run_module
+from sglang_coserve.lines.background import WorkerThreads
 
 
 class LineBitmap:
@@ -43,43 +39,6 @@ class LineBitmap:
         return True
 
 
-_MODULE: Final = "sglang_coserve.jsonl.prefix_order"
-
-_log = logging.getLogger(__name__)
-
-
-class PrefixOrder:
-    """Computes the prefix order of a job once, in a separate process, while its first lines run.
-
-    An engine itself orders the requests that wait in it, but of a long file it has only a few
-    hundred lines at a time.
-    """
-
-    def __init__(self, source: Path, path: Path) -> None:
-        """``path`` will have the order of ``source``."""
-        self.path = path
-        self._source = source
-
-    async def find(self) -> None:
-        """Compute the order, unless a whole one exists.
-
-        If that fails, the lines are served in the order of the file.
-        """
-        if await asyncio.to_thread(has_order, self.path):
-            return
-        try:
-            with self._source.open("rb", buffering=0) as source:
-                arguments = (str(os.getpid()), str(self.path))
-                await run_module(f"ordering {self._source}", _MODULE, *arguments, source=source)
-        except (StorageError, OSError) as error:
-            _log.warning("lines are served in the order of the file: %s", error)
-
-    def delete(self) -> None:
-        """Delete the order and unfinished parts of it. Blocks."""
-        self.path.unlink(missing_ok=True)
-        discard_unfinished(self.path)
-
-
 _AHEAD_LINES: Final = 256
 _AHEAD_BYTES: Final = 1 << 20
 _SKIPPED_AT_ONCE: Final = 20_000
@@ -88,8 +47,8 @@ _SKIPPED_AT_ONCE: Final = 20_000
 class LineSource:
     """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
 
-    They come in file order until a whole prefix order exists (``prefix_order``), and in that order
-    from then on. Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
+    They come in the order of a whole ``prefix_order``, or else of the file.
+    Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
     """
 
     def __init__(
@@ -102,16 +61,17 @@ class LineSource:
         *,
         with_digests: bool = False,
     ) -> None:
-        """``order`` is the file of the prefix order, which may appear later; None for none."""
+        """``order`` is where a prefix order is, if there is one; None for none."""
         self._path = path
         self._max_line_bytes = max_line_bytes
         self._is_wanted = is_wanted
         self._threads = threads
         self._order = order
         self._with_digests = with_digests
-        self._is_ordered = False
+        self._is_ordered: bool | None = None
+        """None before the first line."""
+
         self._place = 0
-        self._taken = LineBitmap()
         self._offset = 0
         self._number = 0
         self._is_at_end = False
@@ -129,8 +89,8 @@ class LineSource:
 
     def _read_ahead(self) -> None:
         """Read some lines; skipping many finished lines takes several calls."""
-        if not self._is_ordered and self._order is not None:
-            self._is_ordered = has_order(self._order)
+        if self._is_ordered is None:
+            self._is_ordered = self._order is not None and has_order(self._order)
         try:
             if self._is_ordered:
                 self._read_in_order()
@@ -147,7 +107,7 @@ class LineSource:
                 self._offset += line.size_bytes
                 self._number = line.number
                 if self._is_wanted(line.number) and not is_blank(line.content):
-                    self._take(line)
+                    self._ahead.append(line)
                     size_bytes += line.size_bytes
                 if self._is_enough(size_bytes) or line.number % _SKIPPED_AT_ONCE == 0:
                     return
@@ -163,12 +123,12 @@ class LineSource:
                 if self._is_enough(size_bytes):
                     return
                 self._place += 1
-                if self._is_wanted(number) and number not in self._taken:
+                if self._is_wanted(number):
                     file.seek(offset)
                     line = next(self._lines(file, number - 1, offset), None)
                     if line is None:
                         raise StorageError(f"{self._path} has changed since it was checked")
-                    self._take(line)
+                    self._ahead.append(line)
                     size_bytes += line.size_bytes
         if self._place == before:
             self._is_at_end = True
@@ -181,11 +141,6 @@ class LineSource:
             offset=offset,
             with_digest=self._with_digests,
         )
-
-    def _take(self, line: FileLine) -> None:
-        if self._order is not None:
-            self._taken.add(line.number)
-        self._ahead.append(line)
 
     def _is_enough(self, size_bytes: int) -> bool:
         return size_bytes >= _AHEAD_BYTES or len(self._ahead) >= _AHEAD_LINES
