@@ -26,8 +26,8 @@ from sglang_coserve.batch.schemas import CreateResponse
 from sglang_coserve.batch.state import CancelAsked
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
+from sglang_coserve.jsonl.body_limits import mended_json
 from sglang_coserve.jsonl.request_line import BadLineError, parse_request_line
-from sglang_coserve.jsonl.surrogates import mended_json
 from sglang_coserve.lines.background import to_its_end
 
 _REPEATED: Final = (

@@ -32,8 +32,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sglang_coserve.asgi import error_content, is_form, replay, send_error
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.jsonl.surrogates import mended_json
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
 # --- How large a body may be -----------------------------------------------------------------
 

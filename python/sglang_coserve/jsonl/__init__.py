@@ -2,7 +2,7 @@
 
 - ``lines`` cuts a file of any size into lines of bounded length, and remembers their ids.
 - ``request_line`` says what is wrong with one line, or what it asks for, and of which model.
-- ``surrogates`` mends text that was cut in UTF-16.
+- ``body_limits`` says how much a request may be, and mends text that was cut in UTF-16.
 - ``check_file`` is the process that checks a whole file, or finds the id of a line.
 - ``prefix_order`` puts lines in the order of their ``prefix_key``.
 """

@@ -1,4 +1,5 @@
-"""How much JSON a request may be, told from its bytes before anything parses it.
+"""How much JSON a request may be, told from its bytes before anything parses it; and text that was
+cut in UTF-16, mended before anything tokenizes it.
 
 A parser holds the interpreter lock until it is done, in whatever thread it runs:
 nobody gets a token meanwhile. So what may be parsed is bounded, and what is beyond
@@ -7,6 +8,7 @@ that is refused from its bytes alone, which are counted piece by piece.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,3 +107,24 @@ def check_body(content: bytes, limits: BodyLimits) -> None:
         BodyTooLargeError: it is beyond a limit.
     """
     BodyMeter(limits).take(content)
+
+
+_HEX: Final = "[0-9a-fA-F]{2}"
+_HIGH, _LOW = rf"\\u[dD][89abAB]{_HEX}", rf"\\u[dD][c-fC-F]{_HEX}"
+_HALF: Final = re.compile(
+    rf"\\u[dD](?:[89abAB]{_HEX}(?!{_LOW})|[c-fC-F]{_HEX}(?<!{_HIGH}{_LOW}))".encode()
+)
+_NO_UTF8: Final = b"\xff\xff"
+
+
+def mended_json(content: bytes) -> bytes:
+    """Return JSON with U+FFFD in place of every half of a surrogate pair, else as it is.
+
+    JSON has them as escapes (``"\\ud83d"``), and no tokenizer takes them. O(n), and nothing for
+    JSON without such escapes. Malformed JSON stays malformed.
+    """
+    if not (b"\\ud" in content or b"\\uD" in content) or _NO_UTF8[:1] in content:
+        return content
+    # What is left of backslashes begins an escape.
+    mended, halves = _HALF.subn(rb"\\ufffd", content.replace(b"\\\\", _NO_UTF8))
+    return mended.replace(_NO_UTF8, b"\\\\") if halves else content

@@ -12,8 +12,7 @@ from typing import Any, Final, TypeGuard
 import msgspec
 import orjson
 
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
-from sglang_coserve.jsonl.surrogates import mended_json
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body, mended_json
 
 _ANY_ENDPOINT: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _ENDPOINTS: Final = (*_ANY_ENDPOINT, "/v1/responses")

@@ -26,8 +26,7 @@ from sglang_coserve.batch.errors import (
 )
 from sglang_coserve.batch.routes.transfers import SlowClientError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
-from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.jsonl.surrogates import mended_json
+from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
 _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less."""
