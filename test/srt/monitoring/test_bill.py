@@ -29,7 +29,7 @@ def test_the_batch_has_all_of_it_and_the_status_names_no_batch(watched: Watched)
 
 
 def test_coserve_status_shows_it(watched: Watched) -> None:
-    command = [sys.executable, "-m", "sglang_coserve.cli", "status", watched.batch_id]
+    command = [sys.executable, "-m", "sglang_coserve", "status", watched.batch_id]
     options = ["--base-url", f"{watched.base_url}/v1", "--api-key", API_KEY]
     shown = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
