@@ -272,7 +272,7 @@ def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
         client = client_of(server)
         assert [model.id for model in client.models.list()] == ["scripted", "adapter"]
         assert client.models.retrieve("adapter").id == "adapter"
-        with pytest.raises(openai.NotFoundError, match="served are scripted, adapter"):
+        with pytest.raises(openai.NotFoundError, match="use 'scripted', 'adapter'"):
             client.models.retrieve("another")
         batch_id = created(client, lines(2))
         eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress")

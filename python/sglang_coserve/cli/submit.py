@@ -85,8 +85,8 @@ def submit(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="Requests in OpenAI's batch input format: a file, s3://… and the like, - for"
-            " standard input, or a table, FILE.parquet.",
+            help="Requests in OpenAI's batch input format: a file, an address such as"
+            " s3://BUCKET/FILE, - for standard input, or a table, FILE.parquet.",
         ),
     ],
     flags: SubmitFlags,

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Self
@@ -121,7 +121,7 @@ class SubmissionFile:
         Raises:
             InputFileError: it cannot be written.
         """
-        content = msgspec.json.encode(submission)
+        content = json.dumps(asdict(submission)).encode()
         try:
             replace_file(self._path, lambda file: file.write(content), 0o666)
         except OSError as error:
