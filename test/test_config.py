@@ -49,6 +49,12 @@ def test_the_page_of_flags_is_current() -> None:
         ("online_slowdown", "much"),
         ("offline_policy", "best"),
         ("offline_max_running", 0),
+        ("offline_utility_ratio", 1.5),
+        ("offline_utility_ratio", float("nan")),
+        ("offline_random_picks", -1),
+        ("step_prefill_tokens", 0),
+        ("base_batch_requests", 0),
+        ("batch_max_in_flight", 0),
     ],
 )
 def test_a_value_out_of_range_names_the_flag(field: str, value: Any) -> None:

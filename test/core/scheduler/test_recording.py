@@ -209,17 +209,6 @@ def test_the_setup_survives_the_way_through_a_file(
     assert read([encode_setup(made_of)]) == (made_of, [])
 
 
-def test_results_refer_to_requests_by_number_also_to_those_that_have_ended() -> None:
-    request, other = online(50, rid="a"), online(50, rid="b")
-    served = (ServedRequest(request.info, None, 2.5), ServedRequest(other.info, 1.5, None))
-    updated = Updated(StepResult(0, 1.0, 0.5, STEP, (PrefillChunk("b", 8),), served, ("c",)))
-    planned = Planned(snapshot(request, other), {}, StepPlan())
-    events: list[Event] = [planned, updated, Finished("a"), updated, planned, updated]
-    lines = lines_of(setup(), events)
-    assert read(lines)[1] == events
-    assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 0, 1, 1, 1, 0]
-
-
 def test_a_snapshot_of_64_requests_is_small() -> None:
     rng = random.Random(0)
     decodes = [
