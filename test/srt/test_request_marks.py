@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
-from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import (
-    GatewayHints,
-    check_line_marks,
     check_marks,
     is_offline,
-    said_by_client,
     targets_of,
     with_client_marks,
 )
@@ -71,16 +68,6 @@ def test_a_bad_deadline_is_refused_with_what_to_use(value: Any) -> None:
         check_marks(marks)
 
 
-@pytest.mark.parametrize(("ttl_s", "due_in_s"), [(1e-11, 1e-6), (1e60, 1e9), (90.0, 90.0)])
-def test_a_gateways_time_to_live_is_the_nearest_deadline_there_is(
-    ttl_s: float, due_in_s: float
-) -> None:
-    marks = {"coserve_class": "offline"}
-    with said_by_client(marks, GatewayHints(ttl_s=ttl_s)):
-        marked = with_client_marks(None, CoserveConfig())
-    assert marked == {**marks, "coserve_deadline_s": due_in_s}
-
-
 def test_an_online_request_has_no_deadline() -> None:
     with pytest.raises(RequestError, match="coserve_deadline_s is for offline requests"):
         check_marks({"coserve_deadline_s": 60})
@@ -91,63 +78,6 @@ def test_a_deadline_is_refused_where_it_would_not_be_kept() -> None:
     assert with_client_marks(marks, CoserveConfig()) == marks
     with pytest.raises(RequestError, match="fifo serves offline requests in order of arrival"):
         with_client_marks(marks, CoserveConfig(offline_policy="fifo"))
-
-
-def test_a_line_of_a_batch_has_the_window_of_its_batch() -> None:
-    with pytest.raises(RequestError, match="coserve_deadline_s' has no place in a line"):
-        check_line_marks({"coserve_deadline_s": 60})
-
-
-def test_an_offline_request_has_no_targets() -> None:
-    with pytest.raises(RequestError, match=r"coserve_slo_tpot_ms is for online.*completion window"):
-        check_marks({"coserve_class": "offline", "coserve_slo_tpot_ms": 50})
-
-
-def test_a_misspelt_mark_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match=r"'coserve_slo_ttft'.*coserve_slo_ttft_ms"):
-        check_marks({"coserve_slo_ttft": 250})
-
-
-@pytest.mark.parametrize("value", [None, 0, [5, 6], "batch_1"])
-@pytest.mark.parametrize("key", ["_coserve_generated", "_coserve_due_in_s", "_coserve"])
-def test_what_only_the_server_sets_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=rf"'{key}'.*set by the server only"):
-        check_marks({"coserve_class": "offline", key: value})
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"coserve_class": "offline"},
-        {"custom_params": {"coserve_class": "offline", "mine": 1}},
-        {"coserve_class": None, "custom_params": None},
-        {"custom_params": 3},
-    ],
-)
-def test_a_line_may_say_that_it_is_offline(body: dict[str, Any]) -> None:
-    check_line_marks(body)
-
-
-@pytest.mark.parametrize(
-    ("marks", "told"),
-    [
-        ({"coserve_class": "online"}, "lines of a batch are offline"),
-        ({"coserve_class": ["offline"]}, "lines of a batch are offline"),
-        ({"coserve_slo_ttft_ms": 5}, "'coserve_slo_ttft_ms' has no place in a line"),
-        ({"coserve_anything": 5}, "'coserve_anything' has no place in a line"),
-        ({"_coserve_generated": [5]}, "'_coserve_generated' has no place in a line"),
-    ],
-)
-def test_a_line_says_nothing_else(marks: dict[str, Any], told: str) -> None:
-    for body in (marks, {"custom_params": marks}):
-        with pytest.raises(RequestError, match=told):
-            check_line_marks(body)
-
-
-def test_an_unknown_class_is_refused() -> None:
-    with pytest.raises(UnknownClassError, match="'online' or 'offline'"):
-        check_marks({"coserve_class": "batch"})
 
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("offline")

@@ -152,6 +152,8 @@ def test_the_ids_that_clients_give_requests_may_be_equal(served: Served) -> None
         (COMPLETIONS, {"custom_params": {"coserve_slo_ttft_ms": 5}}, "coserve_slo_ttft_ms"),
         (COMPLETIONS, {"coserve_slo_tpot_ms": 5}, "coserve_slo_tpot_ms"),
         (COMPLETIONS, {"coserve_class": "online"}, "lines of a batch are offline"),
+        (COMPLETIONS, {"coserve_class": ["offline"]}, "lines of a batch are offline"),
+        (COMPLETIONS, {"coserve_deadline_s": 60}, "coserve_deadline_s' has no place in a line"),
         (COMPLETIONS, {"custom_params": {"coserve_class": "online"}}, "lines of a batch are"),
         (COMPLETIONS, {"custom_params": {"_coserve_generated": [5]}}, "_coserve_generated"),
         (COMPLETIONS, {"_coserve_job": "batch_2"}, "_coserve_job"),
