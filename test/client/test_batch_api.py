@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from starlette.routing import Mount
 
@@ -204,6 +206,23 @@ def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: 
     code, summary = submit_json(source, output, held.base_url)
     assert (code, summary["ok"]) == (0, 20)
     assert len(custom_ids(output)) == 20
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-batch",)])
+def test_a_table_of_requests_becomes_one_of_results(
+    app: LiveApp, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    source, table = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    requests = lines(3) + line("bad").encode()
+    pq.write_table(pa.table({"request": requests.decode().splitlines()}), source)
+    for _ in range(2):  # The second time everything is there.
+        code, stdout, stderr = end(start_submit(source, table, app.base_url, *flags))
+        assert (code, "3 ok, 1 failed" in stdout) == (1, True), stderr
+        rows = {row["custom_id"]: row for row in pq.read_table(table).to_pylist()}
+        assert rows.keys() == {"id-1", "id-2", "id-3", "bad"}
+        assert rows["bad"]["status_code"] == 400
+        assert json.loads(rows["id-1"]["response"])["usage"]
+    assert len(custom_ids(tmp_path / "out.jsonl")) == 3
 
 
 def test_a_batch_is_left_to_the_server_and_its_results_fetched(
