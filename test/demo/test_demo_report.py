@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib import rc_context
 from rich.console import Console
 
-from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.demo.loads import write_offline_load
+from sglang_coserve.demo.loads import StreamedRequest, repeated
 from sglang_coserve.demo.report import (
     DemoResult,
     SystemResult,
@@ -36,7 +37,6 @@ def system(
     gap_s: float,
     tokens_per_s: float | None,
     *,
-    is_complete: bool = False,
     unfinished: int = 0,
 ) -> SystemResult:
     """Twenty requests of ten tokens, all the same."""
@@ -50,23 +50,12 @@ def system(
         )
         for number in range(20)
     ]
-    offline, finished_at = None, []
+    offline = None
     if tokens_per_s is not None:
-        tokens = int(20 * tokens_per_s)
-        finished_at = [(10.0, tokens)]
-        offline = JobStatus(
-            JobState.COMPLETED if is_complete else JobState.CANCELLED,
-            ok=30,
-            failed=1,
-            resumed=0,
-            done_bytes=0,
-            total_bytes=0,
-            prompt_tokens=tokens,
-            completion_tokens=0,
-            elapsed_s=20.0,
-            trouble=None,
-        )
-    return SystemResult(name, f"the {name}", online, offline, finished_at)
+        done = RequestTimeline("done", 0.0, (10.0,), int(20 * tokens_per_s) - 1)
+        failed = RequestTimeline("failed", 0.0, (), 0, outcome=Outcome.FAILED)
+        offline = [done, failed]
+    return SystemResult(name, f"the {name}", online, offline, 20.0)
 
 
 def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
@@ -88,8 +77,8 @@ def result(ours: SystemResult, stock: SystemResult) -> DemoResult:
         ),
         (
             system("coserve", 0.2, 0.01, 3000),
-            system("stock", 0.2, 0.01, 1000, is_complete=True),
-            ["hurt alike", "3.0 × as much", "the offline lines of the stock ended before"],
+            system("stock", 0.2, 0.01, 1000),
+            ["hurt alike", "3.0 × as much"],
         ),
         (
             system("coserve", 0.2, 0.01, 100, unfinished=5),
@@ -113,7 +102,7 @@ def test_latencies_are_set_against_those_alone() -> None:
     text = out.getvalue()
     assert "500 (5.0×)" in text
     assert "110 (1.1×)" in text
-    assert "30 ok, 1 failed" in text
+    assert "1 ok, 1 failed" in text
     assert as_json(found)["offline"]["tokens_per_s"] == 900
 
 
@@ -165,50 +154,45 @@ def test_a_trace_of_the_users_stays_as_it_is() -> None:
     assert (LoadScale().lines_in_one, str(LoadScale())) == (1, "")
 
 
-def test_lines_are_repeated_until_they_last(tmp_path: Path) -> None:
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    chat = {"messages": [{"role": "user", "content": "Who?"}]}
+def first(count: int, source: Path, **given: Any) -> list[StreamedRequest]:
+    return list(islice(repeated(source, **{"fields": {}, **given}), count))
+
+
+def test_lines_are_repeated_without_end(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Who?\u2028\x85"}]}
     bodies = [{"prompt": "The old mill"}, chat, {"input": [1, 2]}]
     fields = {"method": "POST", "url": "/v1/completions"}
-    texts = [json.dumps({"custom_id": f"l{i}", **fields, "body": b}) for i, b in enumerate(bodies)]
-    source.write_text("\n".join([*texts, "no JSON"]) + "\n\n")
-    assert write_offline_load(source, target, 0.02, {"priority": 0}) == 10
-    lines = target.read_text().splitlines()
-    assert len(lines) == 10
-    assert lines[3] == lines[7] == "no JSON"
-    first, again = json.loads(lines[0]), json.loads(lines[4])
-    assert first["body"] == {"prompt": "The old mill", "priority": 0}
-    assert again["custom_id"] == "l0-1"
-    assert again["body"]["prompt"] == "Copy 1. The old mill"
-    assert json.loads(lines[5])["body"]["messages"][0]["content"] == "Copy 1. Who?"
-    assert write_offline_load(source, target, 0.001, {}) == 4  # Never less than the file.
-    assert target.read_text().splitlines()[0] == texts[0]
+    texts = [
+        json.dumps({"custom_id": f"l{i}", **fields, "body": b}, ensure_ascii=False)
+        for i, b in enumerate(bodies)
+    ]
+    source.write_text("\r\n".join(texts) + "\n\n")
+    found = first(8, source, fields={"priority": 0})
+    assert [request.custom_id for request in found] == ["l0", "l1", "l2"] * 2 + ["l0", "l1"]
+    assert all(request.body["stream"] and request.body["priority"] == 0 for request in found)
+    assert [request.body["prompt"] for request in found[::3]] == [
+        *("The old mill", "Copy 1. The old mill", "Copy 2. The old mill")
+    ]
+    assert found[4].body["messages"][0]["content"] == "Copy 1. Who?\u2028\x85"
+    assert found[1].body["messages"][0]["content"] == "Who?\u2028\x85"
 
 
-def test_separators_of_text_end_no_line(tmp_path: Path) -> None:
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    text = json.dumps({"custom_id": "a", "body": {"prompt": "a\u2028b\x85c"}}, ensure_ascii=False)
-    source.write_text(text + "\r\n", encoding="utf-8")
-    assert write_offline_load(source, target, 0.001, {}) == 1
-    assert json.loads(target.read_text(encoding="utf-8")) == json.loads(text)
-
-
-def test_lines_are_joined_for_longer_prompts(tmp_path: Path) -> None:
-    target = tmp_path / "out.jsonl"
+def test_lines_are_joined_for_longer_prompts() -> None:
     source = sample_path("offline")
     alone = [json.loads(text) for text in source.read_text().splitlines()]
-    assert write_offline_load(source, target, 0.001, {}, lines_in_one=150) == 3
-    joined = [json.loads(text) for text in target.read_text().splitlines()]
-    assert [line["custom_id"] for line in joined] == [alone[i]["custom_id"] for i in (0, 150, 300)]
-    messages = [message for line in joined for message in line["body"]["messages"]]
+    joined = first(3, source, lines_in_one=150)
+    assert [line.custom_id for line in joined] == [alone[i]["custom_id"] for i in (0, 150, 300)]
+    messages = [message for line in joined for message in line.body["messages"]]
     assert messages == [message for line in alone for message in line["body"]["messages"]]
-    assert joined[0]["body"]["max_tokens"] == alone[0]["body"]["max_tokens"]
+    assert joined[0].body["max_tokens"] == alone[0]["body"]["max_tokens"]
 
 
 def test_a_file_without_requests_is_told(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
+    path = tmp_path / "empty.jsonl"
     with pytest.raises(InputFileError, match="cannot be read"):
-        write_offline_load(empty, tmp_path / "out", 1.0, {})
-    empty.write_text("\n")
-    with pytest.raises(InputFileError, match="no request"):
-        write_offline_load(empty, tmp_path / "out", 1.0, {})
+        repeated(path, {})
+    for content, says in (("\n", "no request"), ("no JSON\n", "not valid JSON")):
+        path.write_text(content)
+        with pytest.raises(InputFileError, match=says):
+            repeated(path, {})

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ async def timeline(stream: bytes, status: str = "200 OK") -> RequestTimeline:
         request = StreamedRequest("a", "/v1/completions", {})
         async with StreamedLoad(url, [request], arrivals_s=[0.0], drain_s=GIVE_UP_S) as load:
             await load.finished()
-            (found,) = load.timelines()
+            (found,) = load.timelines(load.began_s)
             return found
 
 
@@ -80,3 +81,15 @@ async def test_a_separator_in_a_text_ends_no_event(separator: str) -> None:
 )
 async def test_a_stream_that_does_not_end_well_has_failed(stream: bytes, status: str) -> None:
     assert (await timeline(stream, status)).outcome is Outcome.FAILED
+
+
+async def test_so_many_are_sent_at_once_until_it_is_left() -> None:
+    requests = (StreamedRequest(f"r{number}", "/v1/completions", {}) for number in count())
+    async with serving(event("a", 1, "stop") + DONE) as url, asyncio.timeout(GIVE_UP_S):
+        async with StreamedLoad(url, requests, at_once=2) as load:
+            while load.num_answered < 5:
+                await asyncio.sleep(0.01)
+            assert load.is_running
+        sent = load.timelines(0.0)
+    assert [each.rid for each in sent] == [f"r{number}" for number in range(len(sent))]
+    assert sum(each.outcome is Outcome.UNFINISHED for each in sent) <= 2

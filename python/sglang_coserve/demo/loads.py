@@ -1,18 +1,14 @@
-"""The loads of the demo.
-
-A file of offline lines that is long enough for a whole measurement, and requests that are sent at
-given times, with the time of every token of their answers.
-"""
+"""The loads of the demo: a trace, and the lines of a file again and again, as streams."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -21,100 +17,18 @@ import httpx
 from httpx_sse import aconnect_sse
 
 from sglang_coserve.errors import InputFileError, unreadable
+from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_request_line
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
 
-_LINES_PER_S: Final = 500
-"""Twenty times what four CPU cores serve of the bundled sample with the small model."""
-
 _DONE: Final = "[DONE]"
 """The last event of a stream."""
 
-_MAX_BYTES: Final = 64 << 20
-"""Of a file that is made by repeating another one."""
-
-
-def write_offline_load(
-    source: Path,
-    target: Path,
-    seconds: float,
-    fields: Mapping[str, Any],
-    *,
-    lines_in_one: int = 1,
-) -> int:
-    """Write the lines of ``source`` to ``target``, again and again until they last for ``seconds``.
-
-    Each copy's prompts begin differently, so that none is served from another one's
-    cache; within a copy they share what they shared. Return the number of lines.
-
-    Args:
-        source: JSONL in OpenAI's batch format, which is checked when it is submitted.
-        target: The file to write.
-        seconds: How long the lines should last.
-        fields: Added to the body of each line.
-        lines_in_one: How many lines to join for a longer prompt; above 1 all must be chats.
-
-    Raises:
-        InputFileError: ``source`` cannot be read, or has no line.
-    """
-    try:
-        texts = [text for text in source.read_text("utf-8").split("\n") if text.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(unreadable(source, error)) from error
-    if not texts:
-        raise InputFileError(f"{source}: there is no request in it")
-    if lines_in_one > 1:
-        starts = range(0, len(texts), lines_in_one)
-        texts = [_joined(texts[start : start + lines_in_one]) for start in starts]
-    wanted = max(len(texts), round(seconds * _LINES_PER_S / lines_in_one))
-    written = written_bytes = 0
-    with target.open("w", encoding="utf-8") as file:
-        for text in islice(_copies(texts, fields), wanted):
-            if written >= len(texts) and written_bytes > _MAX_BYTES:
-                break
-            written_bytes += file.write(text + "\n")
-            written += 1
-    return written
-
-
-def _joined(texts: Sequence[str]) -> str:
-    """Return the first line with the messages of all."""
-    first, *others = map(json.loads, texts)
-    for other in others:
-        first["body"]["messages"] += other["body"]["messages"]
-    return json.dumps(first, ensure_ascii=False)
-
-
-def _copies(texts: list[str], fields: Mapping[str, Any]) -> Iterator[str]:
-    for number in count():
-        for text in texts:
-            yield _copy(text, number, fields)
-
-
-def _copy(text: str, number: int, fields: Mapping[str, Any]) -> str:
-    """Return a line as it is if nothing is to be changed of it; a malformed one in any case."""
-    if not number and not fields:
-        return text
-    try:
-        line = json.loads(text)
-        body = line["body"]
-        body.update(fields)
-        if number:
-            line["custom_id"] = f"{line['custom_id']}-{number}"
-            _begin_differently(body, f"Copy {number}. ")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return text
-    return json.dumps(line, ensure_ascii=False)
-
-
-def _begin_differently(body: dict[str, Any], start: str) -> None:
-    if isinstance(body.get("prompt"), str):
-        body["prompt"] = start + body["prompt"]
-        return
-    first = body["messages"][0]
-    if isinstance(first["content"], str):
-        first["content"] = start + first["content"]
+_STREAMED: Final = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +38,51 @@ class StreamedRequest:
     custom_id: str
     url: str
     body: Mapping[str, Any]
+
+
+def repeated(
+    source: Path, fields: Mapping[str, Any], *, lines_in_one: int = 1
+) -> Iterator[StreamedRequest]:
+    """Return the requests of a file of lines, again and again without end.
+
+    Each copy's prompts begin differently, so that none is served from another one's
+    cache; within a copy they share what they shared.
+
+    Args:
+        source: JSONL in OpenAI's batch format.
+        fields: Added to each body.
+        lines_in_one: How many lines to join for a longer prompt; above 1 all must be chats.
+
+    Raises:
+        InputFileError: ``source`` cannot be read, has no line, or one that is no request.
+    """
+    try:
+        texts = [text for text in source.read_bytes().split(b"\n") if text.strip()]
+        lines = [parse_request_line(text, None) for text in texts]
+    except OSError as error:
+        raise InputFileError(unreadable(source, error)) from error
+    except BadLineError as error:
+        raise InputFileError(f"{source}: {error}") from error
+    if not lines:
+        raise InputFileError(f"{source}: there is no request in it")
+    joined = []
+    for start in range(0, len(lines), lines_in_one):
+        first, *others = lines[start : start + lines_in_one]
+        for other in others:
+            first.body["messages"] += other.body["messages"]
+        first.body.update(fields, **_STREAMED)
+        joined.append(first)
+    return (_copy(line, number) for number in count() for line in joined)
+
+
+def _copy(line: RequestLine, number: int) -> StreamedRequest:
+    body = deepcopy(line.body) if number else line.body
+    start = f"Copy {number}. " if number else ""
+    if isinstance(body.get("prompt"), str):
+        body["prompt"] = start + body["prompt"]
+    elif messages := body.get("messages"):
+        messages[0]["content"] = start + str(messages[0]["content"])
+    return StreamedRequest(line.custom_id, line.url, body)
 
 
 def replayed(
@@ -154,8 +113,8 @@ def replayed(
 class StreamedLoad:
     """One load of one run: ``async with`` starts it and, on leaving, breaks it off.
 
-    Requests are sent at given times, earlier ones answered or not. A failed request is counted,
-    not repeated.
+    Requests are sent at given times, earlier ones answered or not, or so many ``at_once``. A failed
+    request is counted, not repeated.
     """
 
     def __init__(
@@ -163,8 +122,9 @@ class StreamedLoad:
         base_url: str,
         requests: Iterable[StreamedRequest],
         *,
-        arrivals_s: Iterable[float],
-        drain_s: float,
+        arrivals_s: Iterable[float] = (),
+        drain_s: float = 0.0,
+        at_once: int = 0,
     ) -> None:
         """``drain_s`` after the last arrival, answers still missing are given up."""
         self._client = httpx.AsyncClient(
@@ -173,8 +133,10 @@ class StreamedLoad:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
         )
-        self._arrivals = zip(arrivals_s, requests, strict=True)
+        self._requests = iter(requests)
+        self._arrivals_s = arrivals_s
         self._drain_s = drain_s
+        self._at_once = at_once
         self._streams: list[_Stream] = []
         self._task: asyncio.Task[None] | None = None
         self.began_s = 0.0
@@ -206,17 +168,25 @@ class StreamedLoad:
         assert self._task is not None
         await self._task
 
-    def timelines(self) -> list[RequestTimeline]:
-        """Return every request sent, timed in seconds since the load began."""
-        return [stream.timeline(self.began_s) for stream in self._streams]
+    def timelines(self, since_s: float) -> list[RequestTimeline]:
+        """Return every request sent, timed in seconds since then, on the clock of ``began_s``."""
+        return [stream.timeline(since_s) for stream in self._streams]
 
     async def _send_all(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as draining, asyncio.TaskGroup() as tasks:
-                for arrival_s, request in self._arrivals:
+                for _ in range(self._at_once):
+                    tasks.create_task(self._send_on())
+                for arrival_s, request in zip(self._arrivals_s, self._requests, strict=False):
                     await asyncio.sleep(self.began_s + arrival_s - time.perf_counter())
                     tasks.create_task(self._send(request))
+                if self._at_once:
+                    return
                 draining.reschedule(asyncio.get_running_loop().time() + self._drain_s)
+
+    async def _send_on(self) -> None:
+        for request in self._requests:
+            await self._send(request)
 
     async def _send(self, request: StreamedRequest) -> None:
         stream = _Stream(request)

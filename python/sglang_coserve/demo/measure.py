@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.client import AsyncCoserveClient, ClientOptions
-from sglang_coserve.demo.loads import StreamedLoad, replayed
+from sglang_coserve.demo.loads import StreamedLoad, StreamedRequest, replayed
 from sglang_coserve.demo.report import SystemResult
 from sglang_coserve.demo.servers import LABELS, System
 from sglang_coserve.workload.trace import TraceRequest
@@ -39,7 +38,7 @@ async def measure(
     system: System,
     window: Window,
     base_url: str,
-    offline: tuple[Path, Path] | None,
+    offline: Iterable[StreamedRequest] | None,
     say: Callable[[float, str], None],
 ) -> SystemResult:
     """Send both loads, and return their results when the window is over.
@@ -48,11 +47,8 @@ async def measure(
         system: What is measured.
         window: The workload.
         base_url: Its server.
-        offline: The file of offline lines, and where its results go; None: no offline load.
+        offline: The offline load, which does not end; None: there is none.
         say: Called now and then with the seconds that are over and the progress of both.
-
-    Raises:
-        CoserveError: the file or the server is at fault.
     """
     online = StreamedLoad(
         base_url,
@@ -67,39 +63,28 @@ async def measure(
     def say_progress(more: str = "") -> None:
         say(elapsed_s(), f"online {online.num_answered}/{len(window.requests)}{more}")
 
-    if offline is None:
+    async with AsyncExitStack() as stack:
+        beside = None
+        if offline is not None:
+            beside = StreamedLoad(base_url, offline, at_once=_CONCURRENCY)
+            await stack.enter_async_context(beside)
+            say(0.0, "offline load begins")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(window.seconds):
+                    while not beside.num_answered:
+                        await asyncio.sleep(_POLL_S)
         async with online:
-            while online.is_running and elapsed_s() < window.seconds:
-                say_progress()
+            while (beside or online.is_running) and elapsed_s() < window.seconds:
+                say_progress(f", offline {beside.num_answered}" if beside else "")
                 await asyncio.sleep(_POLL_S)
+            offline_s = elapsed_s()
+            await stack.aclose()
             await online.finished()
-        return SystemResult(system.name, LABELS[system.name], online.timelines(), None)
-    options = ClientOptions(concurrency=_CONCURRENCY)
-    async with AsyncCoserveClient(base_url, options=options) as client:
-        job = await client.submit_jsonl(*offline)
-        # Reading the file and sending the first lines keeps this process busy for a third of a
-        # second, which would count as latency of the first online requests.
-        say(0.0, "offline load begins")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(window.seconds):
-                while job.is_running and not job.status.ok + job.status.failed:
-                    await asyncio.sleep(_POLL_S)
-        finished_at: list[tuple[float, int]] = []
-        async with online:
-            while elapsed_s() < window.seconds:
-                status = job.status
-                tokens = status.prompt_tokens + status.completion_tokens
-                if not finished_at or tokens > finished_at[-1][1]:
-                    finished_at.append((elapsed_s(), tokens))
-                say_progress(f", offline {status.ok} ok, {status.failed} failed")
-                if not online.is_running and not job.is_running:
-                    break
-                await asyncio.sleep(_POLL_S)
-            is_complete = not job.is_running
-            job.cancel()
-            await job.ended()
-            if is_complete:
-                await job.wait()  # Raises what ended it early, if anything did.
-            await online.finished()
-    timelines = online.timelines()
-    return SystemResult(system.name, LABELS[system.name], timelines, job.status, finished_at)
+    since_s = online.began_s
+    return SystemResult(
+        system.name,
+        LABELS[system.name],
+        online.timelines(since_s),
+        None if beside is None else beside.timelines(since_s),
+        offline_s,
+    )

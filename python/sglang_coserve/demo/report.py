@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from sglang_coserve.client import JobState, JobStatus
 from sglang_coserve.demo.servers import ALONE, OURS, STOCK
 from sglang_coserve.errors import require
 from sglang_coserve.metrics import (
@@ -20,6 +19,7 @@ from sglang_coserve.metrics import (
     Summary,
     attainment,
     latency_report,
+    throughput,
 )
 
 _BIN_S: Final = 1.0
@@ -39,11 +39,16 @@ class SystemResult:
     name: str
     label: str
     online: Sequence[RequestTimeline]
-    offline: JobStatus | None
-    """Of the client, when the window was over; None without an offline load."""
+    offline: Sequence[RequestTimeline] | None
+    """None without an offline load."""
 
-    finished_at: Sequence[tuple[float, int]] = ()
-    """Seconds into the window, and the prompt and output tokens of lines that were done by then."""
+    offline_s: float = 0.0
+    """How long it ran beside the online one."""
+
+    @property
+    def offline_tokens_per_s(self) -> float:
+        """Prompt and output tokens of the offline load while the online one ran."""
+        return throughput(self.offline or (), 0.0, self.offline_s).total_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +113,10 @@ def _system_json(system: SystemResult, targets: SloTargets) -> dict[str, Any]:
         "offline": None
         if offline is None
         else {
-            "ok": offline.ok,
-            "failed": offline.failed,
-            "complete": offline.state is JobState.COMPLETED,
-            "prompt_tokens": offline.prompt_tokens,
-            "completion_tokens": offline.completion_tokens,
-            "elapsed_s": round(offline.elapsed_s, 3),
-            "tokens_per_s": round(offline.tokens_per_s, 1),
+            "ok": sum(t.outcome is Outcome.FINISHED for t in offline),
+            "failed": sum(t.outcome is Outcome.FAILED for t in offline),
+            "elapsed_s": round(system.offline_s, 3),
+            "tokens_per_s": round(system.offline_tokens_per_s, 1),
         },
     }
 
@@ -149,7 +151,7 @@ def as_table(result: DemoResult) -> Table:
     rates = ("–" if each is None else f"{each['tokens_per_s']:,.0f}" for each in offline)
     table.add_row("offline tokens/s", *rates)
     lines = ("–" if e is None else f"{e['ok']:,} ok, {e['failed']:,} failed" for e in offline)
-    table.add_row("offline lines", *lines)
+    table.add_row("offline requests", *lines)
     return table
 
 
@@ -167,13 +169,11 @@ def sentence(result: DemoResult) -> str:
 def _sentence(result: DemoResult) -> str:
     alone, stock = result.find(ALONE.name), result.find(STOCK.name)
     ours = result.ours
-    assert ours.offline is not None
     if alone is None or stock is None:
         return (
             f"Beside {len(ours.online)} online requests, offline work got "
-            f"{ours.offline.tokens_per_s:,.0f} tokens/s; without --quick it is compared."
+            f"{ours.offline_tokens_per_s:,.0f} tokens/s; without --quick it is compared."
         )
-    assert stock.offline is not None
     unfinished = max(sum(_is_unfinished(t) for t in s.online) for s in result.systems)
     if unfinished > _UNFINISHED * len(ours.online):
         return (
@@ -183,13 +183,13 @@ def _sentence(result: DemoResult) -> str:
     harm, stock_harm = _ratios(ours, alone), _ratios(stock, alone)
     if harm is None or stock_harm is None:
         return "Too few tokens came to compare the systems: give it more --seconds."
-    more = ours.offline.tokens_per_s / max(stock.offline.tokens_per_s, 1e-9)
+    more = ours.offline_tokens_per_s / max(stock.offline_tokens_per_s, 1e-9)
     return (
         f"Offline work made P99 TTFT {harm[0]:.1f} × and P99 ITL {harm[1]:.1f} × what they are "
         f"alone; with stock SGLang {stock_harm[0]:.1f} × and {stock_harm[1]:.1f} ×: online users "
         f"were {_compared(max(harm), max(stock_harm), 'hurt')}, and offline work got "
-        f"{_share(more)} ({ours.offline.tokens_per_s:,.0f} and {stock.offline.tokens_per_s:,.0f} "
-        f"tokens/s){_ran_out(ours, stock)}."
+        f"{_share(more)} ({ours.offline_tokens_per_s:,.0f} and {stock.offline_tokens_per_s:,.0f} "
+        "tokens/s)."
     )
 
 
@@ -213,11 +213,6 @@ def _share(more: float) -> str:
     if abs(more - 1) < _ALIKE:
         return "as much"
     return f"{more:.1f} × as much" if more > 1 else f"{more:.0%} of that"
-
-
-def _ran_out(*systems: SystemResult) -> str:
-    ended = [s.label for s in systems if s.offline and s.offline.state is JobState.COMPLETED]
-    return f"; the offline lines of {' and '.join(ended)} ended before the window" if ended else ""
 
 
 def _is_unfinished(timeline: RequestTimeline) -> bool:
@@ -300,13 +295,15 @@ def _draw_latencies(axes: Any, system: SystemResult) -> None:
 
 
 def _draw_offline(axes: Any, system: SystemResult, end_s: float) -> None:
-    """Prompt and output tokens per second, when a line is done."""
+    """Output tokens per second as they come, and prompts with the first."""
     if system.offline is None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color="gray")
         return
+    came = [(s, 1) for t in system.offline for s in t.token_times_s]
+    came += [(t.token_times_s[0], t.prompt_tokens) for t in system.offline if t.token_times_s]
     edges = [i * _BIN_S for i in range(int(end_s / _BIN_S) + 2)]
-    rates, previous = [0.0] * (len(edges) - 1), 0
-    for time_s, tokens_done in system.finished_at:
-        rates[min(int(time_s / _BIN_S), len(rates) - 1)] += (tokens_done - previous) / _BIN_S
-        previous = tokens_done
+    rates = [0.0] * (len(edges) - 1)
+    for time_s, tokens in came:
+        if 0 <= time_s < edges[-1]:
+            rates[int(time_s / _BIN_S)] += tokens / _BIN_S
     axes.stairs(rates, edges, fill=True, alpha=0.8, color=_OFFLINE)

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -19,7 +18,7 @@ from sglang_coserve.config.flags import setting
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo import report
-from sglang_coserve.demo.loads import write_offline_load
+from sglang_coserve.demo.loads import repeated
 from sglang_coserve.demo.measure import Window, measure
 from sglang_coserve.demo.servers import (
     ALONE,
@@ -173,6 +172,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     bundled = LoadScale() if emulation is None else _gpu_scale(emulation)
     trace, trace_scale = _given(options.trace, "online", bundled)
     offline, offline_scale = _given(options.offline, "offline", bundled)
+    repeated(offline, {}, lines_in_one=offline_scale.lines_in_one)  # What is wrong is told now.
     requests = list(until(trace_scale.applied(read_trace(trace)), options.window_s))
     if not requests:
         raise WorkloadError(f"{trace}: no request in the first {options.window_s:g} s")
@@ -239,29 +239,18 @@ class _Run:
         return results
 
     async def _measure(self, system: System, base_url: str) -> report.SystemResult:
+        given = self._given
         offline = None
         if system.has_offline:
-            # Ours keeps the names that they had when it was the only one.
-            mark = "" if system.is_ours else f"_{system.name}"
-            source = self._options.out / f"offline_requests{mark}.jsonl"
-            write_offline_load(
-                self._given.offline,
-                source,
-                self._given.seconds,
-                system.offline_body,
-                lines_in_one=self._given.lines_in_one,
-            )
-            results = self._options.out / f"offline_results{mark}.jsonl"
-            _remove_earlier(results)
-            offline = (source, results)
+            offline = repeated(given.offline, system.offline_body, lines_in_one=given.lines_in_one)
         result = await measure(
             system,
-            self._given,
+            given,
             base_url,
             offline,
             lambda elapsed_s, text: self._show(elapsed_s, f"{LABELS[system.name]}: {text}"),
         )
-        self._done_s += self._given.seconds
+        self._done_s += given.seconds
         return result
 
     def _show(self, elapsed_s: float, text: str) -> None:
@@ -323,9 +312,3 @@ def _limits(model: Path) -> tuple[int, int]:
     """Return the context length and the vocabulary size in the model's config.json."""
     config = json.loads((model / "config.json").read_text())
     return int(config["max_position_embeddings"]), int(config["vocab_size"])
-
-
-def _remove_earlier(results: Path) -> None:
-    """Start the offline file anew: the client would continue an earlier demo's."""
-    for path in islice(results.parent.glob(f"{results.stem}.*"), 10):
-        path.unlink()

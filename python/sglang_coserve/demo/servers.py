@@ -62,7 +62,7 @@ _TUNED: Final = ("--enable-priority-scheduling", "--enable-mixed-chunk")
 
 STOCK: Final = System("stock", is_ours=False, flags=_TUNED, **PRIORITIES)
 ALONE: Final = replace(STOCK, name="online_alone", has_offline=False)
-OURS: Final = System("coserve", is_ours=True, takes_slo=True)
+OURS: Final = System("coserve", is_ours=True, takes_slo=True, offline_body={"service_tier": "flex"})
 LABELS: Final = {
     ALONE.name: "online alone",
     STOCK.name: "stock SGLang, tuned",
