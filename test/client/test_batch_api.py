@@ -208,15 +208,12 @@ def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: 
     assert len(custom_ids(output)) == 20
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-batch",)])
-def test_a_table_of_requests_becomes_one_of_results(
-    app: LiveApp, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_table_of_requests_becomes_one_of_results(app: LiveApp, tmp_path: Path) -> None:
     source, table = tmp_path / "in.parquet", tmp_path / "out.parquet"
     requests = lines(3) + line("bad").encode()
     pq.write_table(pa.table({"request": requests.decode().splitlines()}), source)
     for _ in range(2):  # The second time everything is there.
-        code, stdout, stderr = end(start_submit(source, table, app.base_url, *flags))
+        code, stdout, stderr = end(start_submit(source, table, app.base_url))
         assert (code, "3 ok, 1 failed" in stdout) == (1, True), stderr
         rows = {row["custom_id"]: row for row in pq.read_table(table).to_pylist()}
         assert rows.keys() == {"id-1", "id-2", "id-3", "bad"}
