@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.view.history import History
+from sglang_coserve.view.standing import History
 
 
 def replica(seconds: float = 0.0, *, plans: bool = True, suspended: int = 0) -> dict[str, Any]:

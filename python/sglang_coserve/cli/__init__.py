@@ -19,10 +19,8 @@ import typer
 from sglang_coserve import __version__
 from sglang_coserve.cli.batches import cancel, list_batches, results, status, top
 from sglang_coserve.cli.console import ExitCode, code_of_error, say
-from sglang_coserve.cli.make_model import make_model
-from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
-from sglang_coserve.cli.replay import replay
-from sglang_coserve.cli.simulate import SeveralSlosCommand, simulate
+from sglang_coserve.cli.profile import PROFILE_SETTINGS, make_model, profile
+from sglang_coserve.cli.simulate import SeveralSlosCommand, replay, simulate
 from sglang_coserve.cli.submit import submit
 from sglang_coserve.errors import CoserveError
 

@@ -45,9 +45,8 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask, last_steps
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
 from sglang_coserve.srt.routes.drain import is_draining
-from sglang_coserve.view.history import History
 from sglang_coserve.view.page import Page
-from sglang_coserve.view.standing import standing
+from sglang_coserve.view.standing import History, standing
 
 logger = logging.getLogger(__name__)
 
