@@ -15,7 +15,8 @@ from fastapi import FastAPI
 
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes import add_batch_routes, set_admin_key, set_service
+from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.routes.caller import set_admin_key, set_service
 from sglang_coserve.batch.service import BatchService
 
 READY_TIMEOUT_S = 30

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.routes import set_admin_key
+from sglang_coserve.batch.routes.caller import set_admin_key
 from sglang_coserve.core.engine_load import (
     ClassLoad,
     EngineLoad,

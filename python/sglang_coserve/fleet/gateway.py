@@ -19,12 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang_coserve.asgi import UnreadBodyMiddleware, bearer_key, is_same_key, send_error
 from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.routes import (
+from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.routes.caller import (
     PAGE_PATH,
     VIEW_PATH,
-    BatchApiOffError,
     Keys,
-    add_batch_routes,
     batch_api_status,
     find_service,
     set_admin_key,
@@ -33,6 +32,7 @@ from sglang_coserve.batch.routes import (
     shown_batches,
     view_answer,
 )
+from sglang_coserve.batch.routes.errors import BatchApiOffError
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError

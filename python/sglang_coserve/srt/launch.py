@@ -20,13 +20,8 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
-from sglang_coserve.batch.routes import (
-    BATCH_PREFIXES,
-    PAGE_PATH,
-    Keys,
-    batch_api_status,
-    missing_routes,
-)
+from sglang_coserve.batch.routes import BATCH_PREFIXES, missing_routes
+from sglang_coserve.batch.routes.caller import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import flag, refuse
 from sglang_coserve.config.settings_file import one_setting, with_settings

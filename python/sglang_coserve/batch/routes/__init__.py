@@ -15,44 +15,7 @@ from starlette.routing import Match
 
 from sglang_coserve.batch.responses import RESPONSES
 from sglang_coserve.batch.routes import batches, files, responses
-from sglang_coserve.batch.routes.caller import (
-    PAGE_PATH,
-    VIEW_PATH,
-    Caller,
-    Keys,
-    batch_api_status,
-    endpoints_of,
-    find_service,
-    operator_router,
-    set_admin_key,
-    set_not_ready,
-    set_service,
-    shown_batches,
-    view_answer,
-)
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
-
-__all__ = [
-    "BATCH_PREFIXES",
-    "PAGE_PATH",
-    "VIEW_PATH",
-    "BatchApiNotReadyError",
-    "BatchApiOffError",
-    "Caller",
-    "Keys",
-    "add_batch_routes",
-    "batch_api_status",
-    "endpoints_of",
-    "find_service",
-    "missing_routes",
-    "operator_endpoints",
-    "operator_router",
-    "set_admin_key",
-    "set_not_ready",
-    "set_service",
-    "shown_batches",
-    "view_answer",
-]
+from sglang_coserve.batch.routes.caller import endpoints_of
 
 BATCH_PREFIXES: Final = (files.router.prefix, files.upload_router.prefix, batches.router.prefix)
 """Of paths whose routes bound by themselves what they read of a body."""

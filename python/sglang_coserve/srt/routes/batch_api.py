@@ -17,13 +17,8 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import EXPORTED_STATES
-from sglang_coserve.batch.routes import (
-    add_batch_routes,
-    operator_endpoints,
-    set_admin_key,
-    set_not_ready,
-    set_service,
-)
+from sglang_coserve.batch.routes import add_batch_routes, operator_endpoints
+from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set_service
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.config import CoserveConfig

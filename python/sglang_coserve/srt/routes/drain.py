@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve.asgi import send_error
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.routes import endpoints_of, operator_router
+from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.lines.background import TaskSupervisor

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve import __version__
 from sglang_coserve.asgi import send_error
-from sglang_coserve.batch.routes import (
+from sglang_coserve.batch.routes.caller import (
     PAGE_PATH,
     VIEW_PATH,
     Keys,
