@@ -17,7 +17,6 @@ from sglang_coserve.batch.schemas import (
     BatchObject,
     CoserveOptions,
     CreateBatch,
-    FileList,
     FileObject,
 )
 from sglang_coserve.batch.service import BatchService
@@ -36,11 +35,6 @@ def line(custom_id: str, **body: Any) -> str:
 def lines(count: int, prefix: str = "id", **body: Any) -> bytes:
     """A valid file."""
     return "".join(line(f"{prefix}-{n}", **body) + "\n" for n in range(1, count + 1)).encode()
-
-
-async def list_files(service: BatchService, owner: str, **page: Any) -> FileList:
-    """A page of files."""
-    return FileList.model_validate_json(await service.list_files(owner, **page))
 
 
 async def stream(content: bytes, chunk_bytes: int = 1 << 16) -> AsyncIterator[bytes]:

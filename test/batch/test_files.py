@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.scenarios import OWNER, Scene, lines, list_files, opened, stream, wanted
+from batch.scenarios import OWNER, Scene, lines, opened, stream, wanted
 from sglang_coserve.batch.errors import (
     BatchRequestError,
     ConflictError,
@@ -79,7 +79,7 @@ async def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
         scene.clock.advance(3601)
         with pytest.raises(NotFoundError):
             await service.retrieve_file(OWNER, short.id)
-        assert [f.id for f in (await list_files(service, OWNER)).data] == [long.id]
+        assert [f.id for f in (await service.list_files(OWNER)).data] == [long.id]
         await scene.clock.until(lambda: stored(tmp_path) == sorted([used.id, long.id]))
         scene.backend.held("id-1").finish()
         assert (await scene.ends(batch.id)).status == "completed"

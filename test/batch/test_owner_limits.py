@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.scenarios import Scene, lines, list_files, opened, wanted
+from batch.scenarios import Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import QuotaError, TooManyError
 from sglang_coserve.batch.file_store import Transfers
@@ -87,7 +87,7 @@ class TestQuota:
             on_disk = sum(file.stat().st_size for file in (tmp_path / "files").iterdir())
             assert on_disk == stored + 3 * MIB, "a refused upload leaves nothing"
             # What was given back can be used.
-            for file in (await list_files(service, "owner")).data:
+            for file in (await service.list_files("owner")).data:
                 await service.delete_file("owner", file.id)
             await scene.upload(bytes(4 * MIB))
             with pytest.raises(QuotaError, match="delete files"):
@@ -101,7 +101,7 @@ class TestQuota:
             )
             refused = [result for result in results if isinstance(result, BaseException)]
             assert all(isinstance(error, QuotaError) for error in refused)
-            files = (await list_files(service, "owner")).data
+            files = (await service.list_files("owner")).data
             assert len(files) + len(refused) == 6
             assert 1 <= len(files) <= 3
             for _ in range(3 - len(files)):
@@ -154,7 +154,7 @@ class TestQuota:
 
 
 async def stored_bytes(scene: Scene) -> int:
-    return sum(file.bytes for file in (await list_files(scene.service, "owner")).data)
+    return sum(file.bytes for file in (await scene.service.list_files("owner")).data)
 
 
 @settings(deadline=None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from batch.crash_child import NUM_BATCHES, NUM_TOKENS
-from batch.scenarios import OWNER, list_files, opened
+from batch.scenarios import OWNER, opened
 from batch.scripted_backend import tokens_of
 from sglang_coserve.lines.result_record import batch_tag, record_identity
 from waiting import eventually
@@ -140,7 +140,7 @@ async def check_results(server: Server) -> None:
                 if record["response"]["status_code"] == 200:
                     text = record["response"]["body"]["choices"][0]["text"]
                     assert text == " ".join(map(str, tokens_of(custom_id, NUM_TOKENS)))
-        files = {file.id for file in (await list_files(service, OWNER)).data}
+        files = {file.id for file in (await service.list_files(OWNER)).data}
         assert files == {path.name for path in (server.data / "files").iterdir()}
         assert list((server.data / "journal").iterdir()) == []
         assert list((server.data / "in_doubt").iterdir()) == []

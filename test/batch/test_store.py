@@ -19,6 +19,7 @@ from sglang_coserve.batch.errors import (
     TooManyError,
 )
 from sglang_coserve.batch.record import Status
+from sglang_coserve.batch.render import file_object, page_of
 from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
     CancelAsked,
@@ -207,16 +208,16 @@ def test_pages_add_up_to_everything_of_one_owner(
     files: list[str] = []
     has_more = True
     while has_more:
-        content = file_rows.page(
+        found = file_rows.page(
             connection,
             "a",
             0.0,
             after=files[-1] if files else None,
-            limit=limit,
+            limit=limit + 1,
             is_ascending=is_ascending,
             purpose=None,
         )
-        page = FileList.model_validate_json(content, strict=True)
+        page = page_of(FileList, [*map(file_object, found)], limit)
         assert len(page.data) <= limit
         ids = [file.id for file in page.data]
         assert (page.first_id, page.last_id) == (ids[0], ids[-1]) if ids else (None, None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any, TypeVar
 
 from sglang_coserve.batch.forecast import JobForecast
 from sglang_coserve.batch.record import FileRecord, JobRecord
@@ -13,11 +14,14 @@ from sglang_coserve.batch.schemas import (
     BatchObject,
     BatchUsage,
     CoserveBatch,
+    FileList,
     FileObject,
     InputTokensDetails,
     OutputTokensDetails,
     RequestCounts,
 )
+
+_Page = TypeVar("_Page", FileList, BatchList)
 
 
 def file_object(file: FileRecord) -> FileObject:
@@ -32,11 +36,10 @@ def file_object(file: FileRecord) -> FileObject:
     )
 
 
-def batch_list(batches: Iterable[BatchObject], limit: int) -> BatchList:
-    """Return the first ``limit`` of ``batches``, which are one more when there are more."""
-    found = list(batches)
-    data = found[:limit]
-    return BatchList(
+def page_of(kind: type[_Page], found: Sequence[Any], limit: int) -> _Page:
+    """Return the first ``limit`` of what was ``found``, which is one more when there is more."""
+    data = list(found[:limit])
+    return kind(
         data=data,
         first_id=data[0].id if data else None,
         last_id=data[-1].id if data else None,

@@ -21,7 +21,7 @@ from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, ServiceStatus, Status
-from sglang_coserve.batch.render import batch_list, batch_object, file_object
+from sglang_coserve.batch.render import batch_object, file_object, page_of
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchAction,
@@ -30,6 +30,7 @@ from sglang_coserve.batch.schemas import (
     CreateBatch,
     ExpiresAfter,
     FileDeleted,
+    FileList,
     FileObject,
 )
 from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
@@ -224,16 +225,20 @@ class BatchService:
         limit: int = 10_000,
         order: str = "desc",
         purpose: str | None = None,
-    ) -> str:
-        """Return a page of files by their creation: a ``FileList`` as JSON, which SQLite makes."""
-        return await self._context.store.run(
+    ) -> FileList:
+        """Return a page of files by their creation."""
+        found = await self._context.store.run(
             file_rows.page,
             owner,
             self._context.clock.now_s(),
             after=after,
-            limit=limit,
+            limit=limit + 1,
             is_ascending=order == "asc",
             purpose=purpose,
+        )
+        # In a thread: there may be thousands.
+        return await self._context.threads.run(
+            lambda: page_of(FileList, [*map(file_object, found)], limit)
         )
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
@@ -298,7 +303,9 @@ class BatchService:
         )
         render = self._renderer(found)
         # A failed batch has up to a hundred errors, and is not small either.
-        return await self._context.threads.run(lambda: batch_list(map(render, found), limit))
+        return await self._context.threads.run(
+            lambda: page_of(BatchList, [*map(render, found)], limit)
+        )
 
     async def change_batch(
         self, owner: str | None, batch_id: str, action: BatchAction

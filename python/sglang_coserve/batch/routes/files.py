@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
@@ -79,7 +80,8 @@ async def list_files(
 ) -> Response:
     """List files by their creation."""
     page = await service.list_files(owner, after=after, limit=limit, order=order, purpose=purpose)
-    return Response(page, media_type="application/json")
+    # Not by FastAPI, which would check and write it on the event loop.
+    return Response(await asyncio.to_thread(page.model_dump_json), media_type="application/json")
 
 
 @router.get("/{file_id}")
