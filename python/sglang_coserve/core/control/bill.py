@@ -9,13 +9,9 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.core.step import JobTokens
 
-_MOST_JOBS: Final = 1024
-"""Jobs whose sums are kept, those that were billed last: four times as many as may be unfinished by
+_MOST_JOBS: Final = 256
+"""Jobs that are told apart, those that ran or were billed last: as many as may be unfinished by
 default. So a server that runs for months does not fill its memory."""
-
-_MOST_WORKING: Final = 256
-"""Jobs whose work is told apart: those that ran last, as many as may be unfinished by default. On a
-server that always has an online request, it is the jobs of months otherwise."""
 
 
 WorkMark = Mapping[str | None, float]
@@ -89,7 +85,7 @@ class Bill:
         self._billed_s: OrderedDict[str | None, float] = OrderedDict()
         """The one that was billed last stands last."""
 
-        self._delays: deque[Delay] = deque(maxlen=4 * _MOST_JOBS)
+        self._delays: deque[Delay] = deque(maxlen=16 * _MOST_JOBS)
         """Those that wait to be taken: more than end in a second, which is when that is done."""
 
         self._requests = 0
@@ -104,7 +100,7 @@ class Bill:
         """
         self._work_s.clear()
         if beside_offline:
-            _add_to(self._work_s, self._last_s, _MOST_WORKING)
+            _add_to(self._work_s, self._last_s)
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
         """Note how long a step took for offline work; O(jobs in it).
@@ -120,7 +116,7 @@ class Bill:
             self._last_s = {job: offline_s * tokens / total for job, tokens in jobs}
         else:
             self._last_s = {None: offline_s}
-        _add_to(self._work_s, self._last_s, _MOST_WORKING)
+        _add_to(self._work_s, self._last_s)
 
     def mark(self) -> WorkMark:
         """Return the work so far; O(jobs told apart)."""
@@ -171,13 +167,13 @@ class Bill:
             work_s = dict(all_work)
         whole_s = sum(work_s.values())
         shares_s = {job: seconds * part_s / whole_s for job, part_s in work_s.items() if part_s}
-        _add_to(self._billed_s, shares_s, _MOST_JOBS)
+        _add_to(self._billed_s, shares_s)
 
 
-def _add_to(sums: OrderedDict[str | None, float], more: WorkMark, at_most: int) -> None:
+def _add_to(sums: OrderedDict[str | None, float], more: WorkMark) -> None:
     """Add to the sums of jobs, and keep only those that were added to last."""
     for job, seconds in more.items():
         sums[job] = sums.get(job, 0.0) + seconds
         sums.move_to_end(job)
-    while len(sums) > at_most:
+    while len(sums) > _MOST_JOBS:
         sums.popitem(last=False)
