@@ -38,11 +38,11 @@ def test_what_is_older_than_the_window_counts_no_more() -> None:
         recent.add(9.0, float(second), 3)
     for second in range(700, 1400):
         recent.add(1.0, float(second))
-    assert 525 <= recent.count <= 600
+    assert recent.count == 600
     assert recent.statistic(Statistic.MEAN) == pytest.approx(1.0)
     for late_s in (1e6, 2e6):
         recent.add(2.0, late_s)
-    assert (recent.count, recent.statistic(Statistic.P50)) == (2, pytest.approx(2.0, rel=0.01))
+    assert (recent.count, recent.statistic(Statistic.P50)) == (1, pytest.approx(2.0, rel=0.01))
 
 
 @given(st.lists(st.tuples(st.floats(0, 300), st.integers(1, 50)), min_size=1, max_size=100))
@@ -60,4 +60,4 @@ def test_the_last_few_are_never_forgotten(added: list[tuple[float, int]]) -> Non
 def test_values_out_of_range_count_at_its_ends(value_s: float) -> None:
     recent = RecentValues(10.0)
     recent.add(value_s, 0.0)
-    assert 0 < recent.statistic(Statistic.P50) < 1e5
+    assert 0 < recent.statistic(Statistic.P50) < math.inf

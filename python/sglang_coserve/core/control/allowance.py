@@ -18,8 +18,8 @@ from sglang_coserve.metrics import SloTargets
 
 _WINDOW_S: Final = 300.0
 """The baseline's latencies of the last five minutes count, at least so many that four are in the
-tail of a P99. A longer memory has quiet hours pay for busy ones: see docs/benchmarks.md, "Changing
-traffic", also for what shorter ones cost."""
+tail of a P99. A longer memory has quiet hours pay for busy ones: docs/policies.md, "When something
+is off", has what traffic that changes costs with this one."""
 
 _TAIL: Final = 0.01
 """What a P99 leaves out. The strictest own targets of so many requests do, too; and statistics are
