@@ -301,7 +301,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     app.add_middleware(WantedModelMiddleware)
     # Before our routes are there, which read little.
     install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
-    compat.check_extra_keys()
+    compat.mend_routes()
     install_health(http_server, background)
     app.add_middleware(RequestIdMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import orjson
 import pytest
-from fastapi import HTTPException
 from starlette.requests import Request
 
 from srt.batch_backend.served import Served
@@ -27,7 +26,6 @@ def raw_request(body_bytes: int) -> Request:
 def handlers(served: Served) -> Any:
     """SGLang's handlers as its app makes them, with ours in their places."""
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-    from sglang.srt.entrypoints.ollama.serving import OllamaServing
     from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
     from sglang.srt.entrypoints.openai.serving_tokenize import (
         OpenAIServingDetokenize,
@@ -43,7 +41,6 @@ def handlers(served: Served) -> Any:
             openai_serving_tokenize=OpenAIServingTokenize(manager, templates),
             openai_serving_detokenize=OpenAIServingDetokenize(manager),
             anthropic_serving=AnthropicServing(manager.serving_chat_class(manager, templates)),
-            ollama_serving=OllamaServing(manager),
             openai_serving_responses=OpenAIServingResponses(manager, templates),
         )
         replace_handlers(state)
@@ -95,16 +92,7 @@ def count_tokens(handlers: Any, text: str, raw: Request) -> Any:
     return handlers.anthropic_serving.handle_count_tokens(request, raw)
 
 
-def chat_ollama(handlers: Any, text: str, raw: Request) -> Any:
-    from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
-
-    messages = [{"role": "user", "content": text}]
-    options = {"num_predict": 4, "temperature": 0}
-    request = OllamaChatRequest(model="small", messages=messages, stream=False, options=options)
-    return handlers.ollama_serving.handle_chat(request, raw)
-
-
-CALLS = (tokenize, tokenize_chat, respond, message, count_tokens, chat_ollama)
+CALLS = (tokenize, tokenize_chat, respond, message, count_tokens)
 
 
 def said(response: Any) -> Any:
@@ -126,25 +114,18 @@ def test_a_large_request_is_answered_as_a_small_one_but_from_a_thread(
     small = said(served.do(call(handlers, TEXT, raw_request(SMALL))))
     watched.threads.clear()
     assert said(served.do(call(handlers, TEXT, raw_request(LARGE)))) == small
-    if call is not chat_ollama:  # It renders without a call that is watched.
-        assert watched.threads
-    assert all(name.startswith("coserve-") for name in watched.threads)
+    assert watched.threads
+    assert all(name.startswith("asyncio_") for name in watched.threads)
     served.assert_nothing_left()
 
 
-@pytest.mark.parametrize("call", [*CALLS, stream_message], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [respond, message], ids=lambda call: call.__name__)
 def test_a_text_longer_than_any_prompt_is_a_bad_request(
-    served: Served, handlers: Any, watched: Watched, call: Any
+    served: Served, handlers: Any, call: Any
 ) -> None:
-    try:
-        response = served.do(call(handlers, LONG_TEXT, raw_request(LARGE)))
-    except HTTPException as error:
-        assert error.status_code == 400
-        assert "longer than the" in error.detail
-    else:
-        assert response.status_code == 400
-        assert b"longer than the" in response.body
-    assert watched.threads == set()
+    response = served.do(call(handlers, LONG_TEXT, raw_request(LARGE)))
+    assert response.status_code == 400
+    assert b"longer than the" in response.body
     served.assert_nothing_left()
 
 
@@ -157,15 +138,6 @@ def test_tokens_become_text_in_a_thread(served: Served, handlers: Any) -> None:
         raw = raw_request(body_bytes)
         response = served.do(handlers.openai_serving_detokenize.handle_request(request, raw))
         assert said(response)["text"] == TEXT
-
-
-def test_an_invalid_ollama_request_is_a_bad_request(served: Served, handlers: Any) -> None:
-    from sglang.srt.entrypoints.ollama.protocol import OllamaGenerateRequest
-
-    request = OllamaGenerateRequest(model="small", prompt=LONG_TEXT, stream=False)
-    with pytest.raises(HTTPException, match="longer than the") as refused:
-        served.do(handlers.ollama_serving.handle_generate(request, raw_request(LARGE)))
-    assert refused.value.status_code == 400
 
 
 def test_a_query_before_very_many_items_is_refused(served: Served) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.bodies import FailFast
-from sglang_coserve.guard.prompts import thread_loop
+from sglang_coserve.guard.threaded_handlers import thread_loop
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.srt.marks.request_marks import check_line_marks
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-from sglang_coserve.guard.prompts import BoundedManager
 from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import OnLoop
@@ -49,14 +48,14 @@ class LineTask:
     what the engine has generated until then."""
 
 
-class LineManager(BoundedManager):
+class LineManager:
     """Marks the line's request and continues it; the handler gets the final output alone.
 
     Everything else is SGLang's manager's. The handler runs in a ``HandlerThread``.
     """
 
     def __init__(self, inner: Any, task: LineTask, stream_interval_tokens: int) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self._task = task
         self._stream_interval_tokens = stream_interval_tokens
 
@@ -73,6 +72,9 @@ class LineManager(BoundedManager):
         """How long the request is without its output; None before its first tokens."""
 
         self._is_continuable = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     @property
     def request_id(self) -> str:

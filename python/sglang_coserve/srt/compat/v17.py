@@ -260,9 +260,17 @@ def aborted_errors() -> tuple[type[Exception], ...]:
     return (RequestAbortedError,)
 
 
-def check_extra_keys() -> None:
+def mend_routes() -> None:
     """As in ``v22``, where SGLang would answer with a 500."""
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    def with_ids(*, input_ids: Any = None, **fields: Any) -> Any:
+        if input_ids is not None:  # A chat template returns more than the tokens.
+            input_ids = list(input_ids["input_ids"])
+        return GenerateReqInput(input_ids=input_ids, **fields)
+
+    replace("sglang.srt.entrypoints.ollama.serving.GenerateReqInput", with_ids)
 
     compute_extra_key = OpenAIServingBase._compute_extra_key
 

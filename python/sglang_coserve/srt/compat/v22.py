@@ -423,8 +423,9 @@ def aborted_errors() -> tuple[type[Exception], ...]:
     return ()
 
 
-def check_extra_keys() -> None:
-    """Let a request whose ``extra_key`` is no text be answered with a 400; SGLang does it here."""
+def mend_routes() -> None:
+    """Let a request whose ``extra_key`` is no text be answered with a 400, and one to ``/api/chat``
+    at all, with transformers 5; SGLang does both here."""
 
 
 # --- The benchmark client --------------------------------------------------------------------
