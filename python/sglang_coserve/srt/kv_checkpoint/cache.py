@@ -60,17 +60,15 @@ class CheckpointCache(UnifiedRadixCache):
             self._start_over()
 
     def _start_over(self) -> None:
-        counts, pool = self.counts, self.host_pool
+        pool = self.host_pool
         limit_tokens = int(pool.logical_size) // self.page_size * self.page_size
-        self.space = HostSpace(pool, limit_tokens, counts)
-        self.copies = CopyJobs(self, self.space, self.policy)
-        self._reclaimer = Reclaimer(self, self.policy, self.space, self.copies, counts)
-        self._saver = CheckpointWriter(
-            self, self.policy, self.space, self.copies, self._reclaimer, counts
-        )
-        self._handover = Handover(self, self.space, counts)
+        self.space = HostSpace(pool, limit_tokens, self.counts)
+        self.copies = CopyJobs(self)
+        self.reclaimer = Reclaimer(self)
+        self.prefetches = Prefetches(self)
+        self._saver = CheckpointWriter(self)
+        self._handover = Handover(self)
         self._expected: dict[str, torch.Tensor] = {}
-        self.prefetches = Prefetches(self, self._reclaimer, counts)
         self._order = EvictionOrder(self.copies.is_copying)
         self.tree_core.eviction_strategy = self._order
         self.tree_core.on_split = self.copies.split
@@ -162,7 +160,7 @@ class CheckpointCache(UnifiedRadixCache):
 
         They belong to nobody until ``arrived``.
         """
-        self._reclaimer.reclaim_host(min(tokens, self.space.limit_tokens))
+        self.reclaimer.reclaim_host(min(tokens, self.space.limit_tokens))
         if tokens > self.space.free_tokens:
             return None
         slots = self.space.alloc(tokens, self.step)
@@ -198,7 +196,7 @@ class CheckpointCache(UnifiedRadixCache):
     ) -> None:
         num_tokens = request_by_type[BASE_COMPONENT_TYPE]
         if num_tokens > 0:
-            tracker[BASE_COMPONENT_TYPE] += self._reclaimer.reclaim(num_tokens)
+            tracker[BASE_COMPONENT_TYPE] += self.reclaimer.reclaim(num_tokens)
 
     def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
         """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are

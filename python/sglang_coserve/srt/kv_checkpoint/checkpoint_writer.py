@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy, PageCopy, RequestToSave, plan_copies
+from sglang_coserve.core.kv_checkpoint import PageCopy, RequestToSave, plan_copies
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import full, host_slots, unsaved_path
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, NodeCopy, Piece, RequestCopy
-from sglang_coserve.srt.kv_checkpoint.reclaim import Reclaimer
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import (
-    HostSpace,
-    RequestCheckpoint,
-    slots_of_runs,
-)
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import NodeCopy, Piece, RequestCopy
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint, slots_of_runs
 
 Node = Any
 Req = Any
@@ -32,23 +26,10 @@ class CheckpointWriter:
     It runs in every step, so all requests of a step share one copy operation.
     """
 
-    def __init__(
-        self,
-        cache: Any,
-        policy: CheckpointPolicy,
-        space: HostSpace,
-        copies: CopyJobs,
-        reclaimer: Reclaimer,
-        counts: Counter[str],
-    ) -> None:
+    def __init__(self, cache: Any) -> None:
         self.checkpoints: dict[str, RequestCheckpoint] = {}
         """By rid, in order of admission."""
         self._cache = cache
-        self._policy = policy
-        self._space = space
-        self._copies = copies
-        self._reclaimer = reclaimer
-        self._counts = counts
 
     # --- Requests ----------------------------------------------------------------------------
 
@@ -71,7 +52,7 @@ class CheckpointWriter:
         """Free the host pages of a request, if it has a checkpoint."""
         checkpoint = self.checkpoints.pop(rid, None)
         if checkpoint is not None:
-            self._space.free(checkpoint.release())
+            self._cache.space.free(checkpoint.release())
 
     # --- What to copy --------------------------------------------------------------------
 
@@ -80,11 +61,11 @@ class CheckpointWriter:
         unsaved = self._unsaved()
         if not unsaved:
             return 0
-        if not self._space.may_try(step):
-            self._counts["backed_off_steps"] += 1
+        if not self._cache.space.may_try(step):
+            self._cache.counts["backed_off_steps"] += 1
             return 0
-        if self._copies.is_stuck(step):
-            self._counts["stalled_steps"] += 1
+        if self._cache.copies.is_stuck(step):
+            self._cache.counts["stalled_steps"] += 1
             return 0
         plan = self._plan(unsaved)
         return self._copy(self._targets(plan), step) if plan else 0
@@ -94,7 +75,7 @@ class CheckpointWriter:
 
         For example the last chunk of an unfinished prompt.
         """
-        if not self._copies.may_begin(step):
+        if not self._cache.copies.may_begin(step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
         unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
@@ -106,9 +87,9 @@ class CheckpointWriter:
         targets: list[Target] = [
             (node, len(node.key))
             for node in path
-            if host_slots(node) is None and not self._copies.is_copying(node)
+            if host_slots(node) is None and not self._cache.copies.is_copying(node)
         ]
-        if targets and self._copies.may_begin(step):
+        if targets and self._cache.copies.may_begin(step):
             self._copy(targets, step)
 
     def _plan(self, unsaved: Sequence[RequestToSave]) -> tuple[PageCopy, ...]:
@@ -116,11 +97,11 @@ class CheckpointWriter:
         allocator = cache.token_to_kv_pool_allocator
         unused = allocator.available_size() + cache.evictable_size()
         return plan_copies(
-            self._policy,
+            self._cache.policy,
             unsaved,
             cache.page_size,
             used_share=1 - unused / allocator.size,
-            in_flight_tokens=self._copies.in_flight_tokens,
+            in_flight_tokens=self._cache.copies.in_flight_tokens,
         )
 
     def _unsaved(self) -> list[RequestToSave]:
@@ -138,7 +119,7 @@ class CheckpointWriter:
     def _not_begun(self, end: Node) -> list[Node]:
         """Return the nodes of the path to ``end`` that are neither saved nor being copied."""
         path = unsaved_path(end, self._cache.root_node)
-        return [node for node in path if not self._copies.is_copying(node)]
+        return [node for node in path if not self._cache.copies.is_copying(node)]
 
     def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
         """Return the targets of a plan; the nodes of a request's prefix come before the request."""
@@ -164,16 +145,16 @@ class CheckpointWriter:
         A node must come after its parent, a request after its prefix.
         """
         totals = list(accumulate(tokens for _, tokens in targets))
-        self._reclaimer.reclaim_host(min(totals[-1], self._space.limit_tokens))
-        free_tokens = self._space.free_tokens
+        self._cache.reclaimer.reclaim_host(min(totals[-1], self._cache.space.limit_tokens))
+        free_tokens = self._cache.space.free_tokens
         # Try at least one, so that a refusal is recorded.
         while len(totals) > 1 and totals[-1] > free_tokens:
             totals.pop()
-        host_slots = self._space.alloc(totals[-1], step)
+        host_slots = self._cache.space.alloc(totals[-1], step)
         if host_slots is None:
             return 0
         self._begin(targets[: len(totals)], host_slots, step)
-        self._counts["checkpointed_tokens"] += totals[-1]
+        self._cache.counts["checkpointed_tokens"] += totals[-1]
         return totals[-1]
 
     def _begin(
@@ -202,4 +183,4 @@ class CheckpointWriter:
                 begin += tokens
             table = self._cache.req_to_token_pool.req_to_token
             device_slots.append(slots_of_runs(table, runs))
-        self._copies.begin(pieces, torch.cat(device_slots), host_slots, step)
+        self._cache.copies.begin(pieces, torch.cat(device_slots), host_slots, step)

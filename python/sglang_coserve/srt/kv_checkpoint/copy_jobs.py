@@ -11,9 +11,8 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
-from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import RequestCheckpoint
 
 _POLL_S = 0.0002
 
@@ -63,10 +62,8 @@ class CopyJobs:
     ranks see it end in the same step. SGLang also waits for it before it flushes its cache.
     """
 
-    def __init__(self, cache: Any, space: HostSpace, policy: CheckpointPolicy) -> None:
+    def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._space = space
-        self._policy = policy
         self._jobs: dict[int, _Job] = {}
         self._num_begun = 0
         self._num_waited_for = 0
@@ -82,11 +79,11 @@ class CopyJobs:
     def is_stuck(self, step: int) -> bool:
         """Return whether copying counts as stuck, by the age of the oldest copy."""
         oldest_step = next((job.begun_step for job in self._jobs.values()), step)
-        return step - oldest_step > self._policy.stall_steps
+        return bool(step - oldest_step > self._cache.policy.stall_steps)
 
     def may_begin(self, step: int) -> bool:
         """Return whether a copy may be begun: no recent refusal of host memory, and not stuck."""
-        return self._space.may_try(step) and not self.is_stuck(step)
+        return self._cache.space.may_try(step) and not self.is_stuck(step)
 
     def begin(
         self,
@@ -133,13 +130,13 @@ class CopyJobs:
     def _end(self, piece: Piece) -> None:
         if isinstance(piece, RequestCopy):
             if piece.checkpoint.is_released:
-                self._space.free(torch.as_tensor(piece.host_slots))
+                self._cache.space.free(torch.as_tensor(piece.host_slots))
             else:
                 piece.checkpoint.end_copy(len(piece.host_slots))
         elif isinstance(piece, NodeCopy):
             self._end_node(piece)
         elif host_slots(piece.node) is None:  # The node was dropped after a timeout.
-            self._space.free(piece.host_slots)
+            self._cache.space.free(piece.host_slots)
 
     def _end_node(self, piece: NodeCopy) -> None:
         sizes = [len(node.key) for node in piece.nodes]
@@ -148,7 +145,7 @@ class CopyJobs:
             if can_save(node, self._cache.root_node):
                 self._cache.tree_core.bind_host(node, slots)
             else:
-                self._space.free(slots)
+                self._cache.space.free(slots)
 
     def finish_all(self, timeout_s: float) -> bool:
         """Wait for all copies in flight; return False if they do not end in time.

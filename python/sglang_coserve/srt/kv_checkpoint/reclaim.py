@@ -6,7 +6,6 @@ Loads run in the background, before the request that resumes is admitted.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
-from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy, reclaim_tokens
+from sglang_coserve.core.kv_checkpoint import CheckpointMode, reclaim_tokens
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     device_slots,
@@ -22,8 +21,7 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     is_offline_node,
     path_to,
 )
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs, PendingCopy
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
+from sglang_coserve.srt.kv_checkpoint.copy_jobs import PendingCopy
 
 Node = Any
 
@@ -38,19 +36,8 @@ just computed. Mostly a few ms, which is cheaper than computing the chunk again.
 class Reclaimer:
     """Frees memory of nodes that no running request uses, offline and least recently used first."""
 
-    def __init__(
-        self,
-        cache: Any,
-        policy: CheckpointPolicy,
-        space: HostSpace,
-        copies: CopyJobs,
-        counts: Counter[str],
-    ) -> None:
+    def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._policy = policy
-        self._space = space
-        self._copies = copies
-        self._counts = counts
         self._staged: dict[int, Node] = {}
 
     # --- Device --------------------------------------------------------------------------
@@ -64,7 +51,7 @@ class Reclaimer:
         """
         cache, tree = self._cache, self._cache.tree_core
         order = tree.eviction_strategy
-        wanted = reclaim_tokens(tokens, self._policy.reclaim_tokens, cache.page_size)
+        wanted = reclaim_tokens(tokens, self._cache.policy.reclaim_tokens, cache.page_size)
         least = reclaim_tokens(tokens, 0, cache.page_size)
         heap = [(order.get_priority(node), node) for node in tree.evictable_device_leaves]
         heapq.heapify(heap)
@@ -73,17 +60,17 @@ class Reclaimer:
         while heap:
             _, node = heapq.heappop(heap)
             limit = wanted if is_offline_node(node) else least
-            is_copying = self._copies.is_copying(node)
+            is_copying = self._cache.copies.is_copying(node)
             if num_freed >= limit:
                 break
             if for_prefetch and (is_copying or order.is_needed(node)):
                 continue
-            if is_copying and not self._copies.is_late:
-                self._copies.finish_all(_UNDER_WAY_TIMEOUT_S)
+            if is_copying and not self._cache.copies.is_late:
+                self._cache.copies.finish_all(_UNDER_WAY_TIMEOUT_S)
             surplus = len(device_slots(node)) - (limit - num_freed)
             if surplus > 0:
                 tree.split(node, surplus)
-                self._counts["splits"] += 1
+                self._cache.counts["splits"] += 1
             freed.append(self._take(node))
             num_freed += len(freed[-1])
             if node.parent in tree.evictable_device_leaves:
@@ -102,13 +89,13 @@ class Reclaimer:
             self._staged[node.id] = node
         if host_slots(node) is not None:
             slots: torch.Tensor = tree.take_device_slots(node)
-            self._counts["demoted_tokens"] += len(slots)
+            self._cache.counts["demoted_tokens"] += len(slots)
             return slots
         for child in list(node.children.values()):
             tree.drop(child, self._free)
         slots = tree.take_device_slots(node)
         if is_offline_node(node):
-            self._counts["dropped_tokens"] += len(slots)
+            self._cache.counts["dropped_tokens"] += len(slots)
         return slots
 
     # --- Lazy copies ---------------------------------------------------------------------
@@ -116,22 +103,22 @@ class Reclaimer:
     def _is_saved_late(self, node: Node) -> bool:
         """Begin to copy a node before its device slots are freed (``LAZY``), if possible."""
         cache, tokens = self._cache, len(device_slots(node))
-        if self._policy.mode is not CheckpointMode.LAZY:
+        if self._cache.policy.mode is not CheckpointMode.LAZY:
             return False
         # Save an online node only if it has children on the host, which are useless without it.
         if not is_offline_node(node) and not node.children:
             return False
-        if self._copies.is_late:
+        if self._cache.copies.is_late:
             return False
-        if not self._copies.may_begin(cache.step):
+        if not self._cache.copies.may_begin(cache.step):
             return False
         self.reclaim_host(tokens)
-        slots = self._space.alloc(tokens, cache.step)
+        slots = self._cache.space.alloc(tokens, cache.step)
         if slots is None:
             return False
         cache.tree_core.bind_host(node, slots)
-        self._copies.begin([PendingCopy(node, slots)], device_slots(node), slots, cache.step)
-        self._counts["checkpointed_tokens"] += tokens
+        self._cache.copies.begin([PendingCopy(node, slots)], device_slots(node), slots, cache.step)
+        self._cache.counts["checkpointed_tokens"] += tokens
         return True
 
     def _finish(self) -> None:
@@ -139,11 +126,11 @@ class Reclaimer:
         if not self._staged:
             return
         tree = self._cache.tree_core
-        is_late = not self._copies.finish_all(_LAZY_TIMEOUT_S)
+        is_late = not self._cache.copies.finish_all(_LAZY_TIMEOUT_S)
         for node in list(self._staged.values()):
             tree.unpin(node)
             if is_late and node.id in self._staged:
-                self._counts["late_copies"] += 1
+                self._cache.counts["late_copies"] += 1
                 tree.drop(node, self._free)
         self._staged.clear()
 
@@ -156,7 +143,7 @@ class Reclaimer:
         waiting request resumes. O(host leaves).
         """
         tree = self._cache.tree_core
-        shortage = self._space.shortage(tokens)
+        shortage = self._cache.space.shortage(tokens)
         if not shortage:
             return
         heap = [(node.last_access_time, node) for node in tree.evictable_host_leaves]
@@ -169,12 +156,12 @@ class Reclaimer:
             tree.drop(node, self._free)
             if parent in tree.evictable_host_leaves:
                 heapq.heappush(heap, (parent.last_access_time, parent))
-        self._counts["host_evicted_tokens"] += freed
+        self._cache.counts["host_evicted_tokens"] += freed
 
     def _free(self, node: Node) -> None:
         """Free a node's host slots; those of a staged node are freed when its copy ends."""
         if self._staged.pop(node.id, None) is None:
-            self._space.free(host_slots(node))
+            self._cache.space.free(host_slots(node))
 
 
 Req = Any
@@ -201,10 +188,8 @@ class Prefetches:
     timeout_s = 5.0
     """A load that takes longer counts as stuck: no more loads are begun."""
 
-    def __init__(self, cache: Any, reclaimer: Reclaimer, counts: Counter[str]) -> None:
+    def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._reclaimer = reclaimer
-        self._counts = counts
         self._loads: dict[int, _Load] = {}
         self.in_flight_tokens = 0
         self.now_s = 0.0
@@ -260,16 +245,16 @@ class Prefetches:
         shortage = tokens - allocator.available_size()
         if shortage > 0:
             lock = self._cache.inc_lock_ref(ancestor_id).to_dec_params()
-            self._reclaimer.reclaim(shortage, for_prefetch=True)
+            self._cache.reclaimer.reclaim(shortage, for_prefetch=True)
             self._cache.dec_lock_ref(ancestor_id, lock)
         slots: torch.Tensor | None = allocator.alloc(tokens)
         return slots
 
     def _begin(self, load: _Load) -> None:
         cache, tokens = self._cache, len(load.device_slots)
-        load_id = -1 - self._counts["prefetches"]
-        self._counts["prefetches"] += 1
-        self._counts["prefetch_issued_tokens"] += tokens
+        load_id = -1 - self._cache.counts["prefetches"]
+        self._cache.counts["prefetches"] += 1
+        self._cache.counts["prefetch_issued_tokens"] += tokens
         cache.tree_core.pin(load.node)
         # An entry for SGLang, which sees the load end on all ranks alike; it only locks the root.
         root_id = cache.root_node.id
@@ -299,9 +284,9 @@ class Prefetches:
         # The node may have been split meanwhile, or got KV from a request with the same prefix.
         is_wanted = node.evicted and len(node.key) == len(device_slots)
         if not is_wanted or host_slots(node) is None or node.parent.evicted:
-            self._counts["prefetch_discarded_tokens"] += len(device_slots)
+            self._cache.counts["prefetch_discarded_tokens"] += len(device_slots)
             cache.token_to_kv_pool_allocator.free(device_slots)
             return
         cache.tree_core.put_on_device(node, device_slots)
         cache.tree_core.eviction_strategy.needed.add(node.id)
-        self._counts["prefetch_published_tokens"] += len(device_slots)
+        self._cache.counts["prefetch_published_tokens"] += len(device_slots)

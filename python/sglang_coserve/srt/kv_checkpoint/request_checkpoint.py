@@ -98,10 +98,8 @@ Node = Any
 class Handover:
     """Turns checkpoints into host pages of the radix tree, protected for waiting requests."""
 
-    def __init__(self, cache: Any, space: HostSpace, counts: Counter[str]) -> None:
+    def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._space = space
-        self._counts = counts
         self._pinned: dict[str, list[Node]] = {}
 
     def adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
@@ -120,10 +118,10 @@ class Handover:
             slots = host_slots[first - start : first - start + len(node.key)]
             if can_save(node, self._cache.root_node):
                 self._cache.tree_core.bind_host(node, slots)
-                self._counts["adopted_tokens"] += len(slots)
+                self._cache.counts["adopted_tokens"] += len(slots)
             else:
                 unused.append(slots)
-        self._space.free(torch.cat(unused))
+        self._cache.space.free(torch.cat(unused))
         last = self._node_at(req, kv_end)
         self._pin(req.rid, (last_saved, last))
         return last
@@ -148,7 +146,7 @@ class Handover:
             last = tree.add_on_host(last, key, rest)
         else:
             unused.append(rest)
-        self._space.free(torch.cat(unused) if unused else rest[:0])
+        self._cache.space.free(torch.cat(unused) if unused else rest[:0])
         self._pin(req.rid, (last, last))
 
     def pinned_path(self, rid: str) -> list[Node]:
