@@ -241,7 +241,6 @@ COMMAND_LINES = {
     "--min-free-slots-delay": "--min-free-slots-delay 4 --offline-policy coserve",
     "--schedule-policy lpm": "--schedule-policy lpm --offline-policy coserve",
     "SGLang refuses settings or model (encoders)": "--encoder-only",
-    "there is no flag --slo-ttft: did you mean --slo-ttft-ms?": "--slo-ttft 300",
     "did you mean --slo-tpot-ms?": "--slo-tpt-ms 50",
     "--slo-ttft-ms: '300ms' is not a number; write it without a unit": "--slo-ttft-ms 300ms",
 }

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -23,9 +22,9 @@ from fastapi import FastAPI
 from sglang_coserve.batch.routes import BATCH_PREFIXES, missing_routes
 from sglang_coserve.batch.routes.caller import PAGE_PATH, Keys, batch_api_status
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.config.flags import flag, refuse
+from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import one_setting, with_settings
-from sglang_coserve.errors import ConfigError, CoserveError, StartupError
+from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import (
     expect_end_of_processes,
@@ -195,7 +194,7 @@ def parse_server_args(argv: Sequence[str], defaults: StartDefaults) -> Any:
 
     with compat.refusals_of_sglang():
         load_plugins()
-        with _our_flags(argv, defaults):
+        with _our_flags(defaults):
             server_args = prepare_server_args(list(argv))
         if not isinstance(getattr(server_args, "_coserve", None), CoserveConfig):
             raise StartupError(
@@ -216,23 +215,9 @@ def _flag_names() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_written_out(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse the beginning of a flag of ours, which argparse would take for the flag.
-
-    SGLang's own may be abbreviated, as in --tp.
-    """
-    known = {name for action in parser._actions for name in action.option_strings}
-    ours = [flag(field.name) for field in fields(CoserveConfig)]
-    for word in argv:
-        name = word.partition("=")[0]
-        meant = [one for one in ours if one.startswith(name)]
-        if name.removeprefix("--") != name and len(meant) == 1 and name not in known:
-            raise ConfigError(f"there is no flag {name}: did you mean {meant[0]}?")
-
-
 @contextmanager
-def _our_flags(argv: Sequence[str], defaults: StartDefaults) -> Iterator[None]:
-    """Patch ``ServerArgs``: its parser, of ``argv``, has our flags, its result our settings."""
+def _our_flags(defaults: StartDefaults) -> Iterator[None]:
+    """Patch ``ServerArgs``: its parser has our flags, its result our settings."""
     from sglang.srt.server_args import ServerArgs
 
     replaced = {name: ServerArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args")}
@@ -248,7 +233,6 @@ def _our_flags(argv: Sequence[str], defaults: StartDefaults) -> Iterator[None]:
             "Example: coserve serve --model-path MODEL --slo-ttft-ms 300 --slo-tpot-ms 50"
         )
         parser.error = partial(refuse, parser)  # type: ignore[method-assign]
-        _check_written_out(argv, parser)
 
     def from_with_ours(args: argparse.Namespace) -> Any:
         config = CoserveConfig.from_mapping(vars(args))

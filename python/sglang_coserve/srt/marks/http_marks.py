@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -99,15 +99,7 @@ _UNITS_S: Final = MappingProxyType(
 _MOST_TTL_BYTES: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderMarks:
-    """What the headers of a request say; None where they say nothing."""
-
-    objective: str | None
-    hints: GatewayHints
-
-
-def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
+def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> GatewayHints:
     """Return what the headers of a request say; their names are in lower case. O(headers).
 
     Raises:
@@ -115,10 +107,11 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
     """
     found = {name: value for name, value in headers if name.startswith(b"x-")}
     if not found:
-        return HeaderMarks(None, GatewayHints())
+        return GatewayHints()
     _, objective = _first(found, _OBJECTIVE)
     name, ttl = _first(found, _TTL)
     hints = GatewayHints(
+        objective=objective.decode("latin-1").strip() or None,
         ttft_ms=_number(found, _TTFT, "of milliseconds"),
         tpot_ms=_number(found, _TPOT, "of milliseconds"),
         ttl_s=duration_s(name, ttl) if name else None,
@@ -126,7 +119,7 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> HeaderMarks:
     rate = _number(found, _TOKENS_PER_S, "of tokens per second")
     if rate and hints.tpot_ms is None:
         hints = replace(hints, tpot_ms=1e3 / rate)
-    return HeaderMarks(objective.decode("latin-1").strip() or None, hints)
+    return hints
 
 
 def _first(found: Mapping[bytes, bytes], names: Iterable[bytes]) -> tuple[str, bytes]:

@@ -104,7 +104,7 @@ class MarksMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            in_headers = marks_of_headers(scope["headers"])
+            hints = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
             body, names_tier = b"", path in _OPENAI_PATHS
             if not is_form(scope):
@@ -122,13 +122,13 @@ class MarksMiddleware:
         except RequestError as error:
             await send_error(send, 400, str(error))
             return
-        if in_headers.objective is not None:  # A gateway's headers override the body.
-            is_offline = self._is_offline(in_headers.objective)
+        if hints.objective is not None:  # A gateway's headers override the body.
+            is_offline = self._is_offline(hints.objective)
             marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
             send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
         send = OverloadAnswer(send)
-        with said_by_client(marks, in_headers.hints):
+        with said_by_client(marks, hints):
             if marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
                 await self._serve_offline(scope, receive, send, streams=await _streams(path, body))
             else:

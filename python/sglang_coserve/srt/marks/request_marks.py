@@ -62,6 +62,9 @@ class GatewayHints:
     """What a gateway says of a request whose class it may not know: what is of no use is ignored,
     and what is out of bounds means the nearest value within."""
 
+    objective: str | None = None
+    """An objective that the operator has defined, which says the class."""
+
     ttft_ms: float | None = None
     """When its first token is due. The TTFT target of an online request, none if 0; an offline one
     has its deadline then."""
