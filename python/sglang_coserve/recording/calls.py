@@ -165,10 +165,13 @@ class RecordingScheduler(Scheduler):
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """See ``Scheduler.plan``."""
         answers = _NotedAnswers(cache)
-        plan = super().plan(snapshot, answers)
-        # A snapshot may look at those who wait when they are asked for; a record has them all.
-        whole = replace(snapshot, waiting=list(snapshot.waiting))
-        self._sink(Planned(whole, answers.noted, plan))
+        plan = StepPlan()
+        try:
+            plan = super().plan(snapshot, answers)
+        finally:  # One that fails, too: it fails again when it is replayed.
+            # A snapshot may look at those who wait when they are asked for; a record has them all.
+            whole = replace(snapshot, waiting=list(snapshot.waiting))
+            self._sink(Planned(whole, answers.noted, plan))
         return plan
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:

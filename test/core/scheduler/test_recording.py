@@ -268,6 +268,20 @@ def test_a_call_that_fails_is_not_recorded() -> None:
     assert recording.model == MODEL
 
 
+class BrokenCache(Cache):
+    def cached_tokens(self, rid: str) -> int | None:
+        raise LookupError(rid)
+
+
+def test_what_a_plan_that_fails_is_made_from_is_recorded() -> None:
+    events: list[Event] = []
+    recording = RecordingScheduler(setup().make(), events.append)
+    recording.add_offline(queued(10))
+    with pytest.raises(LookupError):
+        recording.plan(snapshot(), BrokenCache({}))
+    assert events[1:] == [Planned(snapshot(), {}, StepPlan())]
+
+
 # --- Replaying ----------------------------------------------------------------------------
 
 

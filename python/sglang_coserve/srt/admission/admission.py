@@ -9,7 +9,7 @@ policy fifo there is no core, and no plan for any pass (``unplanned``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -54,10 +54,6 @@ OFFLINE_EVENTS: Final = (
 )
 """Counts of what happened to offline requests, for status and metrics."""
 
-FailedPlan = Callable[[Iterable[QueuedRequest], EngineSnapshot, Mapping[str, int | None]], None]
-"""Takes what a plan that failed was made from: the waiting offline requests, the engine, and what
-its cache holds of them."""
-
 
 class Admission:
     """Keeps the waiting offline requests, and decides what each scheduling pass admits.
@@ -70,12 +66,11 @@ class Admission:
         parts: EngineParts,
         core: Core | None,
         forget: Callable[[Req, Ending], None],
-        failed_plans: FailedPlan | None = None,
     ) -> None:
         """Admit nothing yet.
 
         Without ``core`` there are no plans: the policy fifo. ``forget`` is called with each request
-        that has ended, and how. ``failed_plans`` writes down what plans were made from that failed.
+        that has ended, and how.
         """
         self.core = core
         self._scheduler = parts.scheduler
@@ -92,7 +87,6 @@ class Admission:
         self._checkpointing = parts.checkpointing
         self._events = parts.events
         self._tell = parts.advisory.tell
-        self._write_failed = failed_plans
         self._forget = forget
         self._plans_online = parts.config.plans_online
         # Looking a setting up takes as long as much of a plan.
@@ -114,13 +108,7 @@ class Admission:
         self._plan = StepPlan()
         """The plan of this pass."""
 
-        self._planned_from: EngineSnapshot | None = None
-        self._answers: dict[str, int | None] = {}
-        """What the core was told, for the last plan, that the cache holds."""
-
-        self._unplanned = UnplannedPasses(
-            parts, self._waiting, self._write_plan, has_plans=core is not None
-        )
+        self._unplanned = UnplannedPasses(parts, self._waiting, has_plans=core is not None)
 
     # --- Who waits -----------------------------------------------------------------------
 
@@ -272,14 +260,7 @@ class Admission:
 
     def _new_plan(self, core: Core, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
         assert not self._unplanned.are_all, "the core has lost track of what runs"
-        self._planned_from, self._answers = self._snapshot(running_batch, now_s), {}
-        return core.plan(self._planned_from, self)
-
-    def _write_plan(self) -> None:
-        if self._write_failed is not None and self._planned_from is not None:
-            assert self.core is not None
-            waiting = self.core.queue.candidates(self._planned_from.now_s)
-            self._write_failed(waiting, self._planned_from, self._answers)
+        return core.plan(self._snapshot(running_batch, now_s), self)
 
     def _told(self, call: Callable[..., None], *args: Any) -> None:
         """Tell the core what has become of requests and steps; if it fails, it plans no more.
@@ -375,9 +356,7 @@ class Admission:
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""
         req = self._waiting.reqs[rid]
-        is_held = self._checkpointing.is_held_back(req)
-        tokens = self._answers[rid] = None if is_held else self._ledger.match_prefix(req)
-        return tokens
+        return None if self._checkpointing.is_held_back(req) else self._ledger.match_prefix(req)
 
     def _refuse(self, rid: str) -> None:
         """Refuse an online request that can no longer meet its target."""

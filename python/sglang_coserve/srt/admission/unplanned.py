@@ -6,11 +6,10 @@ admitted. Without offline requests a pass is SGLang's after a constant-time test
 on neither clock nor chance, so tensor-parallel ranks stay in step.
 
 With any other policy a plan advises SGLang, and must not end it. When one raises, the places of all
-requests are put in order, what it was made from is written down, and a pass without a plan is run
-instead. Waiting and paused offline requests stay as they are for that pass. Where plans fail
-again and again, or fail when SGLang has prepared a batch already, so that the core does not know
-what runs, there are no more plans until the next start: offline requests are then served as the
-policy fifo serves them.
+requests are put in order, and a pass without a plan is run instead. Waiting and paused offline
+requests stay as they are for that pass. Where plans fail again and again, or fail when SGLang has
+prepared a batch already, so that the core does not know what runs, there are no more plans until
+the next start: offline requests are then served as the policy fifo serves them.
 """
 
 from __future__ import annotations
@@ -147,12 +146,10 @@ class UnplannedPasses:
         self,
         parts: EngineParts,
         waiting: OfflineWaiting,
-        write: Callable[[], None],
         *,
         has_plans: bool,
     ) -> None:
-        """``write`` writes down what the plan that failed was made from. ``has_plans`` is whether
-        other passes have plans."""
+        """``has_plans`` is whether other passes have plans."""
         self._scheduler = parts.scheduler
         self._waiting = waiting
         self._most_running = parts.config.offline_max_running
@@ -164,7 +161,6 @@ class UnplannedPasses:
         self._lane = parts.lane
         self._events = parts.events
         self._advisory = parts.advisory
-        self._write = write
         self._in_a_row = 0
         self.num_failed = 0
         """Plans that failed since the start."""
@@ -189,7 +185,6 @@ class UnplannedPasses:
         self.num_failed += 1
         self._in_a_row += 1
         logger.error("no plan for this pass: SGLang's own serves it", exc_info=error)
-        self._advisory.tell("failed plans", self._write)
         has_batch = tried.result is not None and tried.result.batch_to_run is not None
         if has_batch or self._in_a_row >= _MOST_IN_A_ROW:
             self.end_planning(error)

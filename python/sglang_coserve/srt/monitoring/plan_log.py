@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Final, TextIO
 
 from sglang_coserve.core.advisory import Advisory
-from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.snapshot import EngineSnapshot
-from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.recording.calls import (
-    Event,
-    OfflineAdded,
-    Planned,
-    RecordingScheduler,
-    SchedulerSetup,
-)
+from sglang_coserve.recording.calls import Event, RecordingScheduler, SchedulerSetup
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 
 _MAX_BYTES: Final = 1 << 30
-_MOST_FAILED: Final = 8
-_MOST_WAITING: Final = 1000
-"""More cannot be in one plan."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,41 +38,6 @@ def recorded(
     advisory = advisory or Advisory()
     append = partial(advisory.tell, "recording", log.append)
     return RecordingScheduler(setup.make(advisory=advisory), append)
-
-
-class FailedPlans:
-    """Writes what plans were made from that failed, each as a recording of that one plan.
-
-    ``coserve replay`` then fails in the same place, but for what the scheduler had learned.
-    """
-
-    def __init__(self, setup: SchedulerSetup, directory: Path) -> None:
-        """Write to ``directory``, at most 8 files in all."""
-        self._setup = setup
-        self._directory = directory
-
-    def write(
-        self,
-        waiting: Iterable[QueuedRequest],
-        snapshot: EngineSnapshot,
-        cached_tokens: Mapping[str, int | None],
-    ) -> None:
-        """Write one, unless there are as many as there may be. O(requests).
-
-        Raises:
-            ConfigError: the file cannot be opened.
-            OSError: the directory cannot be made.
-        """
-        # It contains prompts, as a recording does.
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if len(list(self._directory.glob("*.jsonl"))) >= _MOST_FAILED:
-            return
-        log = PlanLog(self._directory / "plan.jsonl", self._setup, max_bytes=_MAX_BYTES)
-        for request in islice(waiting, _MOST_WAITING):
-            log.append(OfflineAdded(request))
-        log.append(Planned(snapshot, dict(cached_tokens), StepPlan()))
-        log.close()
-        logger.error("what the plan was made from is in %s", log.path)
 
 
 def _begin(path: Path) -> tuple[Path, TextIO]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -18,10 +15,10 @@ from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.admission.admission import Admission, FailedPlan
+from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
-from sglang_coserve.srt.monitoring.plan_log import FailedPlans, recorded
+from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
@@ -62,17 +59,6 @@ def core_setup(
     )
 
 
-def failed_plans(setup: SchedulerSetup, config: CoserveConfig) -> FailedPlans:
-    """Return what writes down what plans were made from that failed.
-
-    It is beside the batches, as it is as confidential, or in a directory of this user's.
-    """
-    if config.coserve_data_dir is not None:
-        return FailedPlans(setup, Path(config.coserve_data_dir) / "failed-plans")
-    own = f"coserve-failed-plans-{os.getuid()}"
-    return FailedPlans(setup, Path(tempfile.gettempdir()) / own)
-
-
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
@@ -110,17 +96,15 @@ class CoserveParts(EngineParts):
     def _make_admission(self) -> Admission:
         scheduler, config = self.scheduler, self.config
         core: Scheduler | None = None
-        write_failed: FailedPlan | None = None
         if config.offline_policy != "fifo":
             profile = latency_profile(scheduler, config)
             setup = core_setup(config, profile, _engine_size(scheduler))
             core = setup.make(advisory=self.advisory)
             install_chunk_limits()
-            if compat.is_first_rank(scheduler):  # The others decide alike.
-                write_failed = failed_plans(setup, config).write
-                if config.record_plans is not None:
-                    core = recorded(setup, config.record_plans, self.advisory)
-        return Admission(self, core, self.live.forget, write_failed)
+            # The other ranks decide alike.
+            if config.record_plans is not None and compat.is_first_rank(scheduler):
+                core = recorded(setup, config.record_plans, self.advisory)
+        return Admission(self, core, self.live.forget)
 
     def _switched_off(self, part: str, error: Exception) -> None:
         logger.error(
