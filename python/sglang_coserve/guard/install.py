@@ -49,8 +49,11 @@ def install_in_scheduler(processors_of: Any) -> None:
     """
     from sglang_coserve.guard.engine_limits import install_stop_patterns
     from sglang_coserve.guard.grammars import install_compiler_bound
-    from sglang_coserve.guard.sampling import install_eager_sampling, install_guarded_sampler
-    from sglang_coserve.guard.seeds import install_seeds
+    from sglang_coserve.guard.sampling import (
+        install_eager_sampling,
+        install_guarded_sampler,
+        install_seeds,
+    )
 
     install_compiler_bound()
     install_eager_sampling()

@@ -9,12 +9,20 @@ A row of logits with NaN, or without a finite maximum, crashes the scheduler whe
 a GPU at some later point, and unrecoverably). Such rows come from a custom logit processor, a
 grammar that allows no token, or a model whose values overflow. They are replaced on the device,
 without a synchronization, and abort only their own request.
+
+SGLang samples by the seeds of requests only with ``--enable-deterministic-inference``, and ignores
+them otherwise. Here a batch in which a request has a seed is sampled by SGLang's function for that:
+each token by the request's seed and the token's position, so that neither the other requests nor a
+suspension, retraction or continuation changes it. Requests of the batch without a seed get one at
+random. Seeds choose among the probabilities that the model computes; those depend on the batch, by
+rounding alone, unless the engine's kernels do not.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -22,6 +30,7 @@ from typing import Any, Final
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_coserve.guard.replacements import replace
@@ -180,3 +189,48 @@ def _apply_processors(
                     logger.exception("logit processor %s failed", type(processor).__name__)
                     failed[row] = True
     return failed
+
+
+_NUM_SEEDS: Final = 2**63
+"""SGLang's seeds are signed and of 64 bits."""
+
+
+def install_seeds() -> None:
+    """Make SGLang in this process take the seeds of requests."""
+    build, merge = SamplingBatchInfo.from_schedule_batch, SamplingBatchInfo.merge_batch
+
+    def from_schedule_batch(_cls: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        info = build(batch, *args, **kwargs)
+        given = [req.sampling_params.sampling_seed for req in batch.reqs]
+        if info.sampling_seed is None and any(seed is not None for seed in given):
+            info.sampling_seed = _seeds(given, info.device)
+        return info
+
+    def merge_batch(self: Any, other: Any) -> None:
+        if (self.sampling_seed is None) != (other.sampling_seed is None):
+            for one in (self, other):
+                if one.sampling_seed is None:
+                    one.sampling_seed = _seeds([None] * len(one), one.device)
+        merge(self, other)
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+    SamplingBatchInfo.merge_batch = merge_batch
+
+
+def _seeds(given: Sequence[int | None], device: Any) -> torch.Tensor:
+    """Return a seed for each row: the one given, or one at random."""
+    # From the generator that SGLang seeds alike on all ranks: they must choose the same tokens.
+    drawn = torch.randint(_NUM_SEEDS - 1, (len(given),)).tolist()
+    chosen = [other if one is None else one for one, other in zip(given, drawn, strict=True)]
+    return torch.tensor(chosen, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def give_each_choice_its_seed(tokenized: Any) -> None:
+    """Let each of ``n`` choices, which SGLang sends in turn, be sampled by the next seed.
+
+    All are sent with the same sampling parameters, and would be equal.
+    """
+    shared = tokenized.sampling_params
+    if shared.n > 1 and shared.sampling_seed is not None:
+        tokenized.sampling_params = copy.copy(shared)
+        shared.sampling_seed = (shared.sampling_seed + 1) % _NUM_SEEDS

@@ -22,7 +22,7 @@ from sglang.srt.managers.utils import msgpack_decode_explained
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.engine_limits import check_request, check_values
 from sglang_coserve.guard.media_sources import MediaSources
-from sglang_coserve.guard.seeds import give_each_choice_its_seed
+from sglang_coserve.guard.sampling import give_each_choice_its_seed
 from sglang_coserve.guard.threaded_handlers import finished
 
 _MALFORMED: Final = (

@@ -27,8 +27,12 @@ def assert_consistent(cache: Any) -> None:
 
 def _copied_to(copies: Any) -> list[torch.Tensor]:
     """The host slots that are copied to but have no owner yet, or no longer."""
+    from sglang_coserve.srt.kv_checkpoint.checkpoint_copies import (
+        NodeCopy,
+        PendingCopy,
+        RequestCopy,
+    )
     from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import host_slots
-    from sglang_coserve.srt.kv_checkpoint.copy_jobs import NodeCopy, PendingCopy, RequestCopy
 
     return [
         torch.as_tensor(piece.host_slots)

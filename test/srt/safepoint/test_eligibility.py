@@ -32,8 +32,8 @@ class Changed:
 def reasons_against(engine: ScriptedEngine) -> list[str]:
     """Return the reasons for engines like this one, but for one thing each."""
     from sglang_coserve.srt import compat
-    from sglang_coserve.srt.safepoint.install import why_no_safepoints
     from sglang_coserve.srt.safepoint.instrument import decoder_layers
+    from sglang_coserve.srt.safepoint.safepoints import why_no_safepoints
 
     scheduler = engine.scheduler
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)

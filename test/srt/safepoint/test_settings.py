@@ -26,14 +26,14 @@ def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
     [{"offline_policy": "fifo"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
 )
 def test_what_is_not_asked_for_leaves_the_model_alone(values: dict[str, Any]) -> None:
-    from sglang_coserve.srt.safepoint.install import Installed, install_safepoints
+    from sglang_coserve.srt.safepoint.safepoints import Installed, install_safepoints
 
     nothing_to_install_into = object()
     assert install_safepoints(nothing_to_install_into, CoserveConfig(**values)) == Installed()
 
 
 def test_what_is_asked_for_is_put_into_the_model() -> None:
-    from sglang_coserve.srt.safepoint.install import install_safepoints
+    from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 
     with pytest.raises(AttributeError, match="tp_worker"):
         install_safepoints(object(), CoserveConfig(offline_policy="conserve"))

@@ -2,7 +2,7 @@
 
 A scheduler calls ``hooks``, a launcher uses ``settings``. ``cache`` is
 SGLang's unified radix cache with checkpoints. Its parts are ``request_checkpoint`` (host pages of
-requests), ``copy_jobs`` (copies in flight), ``checkpoint_writer`` (what is copied), ``reclaim``
+requests), ``checkpoint_copies`` (what is copied, and in flight), ``reclaim``
 (freeing device and host memory, loading back to the device). ``cpu`` replaces pinned memory and
 CUDA streams on a CPU. ``kv_moves`` and ``kv_directory`` move KV between engines.
 Importing this package imports no other module.

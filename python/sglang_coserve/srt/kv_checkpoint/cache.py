@@ -23,14 +23,13 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.checkpoint_copies import CheckpointWriter, CopyJobs
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     EVICTION_RANK,
     TREE_BACKEND,
     EvictionOrder,
     host_slots,
 )
-from sglang_coserve.srt.kv_checkpoint.checkpoint_writer import CheckpointWriter
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import CopyJobs
 from sglang_coserve.srt.kv_checkpoint.reclaim import Prefetches, Reclaimer
 from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover, HostSpace
 from sglang_coserve.srt.marks.request_marks import is_offline

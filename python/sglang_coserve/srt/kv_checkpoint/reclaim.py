@@ -15,13 +15,13 @@ from sglang.srt.mem_cache.unified_radix_cache import _OngoingLoadBack
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, reclaim_tokens
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.kv_checkpoint.checkpoint_copies import PendingCopy
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     device_slots,
     host_slots,
     is_offline_node,
     path_to,
 )
-from sglang_coserve.srt.kv_checkpoint.copy_jobs import PendingCopy
 
 Node = Any
 

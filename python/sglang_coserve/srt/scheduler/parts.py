@@ -22,7 +22,7 @@ from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
-from sglang_coserve.srt.safepoint.install import Installed
+from sglang_coserve.srt.safepoint.safepoints import Installed
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits

@@ -22,7 +22,7 @@ from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
-from sglang_coserve.srt.safepoint.install import install_safepoints
+from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
 from sglang_coserve.srt.steps.request_ledger import BatchResults

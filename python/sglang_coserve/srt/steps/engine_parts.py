@@ -12,7 +12,7 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.safepoint.install import Installed
+from sglang_coserve.srt.safepoint.safepoints import Installed
 from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_coserve.srt.safepoint.install import Installed
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.safepoints import Installed
 from sglang_coserve.srt.steps.clocks import LaunchPacer, PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
