@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_coserve.guard.process_health import is_stop_asked
-from sglang_coserve.srt.tokenizer.updating_manager import WeightUpdates
+from sglang_coserve.srt.tokenizer.tokenizer_manager import WeightUpdates
 
 DYING = """
 import faulthandler, os, signal, sys
