@@ -80,6 +80,7 @@ PLACES: Final[dict[str, str]] = {
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
     # Grammars in requests that have passed the request gate.
+    "guard/grammar_process.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.
     "batch/responses.py::_record": "an engine's answer",
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
@@ -93,6 +94,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/engine.py::_load": OURS,
     "fleet/report.py::_ask": OURS,
     "lines/background.py::run_module": OURS,
+    "guard/grammar_process.py::_end": OURS,
     "srt/monitoring/status.py::answer": OURS,
     "batch/uploads.py::_find": "what create_upload has written",
     "fleet/served_model.py::remembered": OURS,

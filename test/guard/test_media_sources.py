@@ -253,6 +253,7 @@ async def test_the_tokenizer_manager_gets_nothing_to_open(
     monkeypatch.setattr(stock, "get_mm", lambda: limits, raising=False)  # Since SGLang 0.5.23.
     manager = CoserveTokenizerManager.__new__(CoserveTokenizerManager)
     manager._media = MediaSources.named(allowed)
+    manager._grammar_trials = None
     manager.mm_processor = object() if has_processor else None
     manager.server_args = limits
     url = f"{web.url}/x"

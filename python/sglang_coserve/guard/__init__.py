@@ -6,7 +6,7 @@ It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
 - ``threaded_handlers``: what is rendered and tokenized beside the event loop.
 - ``engine_limits``, ``bounds``, ``media_sources``: what a request asks for.
 - ``tokenizer_manager``: where all requests pass, and these are called.
-- ``grammars``: the grammar that its output is to have.
+- ``grammars``, ``grammar_process``: the grammar that its output is to have.
 - ``sampling``: what a request's logits may do to the others of its batch; its seed.
 - ``process_health``: what ends the processes, and what stops them for a while.
 """

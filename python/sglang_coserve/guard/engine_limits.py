@@ -23,7 +23,6 @@ import numpy
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
-from sglang_coserve.guard.grammars import check_grammars
 from sglang_coserve.guard.replacements import replace
 
 _MOST_STATES: Final = 2000
@@ -143,7 +142,7 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
     SGLang makes a separate engine request of every prompt and choice. O(stop conditions).
 
     Raises:
-        RequestError: a number or a grammar is out of its bounds.
+        RequestError: a number is out of its bounds.
         ValueError: it would become too many engine requests, has an invalid id or stop
             condition, or fields that clients may not set.
     """
@@ -172,7 +171,6 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
             # SGLang has it since 0.5.22; its requests cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
         _check_stops(params)
-        check_grammars(params)
     num_requests = num_choices * _num_prompts(request)
     if num_requests > _MOST_REQUESTS:
         raise ValueError(

@@ -21,6 +21,8 @@ from sglang.srt.managers.utils import msgpack_decode_explained
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.guard.engine_limits import check_request, check_values
+from sglang_coserve.guard.grammar_process import GrammarSettings
+from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.sampling import give_each_choice_its_seed
 from sglang_coserve.guard.threaded_handlers import finished
@@ -54,10 +56,22 @@ class GuardedTokenizerManager(TokenizerManager):
     in threads."""
 
     _media: MediaSources | None = None
+    _grammar_trials: GrammarTrials | None = None
 
-    def fetch_media_from(self, media_sources: str) -> None:
-        """Fetch media from ``media_sources`` alone (``MediaSources.named``)."""
+    def guard_with(self, settings: Any, media_sources: str) -> None:
+        """Fetch media from ``media_sources`` alone (``MediaSources.named``), and try grammars.
+
+        ``settings`` are SGLang's in effect.
+        """
         self._media = MediaSources.named(media_sources)
+        if settings.grammar_backend == "xgrammar" and self.tokenizer is not None:
+            of_grammars = GrammarSettings(
+                self.tokenizer,
+                self.model_config.vocab_size,
+                self.model_config.hf_eos_token_id,
+                any_whitespace=not settings.constrained_json_disable_any_whitespace,
+            )
+            self._grammar_trials = GrammarTrials(of_grammars)
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """Serve a request ``obj`` of SGLang's and yield its outputs.
@@ -97,15 +111,24 @@ class GuardedTokenizerManager(TokenizerManager):
         if self._media is not None and self.mm_processor is not None and obj.contains_mm_input():
             self._validate_mm_limits(obj)
             await self._media.bring(obj)
-        return await super()._tokenize_one_request(obj)
+        tokenized = await super()._tokenize_one_request(obj)
+        await self._try_grammar(tokenized)
+        return tokenized
 
     async def _batch_tokenize_and_process(self, batch_size: int, obj: Any) -> Any:
         tokenized: list[Any] = []
         for first in range(0, batch_size, _PROMPTS_AT_ONCE):
             count = min(_PROMPTS_AT_ONCE, batch_size - first)
-            tokenized += await super()._batch_tokenize_and_process(count, _From(obj, first))
+            part = await super()._batch_tokenize_and_process(count, _From(obj, first))
+            for one in part:
+                await self._try_grammar(one)
+            tokenized += part
             await asyncio.sleep(0)  # Let other tasks run.
         return tokenized
+
+    async def _try_grammar(self, tokenized: Any) -> None:
+        if self._grammar_trials is not None and self.is_generation:
+            await self._grammar_trials.check(tokenized.sampling_params)
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """Return True for several texts, so that all are tokenized before the first is sent.

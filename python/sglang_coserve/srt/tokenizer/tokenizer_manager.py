@@ -137,7 +137,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         self._otel_metrics = metrics_if_configured(
             settings.served_model_name, self.server_args.host, self.server_args.port
         )
-        self.fetch_media_from(config_of(self.server_args).media_sources)
+        self.guard_with(settings, config_of(self.server_args).media_sources)
 
     async def coserve_fingerprint(self) -> str:
         """Return the fingerprint of the model that was loaded, read when it is first asked for."""
