@@ -37,7 +37,8 @@ def reasons_against(engine: ScriptedEngine) -> list[str]:
 
     scheduler = engine.scheduler
     layers = decoder_layers(scheduler.tp_worker.model_runner.model)
-    assert why_no_safepoints(Changed(scheduler), layers) is None
+    for same in (Changed(scheduler), Changed(scheduler, device="cuda")):
+        assert why_no_safepoints(same, layers) is None
     found = [why_no_safepoints(scheduler, [])]
     others = (
         Changed(scheduler, device="npu"),

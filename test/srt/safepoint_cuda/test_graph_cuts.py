@@ -184,6 +184,14 @@ def test_prefill_graphs_are_captured_again() -> None:
     assert not model.cuts._places
 
 
+@pytest.mark.parametrize("runner", [None, SimpleNamespace()], ids=["no graphs", "eager runner"])
+def test_prefills_without_graphs_are_left_alone(runner: Any) -> None:
+    model_runner = runner_with(None)
+    model_runner.prefill_cuda_graph_runner = runner
+    cut_prefill_graphs(model_runner, GraphedModel().cuts)
+    assert model_runner.prefill_cuda_graph_runner is runner
+
+
 @pytest.mark.parametrize(
     ("backend", "stops"),
     [

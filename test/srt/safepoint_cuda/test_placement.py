@@ -58,6 +58,27 @@ def test_prefills_stop_with_graphs_and_without_and_decodes_do_not(cut: list[Any]
     assert place(scheduler_of(decode_graphs=False)).no_safepoints == {}
 
 
+@pytest.mark.parametrize("why_not", [None, "a reason"])
+def test_decode_graphs_are_grouped_where_that_is_asked_for_and_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why_not: str | None
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(placement, "add_grouped_decode_graphs", lambda *args: made.append(args))
+    monkeypatch.setattr(placement, "why_no_grouped_decode_graphs", lambda _: why_not)
+    place(scheduler_of())
+    assert not made
+    scheduler = scheduler_of()
+    placed = place(scheduler, groups_decodes=True)
+    if why_not is None:
+        ((runner, _, gate),) = made
+        assert (runner, gate) == (scheduler.tp_worker.model_runner, placed.gate)
+        assert placed.no_safepoints == {}
+    else:
+        assert not made
+        assert set(placed.no_safepoints) == {ForwardKind.DECODE}
+        assert "--safepoint-decode-graphs changes nothing: a reason" in caplog.text
+
+
 # --- What follows -------------------------------------------------------------------------
 
 
