@@ -55,6 +55,11 @@ def test_the_page_of_flags_is_current() -> None:
         ("step_prefill_tokens", 0),
         ("base_batch_requests", 0),
         ("batch_max_in_flight", 0),
+        ("safepoint_interval", -1),
+        ("kv_checkpoint", "always"),
+        ("kv_checkpoint_host_gb", 0),
+        ("kv_checkpoint_host_gb", 4.0),
+        ("kv_checkpoint_watermark", 1.5),
     ],
 )
 def test_a_value_out_of_range_names_the_flag(field: str, value: Any) -> None:

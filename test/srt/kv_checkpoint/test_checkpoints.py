@@ -125,9 +125,6 @@ def test_a_preempted_request_recomputes_only_what_was_not_worth_a_copy(
     assert recomputed <= most_recomputed(mode, page_size, retracted)
 
 
-# --- Batches that are aborted between layers ----------------------------------------------
-
-
 # --- What can fail ------------------------------------------------------------------------
 
 

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
+from sglang_coserve.config import CoserveConfig
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.safepoint.modes import QUICK, start
@@ -106,3 +109,16 @@ def test_an_engine_without_safepoints_says_why_and_works(
     outputs, state = start_quick(start_engine).call(run_without_safepoints)
     assert outputs == reference_outputs(SPECS)
     assert state == {"enabled": False, "reason": "a reason"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"offline_policy": "fifo"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
+)
+def test_what_is_not_asked_for_leaves_the_model_alone(values: dict[str, Any]) -> None:
+    from sglang_coserve.srt.safepoint.safepoints import Installed, install_safepoints
+
+    nothing_to_install_into = object()
+    assert install_safepoints(nothing_to_install_into, CoserveConfig(**values)) == Installed()
+    with pytest.raises(AttributeError, match="tp_worker"):
+        install_safepoints(nothing_to_install_into, CoserveConfig(offline_policy="conserve"))
