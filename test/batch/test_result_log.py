@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -141,11 +140,6 @@ def test_records_of_another_batch_are_cut_off(tmp_path: Path) -> None:
     (tmp_path / "output").write_bytes(record(1) + record(2).replace(b"ab", b"cd") + record(3))
     assert recover(a_log(tmp_path), Progress()) == [1]
     assert (tmp_path / "output").read_bytes() == record(1)
-
-
-def test_half_a_character_has_a_record_too() -> None:
-    encoded = encode_record(TAG, 1, "a", LineResult(200, "r", {"text": "\ud800", "n": 1 << 70}))
-    assert json.loads(encoded)["response"]["body"] == {"text": "\ud800", "n": 1 << 70}
 
 
 @pytest.mark.parametrize(

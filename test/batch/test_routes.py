@@ -164,14 +164,16 @@ def test_a_malformed_file_fails_its_batch_with_the_lines(
 
 
 def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Client) -> None:
-    batch = create(client, lines(2))
+    batch = create(client, lines(2, max_tokens=20))
     engine_has(app, 2)
+    app.in_loop(lambda: app.backend.held("id-1").generate(7))
     paused = http.post(f"/v1/batches/{batch.id}/pause").raise_for_status().json()
     assert (paused["status"], paused["coserve"]["paused"]) == ("in_progress", True)
     engine_has(app, 0)
     resumed = http.post(f"/v1/batches/{batch.id}/resume").raise_for_status().json()
     assert not resumed["coserve"]["paused"]
     engine_has(app, 2)
+    assert [app.backend.held(each).generated for each in ("id-1", "id-2")] == [7, 0]
     finish(app, "id-1", "id-2")
     until(client, batch.id, "completed")
     answer = http.post(f"/v1/batches/{batch.id}/pause")

@@ -55,10 +55,11 @@ async def test_engine_failures_are_retried_within_limits(tmp_path: Path) -> None
         return answer(request)
 
     backend = ScriptedBackend(answers=answers)
-    async with (scene := await opened(tmp_path, backend, max_attempts=4)).service:
+    async with (scene := await opened(tmp_path, backend, max_attempts=4)).service as service:
         done = await scene.ends((await scene.create(lines(3))).id)
         assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
         assert attempts == {"id-1": 3, "id-2": 4, "id-3": 1}
+        assert (await service.status()).line_retries == 5
         response = (await scene.records(done))["id-2"]["response"]
         assert response["status_code"] == 500
         assert "out of memory" in response["body"]["error"]["message"]

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from batch.scenarios import OWNER, lines, opened, wanted
-from batch.scripted_backend import ScriptedBackend, failure
+from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import (
     ConflictError,
 )
@@ -43,25 +43,6 @@ async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: P
             with pytest.raises(ConflictError, match="it is cancelled"):
                 await service.change_batch(OWNER, batch.id, action)
         assert (await service.status()).lines_in_flight == 0
-
-
-async def test_a_paused_batch_leaves_the_engine_and_comes_back_where_it_was(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    async with scene.service as service:
-        batch = await scene.create(lines(2, max_tokens=20))
-        await scene.in_flight(2)
-        scene.backend.held("id-1").generate(7)
-        paused = await service.change_batch(OWNER, batch.id, "pause")
-        assert (paused.status, paused.coserve.paused) == ("in_progress", True)
-        await scene.in_flight(0)
-        await service.change_batch(OWNER, batch.id, "pause")
-        resumed = await service.change_batch(OWNER, batch.id, "resume")
-        assert not resumed.coserve.paused
-        await scene.in_flight(2)
-        assert scene.backend.held("id-1").generated == 7
-        assert scene.backend.held("id-2").generated == 0
-        scene.backend.finish_all()
-        assert (await scene.ends(batch.id)).request_counts.completed == 2
 
 
 async def test_a_batch_may_be_paused_before_it_is_checked(tmp_path: Path) -> None:
@@ -142,17 +123,3 @@ async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:
         (event,) = await service.pending_events()
         await service.settle_event(event.id)
         assert (await service.status()).webhooks_pending == 0
-
-
-async def test_the_status_counts_attempts_after_the_first(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True)
-    async with (scene := await opened(tmp_path, backend, max_attempts=3)).service as service:
-        batch = await scene.create(lines(2))
-        for attempt in range(3):
-            await scene.in_flight(2 if attempt == 0 else 1)
-            scene.backend.held("id-1").finish(failure(503, is_retryable=True))
-            if attempt == 0:
-                scene.backend.held("id-2").finish()
-            await scene.in_flight(0)
-        assert (await scene.ends(batch.id)).request_counts.failed == 1
-        assert (await service.status()).line_retries == 2

@@ -147,13 +147,6 @@ TestLifeOfABatch = LifeOfABatch.TestCase
 TestLifeOfABatch.settings = settings(deadline=None)
 
 
-def test_an_expired_batch_is_not_completed() -> None:
-    batch = transition(a_batch(), Validated(1, 10), 1.0)
-    batch = transition(batch, DeadlinePassed(), 2.0)
-    batch = transition(batch, Progressed(Progress(failed=1)), 3.0)
-    assert transition(batch, Finalized(), 4.0).status is Status.EXPIRED
-
-
 def test_pausing_is_idempotent_and_changes_no_status() -> None:
     batch = transition(a_batch(), PauseAsked(), 1.0)
     assert transition(batch, PauseAsked(), 2.0) == batch

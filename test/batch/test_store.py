@@ -166,25 +166,6 @@ def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connec
     assert not file_rows.exists(connection, "file-1")
 
 
-@pytest.mark.parametrize(
-    "bad_id", ["", "file-2", "' OR 1=1 --", "../../etc/passwd", "\0", "x" * 9999]
-)
-def test_ids_are_looked_up_and_nothing_else(connection: sqlite3.Connection, bad_id: str) -> None:
-    file_rows.insert(connection, a_file())
-    file_rows.insert(connection, a_file("file-2", owner="somebody else"))
-    for look_up in (
-        lambda: file_rows.find(connection, "o", bad_id, 0.0),
-        lambda: file_rows.delete(connection, "o", bad_id),
-        lambda: batch_rows.find(connection, bad_id, "o"),
-        lambda: batch_rows.apply(connection, bad_id, CancelAsked(), 0.0, owner="o"),
-        lambda: batch_rows.page(connection, "o", after=bad_id, limit=1),
-    ):
-        with pytest.raises(NotFoundError) as caught:
-            look_up()
-        assert len(str(caught.value)) < 300
-    assert file_rows.exists(connection, "file-2")
-
-
 @settings(deadline=None)
 @given(
     owners=st.lists(st.sampled_from("ab"), max_size=12),

@@ -94,14 +94,15 @@ class TestRule:
             now_s += pause_s
 
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Handler = Callable[[Reader, Writer, int], Awaitable[None]]
 
 
 def play(handle: Handler, call: Callable[[str], Awaitable[None]]) -> int:
     """Run ``call`` beside a server of raw sockets; return how many requests that has got."""
     count = 0
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: Reader, writer: Writer) -> None:
         nonlocal count
         count += 1
         await reader.readuntil(b"\r\n\r\n")
@@ -126,13 +127,13 @@ def play(handle: Handler, call: Callable[[str], Awaitable[None]]) -> int:
     return count
 
 
-async def answer(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK") -> None:
+async def answer(writer: Writer, body: bytes, status: str = "200 OK") -> None:
     head = f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await writer.drain()
 
 
-async def take(reader: asyncio.StreamReader, size_bytes: int, pause_s: float = 0.0) -> None:
+async def take(reader: Reader, size_bytes: int, pause_s: float = 0.0) -> None:
     while size_bytes > 0:
         size_bytes -= len(await reader.read(min(size_bytes, 16 * KIB)))
         await asyncio.sleep(pause_s)
@@ -160,9 +161,7 @@ class TestUploads:
     def test_one_that_breaks_again_and_again_goes_on(self, source: Path) -> None:
         """Each attempt takes longer than the second that may pass without a byte."""
 
-        async def handle(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int
-        ) -> None:
+        async def handle(reader: Reader, writer: Writer, count: int) -> None:
             if count <= 3:
                 await take(reader, 640 * KIB, 0.03)
             else:
@@ -173,9 +172,7 @@ class TestUploads:
         assert play(handle, upload(source, policy)) == 4
 
     def test_one_that_stalls_is_begun_anew(self, source: Path) -> None:
-        async def handle(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int
-        ) -> None:
+        async def handle(reader: Reader, writer: Writer, count: int) -> None:
             if count == 1:
                 await take(reader, 128 * KIB)
                 await asyncio.sleep(GIVE_UP_S)
@@ -186,9 +183,7 @@ class TestUploads:
 
     @pytest.mark.parametrize("taken_kib", [0, 128, 8192])
     def test_a_server_that_hangs_is_an_error(self, source: Path, taken_kib: int) -> None:
-        async def handle(
-            reader: asyncio.StreamReader, _writer: asyncio.StreamWriter, _count: int
-        ) -> None:
+        async def handle(reader: Reader, _writer: Writer, _count: int) -> None:
             await take(reader, taken_kib * KIB)
             await asyncio.sleep(GIVE_UP_S)
 
@@ -199,9 +194,7 @@ class TestUploads:
     def test_a_slow_one_that_moves_is_left_alone(self, source: Path) -> None:
         """With the system's own buffers, none of its chunks would be taken for 5 s."""
 
-        async def handle(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _count: int
-        ) -> None:
+        async def handle(reader: Reader, writer: Writer, _count: int) -> None:
             await take(reader, 512 * KIB, 0.1)
             await take(reader, 7680 * KIB)
             await answer(writer, b'{"id": "file-1"}')
@@ -209,9 +202,7 @@ class TestUploads:
         assert play(handle, upload(source, RetryPolicy(), stall_s=2.0)) == 1
 
     def test_the_server_may_say_that_it_was_too_slow(self, source: Path) -> None:
-        async def handle(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int
-        ) -> None:
+        async def handle(reader: Reader, writer: Writer, count: int) -> None:
             await take(reader, 8192 * KIB)
             if count == 1:
                 await answer(writer, b'{"error": {"message": "slow"}}', "408 Request Timeout")
@@ -227,9 +218,7 @@ class TestDownloads:
         output = tmp_path / "out.jsonl"
         output.write_bytes(content[:8000])
 
-        async def handle(
-            _reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int
-        ) -> None:
+        async def handle(_reader: Reader, writer: Writer, count: int) -> None:
             head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(content)}\r\n\r\n"
             writer.write(head.encode())
             for begins_at in range(0, 7000 if count <= 2 else len(content), 500):
@@ -252,9 +241,7 @@ class TestDownloads:
         output = tmp_path / "out.jsonl"
         output.write_bytes(bytes(5000))
 
-        async def handle(
-            _reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _count: int
-        ) -> None:
+        async def handle(_reader: Reader, writer: Writer, _count: int) -> None:
             if knows_ranges:
                 status = "416 Range Not Satisfiable\r\ncontent-range: bytes */4000"
                 await answer(writer, b"", status)
@@ -272,9 +259,7 @@ class TestDownloads:
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"[]", b'{"detail": "ok"}'])
 def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body: bytes) -> None:
-    async def handle(
-        _reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _count: int
-    ) -> None:
+    async def handle(_reader: Reader, writer: Writer, _count: int) -> None:
         await answer(writer, body)
 
     async def ask(base_url: str) -> None:
