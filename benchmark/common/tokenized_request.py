@@ -19,10 +19,10 @@ def tokenized_request(
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
+    marks = {"coserve_class": "offline"} if offline else None
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
-        **{"temperature": 0.0, "ignore_eos": True, **sampling},
-        custom_params={"coserve_class": "offline"} if offline else None,
+        **{"temperature": 0.0, "ignore_eos": True, "custom_params": marks, **sampling},
     )
     params.normalize(tokenizer)
     return TokenizedGenerateReqInput(

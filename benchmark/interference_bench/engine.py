@@ -20,6 +20,8 @@ from common.tokenized_request import tokenized_request
 from interference_bench.load import Load, OnlineArrival
 from interference_bench.outcome import LiveRequest, RunOutcome, outcome_of
 from interference_bench.systems import EngineSystem
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.emulation.device_module import VirtualTime
 from sglang_coserve.srt.emulation.model_directory import (
     flag_defaults,
@@ -259,7 +261,6 @@ class CpuClockEngine:
         ingress = scheduler._installed.ingress
         if ingress is None:
             return
-        from sglang_coserve.srt.safepoint.ingress import Arrival
         from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
         inbox, watch = ingress.inbox, scheduler.parts.runner.safepoints._watch
@@ -270,9 +271,10 @@ class CpuClockEngine:
             now_s = self._clock()
             come = takewhile(lambda due: due[0] <= now_s, self._due)
             new = [due for due in come if due[1] not in reported]
-            for at_s, rid, _ in new:
+            for at_s, rid, due in new:
                 reported.add(rid)
-                inbox.put(None, (Arrival(rid, at_s),))
+                lengths = len(due.prompt), due.output_tokens
+                inbox.put(None, (RequestInfo(rid, RequestClass.ONLINE, *lengths, at_s),))
             if new:
                 watch.consider()
 

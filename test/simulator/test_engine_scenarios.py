@@ -196,6 +196,20 @@ def test_an_arrival_suspends_offline_work_and_loses_none_of_it() -> None:
     assert background.recomputed_tokens == 0
 
 
+@pytest.mark.parametrize(("ttft_s", "suspensions", "token_ms"), [(0.069, 1, 42), (0.071, 0, 90)])
+def test_under_conserve_an_arrival_waits_if_its_first_token_is_in_time_even_so(
+    ttft_s: float, suspensions: int, token_ms: int
+) -> None:
+    # 80 ms are to run, and 10 for the arrival's prompt: 70 ms after it has come.
+    background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
+    request.info = replace(request.info, ttft_target_s=ttft_s)
+    whole = SchedulerConfig(min_chunk_tokens=80)
+    engine, executor = engine_of(background, request, config=safepoints(), scheduler_config=whole)
+    run_out(engine, executor)
+    assert engine.counters.suspensions == suspensions
+    assert ms(request.token_times_s) == [token_ms]
+
+
 def test_a_step_that_is_nearly_done_is_not_suspended() -> None:
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.062)
     engine, executor = engine_of(background, request, config=safepoints(resume_s=0.017))

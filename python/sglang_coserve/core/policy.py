@@ -41,6 +41,9 @@ class Policy(ABC):
     is_preemptive: ClassVar[bool] = True
     """Whether offline-only steps are suspended for online work, if the engine can do so."""
 
+    lets_arrivals_wait: ClassVar[bool] = False
+    """Whether such a step runs to its end if the first token of an arrival is in time even so."""
+
     @abstractmethod
     def compose(self, batch: StepBuilder) -> None:
         """Add the work of the next step to the empty batch."""

@@ -15,6 +15,7 @@ from sglang_coserve.core.learned_model import LearnedModel, PredictionError
 from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
+    is_late_behind,
     is_stuck,
     longest_s,
     offline_left_s,
@@ -169,6 +170,15 @@ class Scheduler:
         if self._compose(shared).memory.lacks_kv:
             return StepPlan(step=self._next_step, drops=True)
         return shared.build()
+
+    def must_suspend(self, ends_s: float, arrivals: Sequence[RequestInfo], now_s: float) -> bool:
+        """Return whether a step of the offline lane is to be suspended for online ``arrivals``.
+
+        ``ends_s`` is when it is predicted to end. Changes nothing; may be called in any thread.
+        """
+        if not self._policy.lets_arrivals_wait:
+            return True
+        return is_late_behind(ends_s, arrivals, now_s, self.model, self._allowance.targets.ttft_s)
 
     def start(self, plan: StepPlan, chunks: Sequence[PrefillChunk]) -> None:
         """Record that a plan is carried out, with exactly these of its prefills.

@@ -9,6 +9,7 @@ from typing import Final
 from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.request import Ending, RequestState
 from sglang_coserve.core.scheduler import Scheduler
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.executor import SimulatedExecutor
@@ -197,7 +198,8 @@ class SimEngine:
         """Return the share of an offline-lane step that is done when it is suspended or ends.
 
         It stops at the last safepoint before ``plan.until_s``, and at the first one after an
-        online arrival, unless the rest takes no longer than suspending it.
+        online arrival for which the scheduler suspends it, unless the rest takes no longer than
+        suspending it.
         """
         whole_s, done_share, step_share = batch.seconds, batch.done_share, safepoint.stop_share
         end_s = start_s + (1 - done_share) * whole_s
@@ -207,14 +209,17 @@ class SimEngine:
             share = math.floor(until_share / step_share + _ROUNDING) * step_share
             # A step always makes progress, or it would be resumed forever.
             share = max(share, _next(done_share, step_share))
+        predicted_s = min(start_s + plan.predicted_s, plan.until_s)
+        waiting: list[RequestInfo] = []
         while (arrival_s := self._source.next_arrival_s) < start_s + (share - done_share) * whole_s:
             # With overlap a request may have arrived between the plan and the start.
             now_s = max(arrival_s, start_s)
-            arrived = self._take_arrivals(now_s, now_s)
+            arrived = [request.info for request in self._take_arrivals(now_s, now_s)]
+            waiting += [info for info in arrived if info.is_online]
             now_share = done_share + (now_s - start_s) / whole_s
             at_share = _next(now_share, step_share)
             is_worth = (1 - at_share) * whole_s > safepoint.resume_s
-            if is_worth and any(request.info.is_online for request in arrived):
+            if is_worth and waiting and self._scheduler.must_suspend(predicted_s, waiting, now_s):
                 share = min(share, at_share)
         return min(share, 1.0)
 

@@ -19,10 +19,11 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
+from sglang_coserve.core.planning.lanes import is_late_behind
 from sglang_coserve.core.policies import POLICIES
-from sglang_coserve.core.request import RequestState
+from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
-from sglang_coserve.core.snapshot import EngineSnapshot, Request, SuspendedStep
+from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import SloTargets
@@ -197,6 +198,48 @@ def test_one_that_cannot_pause_stays_in_the_lane_where_it_is() -> None:
     plan = plan_of(scheduler("conserve"), seen(online(100, DECODING), fixed))
     assert not plan.resume
     assert not plan.retract
+
+
+# --- Whether arrivals wait ----------------------------------------------------------------
+
+
+def arrived(prompt_tokens: int, arrival_s: float, own_s: float | None = None) -> RequestInfo:
+    return RequestInfo("on", RequestClass.ONLINE, prompt_tokens, 8, arrival_s, ttft_target_s=own_s)
+
+
+def test_an_arrival_is_late_if_its_prompt_after_the_step_is() -> None:
+    prompt_s = MODEL.predict(StepStats.of([(100, 0)]))
+    one = arrived(100, 1.0)
+    assert not is_late_behind(2.0, [one], 1.9, MODEL, 1.001 + prompt_s)
+    assert is_late_behind(2.0, [one], 1.9, MODEL, 0.999 + prompt_s)
+
+
+def test_all_that_wait_are_computed_together_and_none_may_be_late() -> None:
+    both_s = MODEL.predict(StepStats.of([(100, 0), (400, 0)]))
+    waiting = [arrived(100, 1.0), arrived(400, 1.5)]
+    assert not is_late_behind(2.0, waiting, 1.9, MODEL, 1.001 + both_s)
+    assert is_late_behind(2.0, waiting, 1.9, MODEL, 0.999 + both_s)
+
+
+def test_a_step_that_should_have_ended_ends_now() -> None:
+    prompt_s = MODEL.predict(StepStats.of([(100, 0)]))
+    assert is_late_behind(2.0, [arrived(100, 1.0)], 2.5, MODEL, 1.499 + prompt_s)
+    assert not is_late_behind(2.0, [arrived(100, 1.0)], 2.5, MODEL, 1.501 + prompt_s)
+
+
+def test_its_own_target_counts_and_without_any_target_it_does_not_wait() -> None:
+    assert is_late_behind(2.0, [arrived(100, 1.0, own_s=0.5)], 1.9, MODEL, 10.0)
+    assert not is_late_behind(2.0, [arrived(100, 1.0, own_s=10.0)], 1.9, MODEL, 0.5)
+    assert is_late_behind(2.0, [arrived(100, 1.0)], 1.9, MODEL, None)
+
+
+def test_only_conserve_lets_arrivals_wait() -> None:
+    waits = [
+        name
+        for name in POLICIES
+        if not scheduler(name).must_suspend(0.0, [arrived(1, 0.0, 60.0)], 0.0)
+    ]
+    assert waits == ["conserve"]
 
 
 # --- Where there is no lane ---------------------------------------------------------------

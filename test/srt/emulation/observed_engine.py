@@ -213,12 +213,12 @@ class ObservedEngine(CpuClockEngine):
         group_share = placed["interval_layers"] / placed["layers"]
         run, start, drop = runner.run, lane.start, lane.drop
 
-        def ran(batch: Any, until_s: float | None, launch: Any) -> Any:
+        def ran(batch: Any, stops: Any, launch: Any) -> Any:
             begin_s, before_s = max(self._clock(), forward.free_s), model.launched_s
-            result = run(batch, until_s, launch)
-            if until_s is not None:
+            result = run(batch, stops, launch)
+            if stops is not None:
                 group_s = (model.launched_s - before_s) * group_share
-                seen = Suspensible(until_s, begin_s, group_s, forward.free_s)
+                seen = Suspensible(stops.until_s, begin_s, group_s, forward.free_s)
                 self._observed.suspensible.append(seen)
             if result is SUSPENDED and self._given.aborts_suspended:
                 self._to_abort.append(lane.suspended.batch.reqs[0].rid)

@@ -6,13 +6,16 @@ import pickle
 import select
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import zmq
 
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.safepoint.gates import PreemptionFlag
-from sglang_coserve.srt.safepoint.ingress import Arrival, ArrivalWatch, Inbox
+from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox
 from srt import test_scheduler as scenarios
 from srt.safepoint.live_engine import Talker, run_live, slow_down
 from srt.scripted_engine import EngineProcess, ScriptedEngine
@@ -27,8 +30,12 @@ def inbox() -> Any:
     box.close()
 
 
-def arrival(rid: str = "on") -> Arrival:
-    return Arrival(rid, time.perf_counter())
+def arrival(rid: str = "on") -> RequestInfo:
+    return RequestInfo(rid, RequestClass.ONLINE, 100, 10, time.perf_counter())
+
+
+def always(arrivals: Sequence[RequestInfo], now_s: float) -> bool:
+    return bool(arrivals) and now_s > 0
 
 
 def test_an_arrival_before_and_one_after_the_batch_opens_raise_the_flag(inbox: Inbox) -> None:
@@ -37,18 +44,32 @@ def test_an_arrival_before_and_one_after_the_batch_opens_raise_the_flag(inbox: I
     inbox.put("message", (arrival(),))
     watch.consider()
     assert flag.words[0] == 0
-    watch.open(5)
+    watch.open(5, always)
     assert flag.words[0] == 5
     request = watch.close()
     assert request is not None
     assert [one.rid for one in request.arrivals] == ["on"]
     assert flag.words[0] == 0
     assert inbox.recv_pyobj(zmq.NOBLOCK) == "message"
-    watch.open(6)
+    watch.open(6, always)
     assert flag.words[0] == 0
     inbox.put("message", (arrival(),))
     watch.consider()
     assert flag.words[0] == 6
+
+
+def test_a_batch_goes_on_until_one_comes_that_cannot_wait(inbox: Inbox) -> None:
+    flag = PreemptionFlag()
+    watch = ArrivalWatch(inbox, flag)
+    watch.open(5, lambda arrivals, _: len(arrivals) > 1)
+    for rid in ("first", "second"):
+        assert flag.words[0] == 0
+        inbox.put("message", (arrival(rid),))
+        watch.consider()
+    assert flag.words[0] == 5
+    request = watch.close()
+    assert request is not None
+    assert [one.rid for one in request.arrivals] == ["first", "second"]
 
 
 def test_no_wake_up_is_lost_whichever_comes_first(inbox: Inbox) -> None:
@@ -68,7 +89,7 @@ def test_no_wake_up_is_lost_whichever_comes_first(inbox: Inbox) -> None:
     thread.start()
     for batch in range(1, rounds + 1):
         start.wait(10)
-        watch.open(batch)
+        watch.open(batch, always)
         done.wait(10)
         assert flag.words[0] == batch
         inbox.recv_pyobj(zmq.NOBLOCK)
@@ -139,23 +160,25 @@ def long_offline(engine: ScriptedEngine, rid: str) -> Any:
     return engine.request(rid, scenarios.prompt(1, 300), 6, offline=True)
 
 
-def online(engine: ScriptedEngine, rid: str) -> Any:
-    return engine.request(rid, scenarios.prompt(2, 40), 6)
+def online(engine: ScriptedEngine, rid: str, marks: dict[str, Any] | None) -> Any:
+    return engine.request(rid, scenarios.prompt(2, 40), 6, custom_params=marks)
 
 
-def run_arrival_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
+def run_arrival_in_a_pass(
+    engine: ScriptedEngine, marks: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Each kind of request alone; then both, the online one while the first chunk of the
     offline prompt is computed."""
     begun = slow_down(engine, LAYER_S)
 
     def talk(talker: Talker) -> None:
-        for message in (long_offline(engine, "off alone"), online(engine, "on alone")):
+        for message in (long_offline(engine, "off alone"), online(engine, "on alone", marks)):
             talker.send(message)
             talker.wait_for_end(message.rid)
         begun.clear()
         talker.send(long_offline(engine, "off"))
         talker.wait(lambda: 1 in begun, "a long pass")
-        talker.send(online(engine, "on"))
+        talker.send(online(engine, "on", marks))
         for rid in ("on", "off"):
             talker.wait_for_end(rid)
 
@@ -183,6 +206,16 @@ def test_a_long_prefill_is_suspended_for_an_arrival_and_goes_on_after_it(
     assert {name: summary["n"] for name, summary in delays.items()} == dict.fromkeys(delays, 1)
     parts = sum(delays[name]["p50"] for name in ("arrival_to_flag", "flag_to_stop"))
     assert delays["arrival_to_stop"]["p50"] == pytest.approx(parts)
+
+
+def test_an_arrival_with_a_target_of_its_own_does_not_wait_where_it_would_be_late(
+    start_engine: Any,
+) -> None:
+    process = start_live(start_engine, disable_radix_cache=True)
+    run = process.call(run_arrival_in_a_pass, {"coserve_slo_ttft_ms": 0.01})
+    assert sum(run["report"]["suspended"].values()) == 1
+    assert run["outputs"]["off"] == run["outputs"]["off alone"]
+    assert run["outputs"]["on"] == run["outputs"]["on alone"]
 
 
 def run_idle(engine: ScriptedEngine, seconds: float) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sglang_coserve.core.bottleneck import fixed_s
+from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.planning.step_builder import StepBuilder
-from sglang_coserve.core.snapshot import EngineSnapshot
+from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
 from sglang_coserve.core.step_stats import StepStats
 
 
@@ -66,6 +68,29 @@ def longest_s(batch: StepBuilder) -> float:
     if batch.targets.tpot_s is not None:
         gap_s = batch.targets.tpot_s - fixed_s(batch.model) - batch.context.resume_s
     return min(max(gap_s, 0.0), batch.context.allowance.arrival_s)
+
+
+def is_late_behind(
+    ends_s: float,
+    arrivals: Sequence[RequestInfo],
+    now_s: float,
+    model: LatencyModel,
+    ttft_s: float | None,
+) -> bool:
+    """Return whether a first token would be late if a step ran to its end (ConServe, Algorithm 2).
+
+    The prompts of the online ``arrivals`` are computed together, after the step, which is
+    predicted to end at ``ends_s``, or now if that is past. True if any of them has no target,
+    neither its own nor ``ttft_s``. O(arrivals).
+    """
+    done_s = max(ends_s, now_s) + model.predict(
+        StepStats.of((each.prompt_tokens, 0) for each in arrivals)
+    )
+    targets_s = [each.ttft_target_s or ttft_s for each in arrivals]
+    return any(
+        target_s is None or done_s > each.arrival_s + target_s
+        for each, target_s in zip(arrivals, targets_s, strict=True)
+    )
 
 
 def _left_s(batch: StepBuilder, slack_s: float) -> float:

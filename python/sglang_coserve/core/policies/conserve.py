@@ -35,6 +35,7 @@ class ConservePolicy(Policy):
     """
 
     name: ClassVar[str] = "conserve"
+    lets_arrivals_wait: ClassVar[bool] = True
 
     def compose(self, batch: StepBuilder) -> None:
         """See ``Policy.compose``."""

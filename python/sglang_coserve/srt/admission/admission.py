@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from itertools import compress
 from typing import Any, Final
@@ -34,6 +35,7 @@ from sglang_coserve.srt.admission.unplanned import (
 from sglang_coserve.srt.compat import refuse, release_aborted, settings_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
+from sglang_coserve.srt.safepoint.safepoints import Stops
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
@@ -94,9 +96,8 @@ class Admission:
         self._keeps_prefixes = not settings.disable_radix_cache
         self._steps = parts.tracker
         self._lane = parts.lane
-        self.until_s: float | None = None
-        """When the batch of this pass must have stopped, on the clock that all ranks share; None if
-        it runs to its end."""
+        self.stops: Stops | None = None
+        """When the batch of this pass is to stop; None if it runs to its end."""
 
         self.budget_s: float | None = None if core is None else math.inf
         """What offline work was packed under in the last plan that bounded it; infinite before one.
@@ -189,7 +190,7 @@ class Admission:
             return self._unplanned.admit(running_batch, prefill)
         if self._runner.timer is not None:
             self._runner.timer.begin_pass()
-        self.until_s = None
+        self.stops = None
         if self._clock.pacer is not None:
             self._clock.pacer.expects(0.0)
         self._checkpointing.prefetch(now_s)
@@ -207,7 +208,7 @@ class Admission:
         try:
             result = self._admit(self.core, running_batch, tried, now_s)
         except Exception as error:
-            self.until_s = None
+            self.stops = None
             self._unplanned.failed(error, tried)
             is_alone = self._plan.lane is Lane.OFFLINE
             result = self._unplanned.recover(running_batch, tried, is_alone=is_alone)
@@ -248,7 +249,11 @@ class Admission:
         if self._clock.pacer is not None and plan.lane is Lane.SHARED:
             self._clock.pacer.expects(plan.predicted_s, core.prediction_error.mape or 0.0)
         if result.batch_to_run is not None:
-            self.until_s = plan.until_s if plan.lane is Lane.OFFLINE else None
+            self.stops = None
+            if plan.lane is Lane.OFFLINE:
+                begins_s = now_s + self._clock.ahead_s()
+                ends_s = min(begins_s + plan.predicted_s, plan.until_s)
+                self.stops = Stops(plan.until_s, partial(core.must_suspend, ends_s))
         elif plan.lane is Lane.SHARED or plan.is_idle:
             is_left_out = bool(plan.prefills and self._view.waiting)
             if is_left_out or not result.running_batch.reqs:

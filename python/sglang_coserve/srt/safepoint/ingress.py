@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,19 +23,12 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.managers.utils import is_health_check_generate_req
 
-from sglang_coserve.srt.marks.request_marks import arrival_s, is_offline
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.srt.marks.request_marks import arrival_s, is_offline, targets_of
 from sglang_coserve.srt.safepoint.gates import PreemptionFlag
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """An online request that was received."""
-
-    rid: str
-    arrival_s: float
-    """When the server received it, on this process's ``time.perf_counter``."""
 
 
 class Inbox:
@@ -48,11 +41,11 @@ class Inbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._messages: deque[tuple[Any, tuple[Arrival, ...]]] = deque()
+        self._messages: deque[tuple[Any, tuple[RequestInfo, ...]]] = deque()
         self._error: BaseException | None = None
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def put(self, message: Any, arrivals: tuple[Arrival, ...] = ()) -> None:
+    def put(self, message: Any, arrivals: tuple[RequestInfo, ...] = ()) -> None:
         """Add a message, with the online requests that it contains."""
         with self._lock:
             self._messages.append((message, arrivals))
@@ -64,7 +57,7 @@ class Inbox:
             self._error = error
         os.eventfd_write(self.wake_fd, 1)
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[RequestInfo]:
         """Return the online requests that the event loop has not taken yet."""
         with self._lock:
             return [arrival for _, arrivals in self._messages for arrival in arrivals]
@@ -105,12 +98,17 @@ class Inbox:
 class StopRequest:
     """The arrivals for which the flag was raised, and when."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[RequestInfo, ...]
     raised_s: float
 
 
+MustStop = Callable[[Sequence[RequestInfo], float], bool]
+"""Says whether a batch is to stop for the online requests that wait at a time (of
+``time.perf_counter``); called in any thread."""
+
+
 class ArrivalWatch:
-    """Raises the flag when there are both an open batch and an arrival.
+    """Raises the flag when there are both an open batch and an arrival for which it must stop.
 
     The event loop opens a batch and then checks for arrivals; the monitor thread puts
     an arrival into the inbox and then checks for an open batch. So at least one of the two
@@ -126,14 +124,15 @@ class ArrivalWatch:
         self._batch = 0
         """Id of the open batch in the flag; 0 if none is open."""
 
+        self._must_stop: MustStop = lambda _arrivals, _now_s: True
         self._request: StopRequest | None = None
 
-    def open(self, batch: int) -> None:
-        """Let this batch be stopped by any arrival, including those already in the inbox."""
+    def open(self, batch: int, must_stop: MustStop) -> None:
+        """Let this batch be stopped by arrivals, including those already in the inbox."""
         with self._lock:
             self._flag.lower()
             self._request = None
-            self._batch = batch
+            self._batch, self._must_stop = batch, must_stop
         self.consider()
 
     def close(self) -> StopRequest | None:
@@ -144,24 +143,31 @@ class ArrivalWatch:
             return self._request
 
     def consider(self) -> None:
-        """Raise the flag if a batch is open and an online request has arrived."""
+        """Raise the flag if a batch is open that must stop for those who have arrived."""
         with self._lock:
             if not self._batch or self._request is not None:
                 return
-            arrivals = self._inbox.arrivals()
-            if arrivals:
-                self._request = StopRequest(tuple(arrivals), time.perf_counter())
+            arrivals, now_s = self._inbox.arrivals(), time.perf_counter()
+            if arrivals and self._must_stop(arrivals, now_s):
+                self._request = StopRequest(tuple(arrivals), now_s)
                 self._flag.raise_for(self._batch)
 
 
 _JOIN_S: Final = 10.0
 
 
-def online_arrivals(message: Any, now_s: float) -> tuple[Arrival, ...]:
+def online_arrivals(message: Any, now_s: float) -> tuple[RequestInfo, ...]:
     """Return the online requests in a message from SGLang's tokenizer, received just now."""
     requests = getattr(message, "batch", None) or (message,)
     return tuple(
-        Arrival(request.rid, arrival_s(request, now_s))
+        RequestInfo(
+            rid=request.rid,
+            request_class=RequestClass.ONLINE,
+            prompt_tokens=len(request.input_ids or request.input_embeds or ()),
+            max_new_tokens=request.sampling_params.max_new_tokens or 0,
+            arrival_s=arrival_s(request, now_s),
+            ttft_target_s=targets_of(request)[0],
+        )
         for request in requests
         if isinstance(request, TokenizedGenerateReqInput)
         and not is_offline(request)

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -25,7 +25,7 @@ from sglang_coserve.srt.safepoint.gates import (
     has_ordered_stores,
     share_words,
 )
-from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress, StopRequest
+from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress, MustStop, StopRequest
 from sglang_coserve.srt.safepoint.instrument import (
     Gate,
     Resumption,
@@ -134,6 +134,15 @@ def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
     return None
 
 
+class Stops(NamedTuple):
+    """When a batch of the offline lane is to stop before its end."""
+
+    until_s: float
+    """At this time, on the clock that all ranks share."""
+
+    for_arrivals: MustStop
+
+
 class Safepoints:
     """Arms batches of the offline lane, and counts those that were suspended.
 
@@ -176,16 +185,15 @@ class Safepoints:
         return why_batch_must_end(batch, len(batch.reqs) - num_decodes(batch, kind))
 
     @contextmanager
-    def armed(self, forward_count: int, until_s: float) -> Iterator[None]:
-        """Let a pass in this context be stopped, for an arrival or at ``until_s``.
+    def armed(self, forward_count: int, stops: Stops) -> Iterator[None]:
+        """Let a pass in this context be stopped; it then raises ``ForwardPreempted``.
 
-        The pass then raises ``ForwardPreempted``. ``forward_count`` identifies the batch;
-        ``until_s`` is on the clock that all ranks share.
+        ``forward_count`` identifies the batch.
         """
         name = batch_id(forward_count)
-        self.gate.arm(name, until_s)
+        self.gate.arm(name, stops.until_s)
         if self._watch is not None:
-            self._watch.open(name)
+            self._watch.open(name, stops.for_arrivals)
         try:
             yield
         finally:

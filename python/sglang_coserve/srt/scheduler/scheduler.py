@@ -196,14 +196,14 @@ class CoserveScheduler(Scheduler):
         self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
     ) -> bool:
         """Process the last batch's results before a batch that may be suspended runs."""
-        if self.parts.runner.needs_results(batch, self.parts.admission.until_s):
+        if self.parts.runner.needs_results(batch, self.parts.admission.stops):
             return True
         return bool(super().is_disable_overlap_for_batch(batch, last_batch))
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
-        return self.parts.runner.run(batch, self.parts.admission.until_s, forward)
+        return self.parts.runner.run(batch, self.parts.admission.stops, forward)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""

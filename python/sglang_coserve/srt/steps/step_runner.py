@@ -9,7 +9,7 @@ from typing import Any, Final
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
-from sglang_coserve.srt.safepoint.safepoints import Installed
+from sglang_coserve.srt.safepoint.safepoints import Installed, Stops
 from sglang_coserve.srt.steps.clocks import LaunchPacer, PartTimer
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 
@@ -54,14 +54,14 @@ class StepRunner:
         """See ``EngineSnapshot``."""
         return self.safepoints is None or self.safepoints.decodes_stop
 
-    def needs_results(self, batch: ScheduleBatch | None, until_s: float | None) -> bool:
+    def needs_results(self, batch: ScheduleBatch | None, stops: Stops | None) -> bool:
         """Return whether the last batch's results must be processed before this batch runs.
 
         A step that may be suspended, and later dropped, must not depend on pending results.
         """
         return (
             batch is not None
-            and until_s is not None
+            and stops is not None
             and bool(self._scheduler.result_queue)
             and self.safepoints is not None
             and self.safepoints.why_it_must_end(batch) is None
@@ -69,15 +69,14 @@ class StepRunner:
 
     # --- A step --------------------------------------------------------------------------
 
-    def run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
+    def run(self, batch: ScheduleBatch, stops: Stops | None, forward: Forward) -> Any:
         """Run a batch, or the rest of a suspended one, with ``forward``.
 
-        ``until_s`` is when it must have stopped, on the clock that all ranks share; None for one
-        that runs to its end. Returns the result, or ``SUSPENDED``.
+        ``stops`` is None for one that runs to its end. Returns the result, or ``SUSPENDED``.
         """
         began_s = time.perf_counter()
         try:
-            result = self._run(batch, until_s, forward)
+            result = self._run(batch, stops, forward)
         finally:
             if self.timer is not None:
                 self.timer.launched()
@@ -85,9 +84,9 @@ class StepRunner:
             self._pacer.launched(result, began_s)
         return result
 
-    def _run(self, batch: ScheduleBatch, until_s: float | None, forward: Forward) -> Any:
+    def _run(self, batch: ScheduleBatch, stops: Stops | None, forward: Forward) -> Any:
         safepoints, lane = self.safepoints, self.lane
-        if until_s is None or safepoints is None:
+        if stops is None or safepoints is None:
             return forward(batch)
         layer, outputs = lane.start(batch)
         if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
@@ -98,7 +97,7 @@ class StepRunner:
         try:
             with (
                 resumption.resuming(layer, outputs),
-                safepoints.armed(self._scheduler.forward_ct, until_s),
+                safepoints.armed(self._scheduler.forward_ct, stops),
             ):
                 return forward(batch)
         except ForwardPreempted as stop:
