@@ -10,9 +10,7 @@ in it: ``sglang_coserve.bench_serving`` has those.
 
 The rate of online requests is chosen so that online requests alone keep the engine busy for
 the given share of the time. All systems of a repeat get the same requests, one after the
-other in a random order; ratios are taken within a repeat. ``--aa`` runs the first system
-twice, which shows the noise. "coserve, stock's P99s ÷ 1.4" has P99 targets of what the best of
-the stock systems in the same command got at the same load, divided by 1.4.
+other in a random order; ratios are taken within a repeat.
 
     python benchmark/bench_interference.py --emulate llama-3.1-8b --hardware h100 --traffic chat \
         --offline 2048 128 --in-flight 200 --host-factor 0.5
@@ -33,7 +31,7 @@ from rich.progress import Progress
 from common.results import write_results
 from interference_bench.load import TRAFFIC, load_parser
 from interference_bench.report import print_table
-from interference_bench.session import RATES, measured
+from interference_bench.session import measured
 from interference_bench.systems import ALONE, SYSTEMS
 from sglang_coserve.bench_serving import stock
 
@@ -41,13 +39,12 @@ from sglang_coserve.bench_serving import stock
 def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
-    names = [ALONE, *options.systems, *([f"{options.systems[0]}, again"] if options.aa else [])]
-    systems = {name: SYSTEMS[name.removesuffix(", again")] for name in names}
+    systems = {name: SYSTEMS[name] for name in (ALONE, *options.systems)}
     rows: Sequence[Mapping[str, Any]] = ()
     with Progress(console=Console(stderr=True)) as progress:
         for rates, rows in measured(systems, options, progress):
-            write_results(options.out, options, **{RATES: rates}, rows=rows)
-    print_table(rows, names)
+            write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    print_table(rows, list(systems))
     if options.emulate is not None:
         print(f"emulated: {options.emulate} on {options.hardware}, no GPU was measured")
 
@@ -69,7 +66,6 @@ def parse_options() -> argparse.Namespace:
     add("--model-path", type=Path, help="instead of 12 layers of width 128")
     add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
     add("--out", type=Path, help="write the figures as JSON")
-    add("--rates-of", type=Path, metavar="JSON", help="an earlier --out: get the same requests")
     known = [name for name in SYSTEMS if name != ALONE]
     interleaved = {name for name in known if "prefill_decode_interval" in SYSTEMS[name].flags}
     usual = [
@@ -79,11 +75,7 @@ def parse_options() -> argparse.Namespace:
         and (name not in interleaved or stock.has_decode_interval())
     ]
     add("--systems", nargs="+", choices=known, default=usual)
-    add("--aa", action="store_true", help="run the first system twice")
     options = parser.parse_args()
-    held = [name for name in options.systems if SYSTEMS[name].stock_share is not None]
-    if held and not any(SYSTEMS[name].coserve is None for name in options.systems):
-        parser.error(f"{held[0]!r} needs a stock system among --systems")
     if not stock.has_decode_interval():
         for name in interleaved.intersection(options.systems):
             parser.error(f"{name!r} needs --prefill-decode-interval: SGLang 0.5.22 or later")

@@ -9,8 +9,8 @@ Llama-3.1-8B on an H100, a roofline from the datasheet. Without a trace there ar
 lengths and Poisson arrivals: one with long prompts, one with long outputs. A load of 1 is the rate
 at which the no-interference baseline serves requests that all come at once.
 
-Targets are multiples of what the baseline gives: ``--scale`` of its P99 TTFT and its P99 gap
-between tokens, told to the scheduler in milliseconds; or ``--slowdown``, told as that.
+Targets are multiples of the baseline's P99 TTFT and P99 gap between tokens: 1.2, told to the
+scheduler in milliseconds, and 1.1, told as a slowdown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import argparse
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -30,7 +29,7 @@ from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.baseline import Baseline
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets, latency_report, percentile
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
@@ -41,6 +40,9 @@ from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 from sglang_coserve.workload.shape import fit_to_context, scale_rate
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
+LENGTHS: Final = ("2048x64", "256x512")
+LOADS: Final = (0.2, 0.5, 0.8)
+SEED: Final = 5
 SPREAD: Final = 0.6
 """Sigma of the logarithm of a length."""
 
@@ -50,86 +52,74 @@ LATE_SHARE: Final = 0.01
 
 MACHINE: Final = SimulatedMachine.named("llama-3.1-8b", "h100")
 MODEL: Final = MACHINE.roofline()
+EXECUTOR: Final = ExecutorConfig(
+    kv_capacity_tokens=kv_capacity_tokens(MACHINE.shape, MACHINE.hardware),
+    max_running_requests=256,
+    safepoint=SafepointConfig(MACHINE.shape.num_layers),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What stays the same from row to row."""
+def bound_per_s(
+    requests: Sequence[TraceRequest], targets: SloTargets, offline: OfflineShape
+) -> float:
+    """Return the upper bound in tokens/s."""
+    capacity = Capacity(
+        EXECUTOR.max_batch_tokens, EXECUTOR.max_running_requests, EXECUTOR.kv_capacity_tokens
+    )
+    online = required(requests, targets, late_share=LATE_SHARE)
+    return offline_bound(MODEL, capacity, offline, online, requests[-1].arrival_s)
 
-    executor: ExecutorConfig
-    offline: str
-    policy: str
 
-    def bound(self, requests: Sequence[TraceRequest], targets: SloTargets) -> float:
-        """Return the upper bound in tokens/s."""
-        executor, window_s = self.executor, requests[-1].arrival_s
-        prompt_tokens, output_tokens = map(int, self.offline.split("x"))
-        capacity = Capacity(
-            executor.max_batch_tokens, executor.max_running_requests, executor.kv_capacity_tokens
-        )
-        online = required(requests, targets, late_share=LATE_SHARE)
-        shape = OfflineShape(prompt_tokens, output_tokens)
-        return offline_bound(MODEL, capacity, shape, online, window_s)
-
-    def run(
-        self, requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str]
-    ) -> SimulationResult:
-        """Simulate the policy."""
-        workload = Workload(
-            online=partial(from_trace, requests, RequestClass.ONLINE),
-            offline=offline_requests(self.offline, max_context_tokens=10**6),
-            backlog_depth=BACKLOG,
-            interval_s=requests[-1].arrival_s,
-        )
-        setup = SimulationSetup(MODEL, self.executor, targets, slos=tuple(map(parse_slo, slos)))
-        return simulate(workload, setup, make_policy(self.policy))
+def simulated(
+    requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str], offline: str
+) -> SimulationResult:
+    """Return what ``coserve`` does."""
+    workload = Workload(
+        online=partial(from_trace, requests, RequestClass.ONLINE),
+        offline=offline_requests(offline, max_context_tokens=10**6),
+        backlog_depth=BACKLOG,
+        interval_s=requests[-1].arrival_s,
+    )
+    setup = SimulationSetup(MODEL, EXECUTOR, targets, slos=tuple(map(parse_slo, slos)))
+    return simulate(workload, setup, CoservePolicy())
 
 
 def main() -> None:
     """Print a row for each trace, load and kind of target."""
     arguments = parse()
-    executor = ExecutorConfig(
-        kv_capacity_tokens=arguments.kv_tokens
-        or kv_capacity_tokens(MACHINE.shape, MACHINE.hardware),
-        max_running_requests=256,
-        safepoint=SafepointConfig(MACHINE.shape.num_layers),
-    )
-    machinery = Machinery(executor, arguments.offline, arguments.policy)
     print(
-        f"offline {arguments.offline}, {executor.kv_capacity_tokens:,} KV tokens, tokens/s;"
-        f" {arguments.policy} is simulated\n"
+        f"offline {arguments.offline}, {EXECUTOR.kv_capacity_tokens:,} KV tokens, tokens/s;"
+        " coserve is simulated\n"
         "trace      load  target   TTFT ms  gap ms |  bound   simulated  share |"
         " P99 TTFT, gap / target  on time %"
     )
-    for name, trace in traces(arguments, machinery):
-        for load in [1.0] if arguments.trace else arguments.loads:
+    for name, trace in traces(arguments):
+        for load in [1.0] if arguments.trace else LOADS:
             requests = list(scale_rate(trace, load))
-            ttft_s, gap_s = alone(requests, machinery)
-            for kind, factor in (
-                (f"x{arguments.scale:g}", arguments.scale),
-                (f"+{100 * arguments.slowdown:g}%", 1 + arguments.slowdown),
-            ):
+            ttft_s, gap_s = alone(requests)
+            for kind, factor in (("x1.2", 1.2), ("+10%", 1.1)):
                 latencies = {"ttft": factor * ttft_s, "tbt": factor * gap_s}
+                head = f"{name:10} {load:4g}  {kind:6}"
                 slos = [
                     f"{latency} p99 <= "
                     + (kind if kind.startswith("+") else f"{seconds * 1e3:.6f}ms")
                     for latency, seconds in latencies.items()
                 ]
-                print_row(f"{name:10} {load:4g}  {kind:6}", machinery, requests, latencies, slos)
+                print_row(head, requests, latencies, slos, arguments.offline)
 
 
 def print_row(
     head: str,
-    machinery: Machinery,
     requests: Sequence[TraceRequest],
     latencies: Mapping[str, float],
     slos: Sequence[str],
+    lengths: str,
 ) -> None:
     """Print the bound beside what is simulated."""
     ttft_s, gap_s = latencies.values()
     targets = SloTargets(ttft_s, gap_s)
-    bound = machinery.bound(requests, targets)
-    result = machinery.run(requests, targets, slos)
+    bound = bound_per_s(requests, targets, OfflineShape(*map(int, lengths.split("x"))))
+    result = simulated(requests, targets, slos, lengths)
     offline = result.offline_throughput.computed_tokens_per_s
     report = latency_report(result.online)
     on_time = [
@@ -147,45 +137,41 @@ def print_row(
     )
 
 
-def traces(
-    arguments: argparse.Namespace, machinery: Machinery
-) -> Iterator[tuple[str, list[TraceRequest]]]:
+def traces(arguments: argparse.Namespace) -> Iterator[tuple[str, list[TraceRequest]]]:
     """Yield the traces with their names; made ones at a load of 1."""
     if arguments.trace:
-        fitting, _ = fit_to_context(
-            read_trace(arguments.trace), machinery.executor.kv_capacity_tokens
-        )
+        fitting, _ = fit_to_context(read_trace(arguments.trace), EXECUTOR.kv_capacity_tokens)
         yield arguments.trace.stem[:10], list(islice(fitting, arguments.requests))
         return
-    for lengths in arguments.lengths:
-        made = list(draw(lengths, arguments.requests, rate_per_s=1.0, seed=arguments.seed))
+    for lengths in LENGTHS:
+        made = list(draw(lengths, arguments.requests))
         burst = [TraceRequest(r.index, 0.0, r.prompt_tokens, r.output_tokens) for r in made]
-        end_s = max(times[-1] for times in alone_times(burst, machinery).values())
+        end_s = max(times[-1] for times in alone_times(burst).values())
         yield lengths, list(scale_rate(made, len(made) / end_s))
 
 
-def draw(lengths: str, count: int, rate_per_s: float, seed: int) -> Iterator[TraceRequest]:
+def draw(lengths: str, count: int) -> Iterator[TraceRequest]:
     """Yield requests with lognormal lengths around those named, and Poisson arrivals."""
     medians = [int(part) for part in lengths.split("x")]
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     pairs = (
         tuple(max(1, int(rng.lognormvariate(math.log(median), SPREAD))) for median in medians)
         for _ in range(count)
     )
-    return synthesize(gamma_arrivals(rate_per_s, 1.0, seed), pairs)  # type: ignore[arg-type]
+    return synthesize(gamma_arrivals(1.0, 1.0, SEED), pairs)  # type: ignore[arg-type]
 
 
-def alone(requests: Sequence[TraceRequest], machinery: Machinery) -> tuple[float, float]:
+def alone(requests: Sequence[TraceRequest]) -> tuple[float, float]:
     """Return P99 TTFT and P99 gap of the no-interference baseline."""
-    times = alone_times(requests, machinery)
+    times = alone_times(requests)
     ttfts_s = [times[str(request.index)][0] - request.arrival_s for request in requests]
     gaps_s = [b - a for tokens in times.values() for a, b in pairwise(tokens)]
     return percentile(ttfts_s, 99), percentile(gaps_s, 99)
 
 
-def alone_times(requests: Sequence[TraceRequest], machinery: Machinery) -> dict[str, list[float]]:
+def alone_times(requests: Sequence[TraceRequest]) -> dict[str, list[float]]:
     """Return when the baseline has each token of each request."""
-    baseline = Baseline(machinery.executor.engine_size)
+    baseline = Baseline(EXECUTOR.engine_size)
     for request in requests:
         rid = str(request.index)
         baseline.arrived(rid, request.arrival_s, request.prompt_tokens)
@@ -202,15 +188,8 @@ def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, help="as it comes; default: two made ones")
-    parser.add_argument("--lengths", nargs="+", default=["2048x64", "256x512"])
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.2, 0.5, 0.8])
     parser.add_argument("--requests", type=int, default=800)
-    parser.add_argument("--seed", type=int, default=5, help="of the made traces")
     parser.add_argument("--offline", default="2048x256", help="lengths of an offline request")
-    parser.add_argument("--policy", default="coserve")
-    parser.add_argument("--scale", type=float, default=1.2, help="absolute targets over alone's")
-    parser.add_argument("--slowdown", type=float, default=0.1)
-    parser.add_argument("--kv-tokens", type=int)
     return parser.parse_args()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from interference_bench.engine import RunOutcome
-from interference_bench.systems import ALONE, SEARCHED, SYSTEMS, EngineSystem
-from sglang_coserve.bench_serving.stock import best_setting
+from interference_bench.systems import ALONE
 
 
 def figures(outcome: RunOutcome) -> dict[str, Any]:
@@ -59,55 +57,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None
                 f"{min(tokens):,.0f}–{max(tokens):,.0f}",
             )
         table.add_section()
-    console = Console(width=150)
-    console.print(table)
-    for (traffic, load, kind), name in _searched(rows).items():
-        console.print(f"{traffic} at {load:.0%}: {kind} is {name!r}", highlight=False)
-
-
-def held_to_stock(system: EngineSystem, rows: Sequence[Mapping[str, Any]]) -> EngineSystem:
-    """Return a system with targets from the rows of its load: see ``EngineSystem.stock_share``.
-
-    They are those of the stock system that has the most offline tokens/s.
-    """
-    assert system.coserve is not None and system.stock_share is not None
-    of_stock: dict[str, list[Mapping[str, Any]]] = {}
-    for one in rows:
-        if SYSTEMS[one["system"].removesuffix(", again")].coserve is None:
-            of_stock.setdefault(one["system"], []).append(one)
-
-    def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(statistics.median(one[name] for one in runs))
-
-    best = max(of_stock.values(), key=lambda runs: median(runs, "offline_tokens_per_s"))
-    slos = tuple(
-        f"{latency} p99 <= {system.stock_share * median(best, name):.3f}ms"
-        for latency, name in (("ttft", "ttft_p99_ms"), ("tbt", "itl_p99_ms"))
-    )
-    return replace(system, coserve={**system.coserve, "slo": slos})
-
-
-def _searched(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float, str], str]:
-    """Return which system counts of those of ``SEARCHED`` for each load: see ``stock``."""
-    by_system: dict[tuple[str, float], dict[str, list[Mapping[str, Any]]]] = {}
-    for one in rows:
-        of_load = by_system.setdefault((one["traffic"], one["load"]), {})
-        of_load.setdefault(one["system"], []).append(one)
-    found = {}
-    for (traffic, load), of_load in by_system.items():
-        medians = {
-            name: (
-                statistics.median(one["ttft_p99_ms"] for one in runs),
-                statistics.median(one["offline_tokens_per_s"] for one in runs),
-            )
-            for name, runs in of_load.items()
-        }
-        ours_per_s = medians.get("coserve", (0.0, 0.0))[1]
-        for kind, beginning in SEARCHED.items():
-            candidates = {name: c for name, c in medians.items() if name.startswith(beginning)}
-            if candidates:
-                found[traffic, load, kind] = best_setting(candidates, ours_per_s)
-    return found
+    Console(width=150).print(table)
 
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +15,12 @@ from rich.progress import Progress
 from common.own_process import OwnProcess
 from interference_bench.engine import CpuClockEngine, RunOutcome
 from interference_bench.load import TRAFFIC, Load, OnlineTraffic
-from interference_bench.report import figures, held_to_stock
+from interference_bench.report import figures
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import terminate_as_interrupt
-
-RATES: Final = "requests_per_s_at_full_load"
-"""Key of the rates in the JSON files, and so what ``--rates-of`` reads."""
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 _EMULATED_CONTEXT_TOKENS: Final = 16_384
@@ -82,40 +78,26 @@ def measured(
     In each repeat all systems get the same requests, in a random order. No engine runs while the
     caller has its turn.
     """
-    rates = json.loads(options.rates_of.read_text())[RATES] if options.rates_of else {}
     loads = [(kind, share) for kind in options.traffic for share in options.load]
-    missing = [kind for kind in options.traffic if kind not in rates]
-    num_runs = options.repeats * len(loads) * len(systems) + len(missing)
+    num_runs = options.repeats * len(loads) * len(systems) + len(options.traffic)
     bar = progress.add_task("running", total=num_runs)
-    if missing:
-        with _engines({ALONE: SYSTEMS[ALONE]}, options) as running:
-            for kind in missing:
-                progress.update(bar, description=f"{kind}: how many make what load")
-                rates[kind] = _full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
-                progress.advance(bar)
+    rates = {}
+    with _engines({ALONE: SYSTEMS[ALONE]}, options) as running:
+        for kind in options.traffic:
+            progress.update(bar, description=f"{kind}: how many make what load")
+            rates[kind] = _full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+            progress.advance(bar)
     rows: list[dict[str, Any]] = []
     for kind, share in loads:
         # Each load has engines of its own, which remember no other traffic.
-        for of_turn in _turns(systems, rows, kind, share):
-            with _engines(of_turn, options) as running:
-                for repeat in range(options.repeats):
-                    load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
-                    for name in random.Random(repeat).sample(list(of_turn), len(of_turn)):
-                        progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
-                        head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
-                        own = load.beside(options) if of_turn[name].has_offline else load
-                        outcome: RunOutcome = running[name].call("run", own)
-                        rows.append({**head, **figures(outcome), "report": outcome.report})
-                        progress.advance(bar)
-            yield rates, rows
-
-
-def _turns(
-    systems: Mapping[str, EngineSystem], rows: Sequence[Mapping[str, Any]], kind: str, share: float
-) -> Iterator[Mapping[str, EngineSystem]]:
-    """Yield the systems that run together: those held to what stock SGLang got come last."""
-    yield {name: system for name, system in systems.items() if system.stock_share is None}
-    held = {name: system for name, system in systems.items() if system.stock_share is not None}
-    if held:
-        of_load = [one for one in rows if (one["traffic"], one["load"]) == (kind, share)]
-        yield {name: held_to_stock(system, of_load) for name, system in held.items()}
+        with _engines(systems, options) as running:
+            for repeat in range(options.repeats):
+                load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
+                for name in random.Random(repeat).sample(list(systems), len(systems)):
+                    progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
+                    head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
+                    own = load.beside(options) if systems[name].has_offline else load
+                    outcome: RunOutcome = running[name].call("run", own)
+                    rows.append({**head, **figures(outcome), "report": outcome.report})
+                    progress.advance(bar)
+        yield rates, rows

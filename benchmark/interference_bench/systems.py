@@ -21,8 +21,6 @@ class EngineSystem:
 
     has_offline: bool = True
     takes_slo: bool = False
-    stock_share: float | None = None
-    """P99 targets, as a share of what stock SGLang got in the same command."""
 
 
 ALONE: Final = "online alone"
@@ -30,9 +28,6 @@ ALONE: Final = "online alone"
 SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     ALONE: EngineSystem(coserve={"offline_policy": "fifo"}, has_offline=False),
     "coserve": EngineSystem(coserve={"offline_policy": "coserve"}, takes_slo=True),
-    "coserve, stock's P99s ÷ 1.4": EngineSystem(
-        coserve={"offline_policy": "coserve"}, stock_share=1 / 1.4
-    ),
     "coserve, slowdown 10%": EngineSystem(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
@@ -50,6 +45,3 @@ SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     },
 }
 """By name; latencies are divided by those of ``ALONE``."""
-
-SEARCHED: Final = {"stock tuned": "stock, chunks", "stock interleaved": "stock, decodes between"}
-"""Of the systems whose names begin so the best one counts: see ``stock``."""

@@ -12,7 +12,7 @@ the offline ones, by the policy ``coserve``, and nothing moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -32,8 +32,7 @@ from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.request import SimRequest
-from sglang_coserve.simulator.run import SimulationSetup
+from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
 MACHINE: Final = SimulatedMachine.named("qwen2.5-7b", "ascend-910c")
 OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
@@ -105,7 +104,8 @@ def serve(system: OocoSystem, offline_per_s: float, seconds: float) -> tuple[flo
     while not all(r.state.is_final for r in requests if r.info.is_online):
         if not pools.step(seconds + 120.0):
             break
-    return figures(requests, seconds)
+    online = [r.timeline() for r in requests if r.info.is_online]
+    return figures(online, [r.timeline() for r in requests if not r.info.is_online], seconds)
 
 
 def serve_ordinary(offline_per_s: float, seconds: float) -> tuple[float, float]:
@@ -114,24 +114,18 @@ def serve_ordinary(offline_per_s: float, seconds: float) -> tuple[float, float]:
     offline = gamma_arriving(
         offline_per_s / 2, 1.0, OFFLINE, seconds, seed=3, request_class=RequestClass.OFFLINE
     )
-    source = TrafficSource([azure_online(ONLINE_QPS / 2, seconds)(), offline()])
-    engine, _ = engine_of(CoservePolicy(), testbed.setup(TARGETS), source)
-    while engine.step(seconds):
-        pass
-    source.close()
-    while engine.has_online and engine.step(seconds + 120.0):
-        pass
-    violations, offline_rate = figures(engine.requests, seconds)
+    load = Workload(azure_online(ONLINE_QPS / 2, seconds), offline, interval_s=seconds)
+    result = simulate(load, testbed.setup(TARGETS), CoservePolicy())
+    violations, offline_rate = figures(result.online, result.offline, seconds)
     return violations, 2 * offline_rate
 
 
-def figures(requests: Iterable[SimRequest], seconds: float) -> tuple[float, float]:
+def figures(
+    online: Sequence[RequestTimeline], offline: Sequence[RequestTimeline], seconds: float
+) -> tuple[float, float]:
     """Return the online violation rate and the offline tokens a second."""
-    timelines: dict[bool, list[RequestTimeline]] = {True: [], False: []}
-    for request in requests:
-        timelines[request.info.is_online].append(request.timeline())
-    attained = attainment(timelines[True], TARGETS)
-    offline_rate = throughput(timelines[False], 0.0, seconds).total_tokens_per_s
+    attained = attainment(online, TARGETS)
+    offline_rate = throughput(offline, 0.0, seconds).total_tokens_per_s
     return (math.nan if attained is None else 1 - attained), offline_rate
 
 
