@@ -170,8 +170,9 @@ def fig6(seconds: float) -> Iterator[Findings]:
 def ablation(seconds: float) -> Iterator[Findings]:
     """Two mechanisms of §6.5 where they have something to do.
 
-    Preemption, where the engine often has no online request; checkpoints, where memory is short,
-    and admission keeps none free that would prevent retractions.
+    Preemption, where the engine often has no online request, and some would be late without it;
+    checkpoints, where memory is short, and admission keeps none free that would prevent
+    retractions.
     """
     quiet, busy = workload(0.1, seconds), workload(4.0, seconds / 5)
     cases = {
@@ -182,7 +183,8 @@ def ablation(seconds: float) -> Iterator[Findings]:
     }
     results = {}
     for name, (load, testbed) in cases.items():
-        setup = replace(testbed.setup(GIVEN), scheduler=SchedulerConfig(headroom_tokens=0))
+        targets = replace(GIVEN, ttft_s=0.2) if load is quiet else GIVEN
+        setup = replace(testbed.setup(targets), scheduler=SchedulerConfig(headroom_tokens=0))
         results[name] = simulate(load, setup, ConservePolicy())
     before, after, *pair = results.values()
     ttft = p99_ttft_ms(after) / p99_ttft_ms(before) - 1

@@ -121,11 +121,17 @@ def azure_online(qps: float, seconds: float, seed: int = 1) -> Requests:
     return partial(from_trace, kept, RequestClass.ONLINE)
 
 
-def offline_backlog(pairs: Callable[[], Iterator[tuple[int, int]]]) -> Requests:
-    """Return endless offline requests of these lengths, without common prefixes."""
+def offline_backlog(
+    pairs: Callable[[], Iterator[tuple[int, int]]], max_new_tokens: int | None = None
+) -> Requests:
+    """Return endless offline requests of these lengths, without common prefixes.
+
+    The scheduler sees ``max_new_tokens`` instead of the length of the output.
+    """
     return lambda: from_trace(
         (TraceRequest(index, 0.0, *pair) for index, pair in zip(count(), pairs(), strict=False)),
         RequestClass.OFFLINE,
+        max_new_tokens=max_new_tokens,
     )
 
 
