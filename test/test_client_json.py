@@ -94,7 +94,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/engine.py::_load": OURS,
     "fleet/report.py::_ask": OURS,
     "lines/background.py::run_module": OURS,
-    "guard/grammar_process.py::_end": OURS,
+    "guard/grammar_process.py::_fault_in_a_fork": OURS,
     "srt/monitoring/status.py::answer": OURS,
     "batch/uploads.py::_find": "what create_upload has written",
     "fleet/served_model.py::remembered": OURS,

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,15 +170,6 @@ MOST_S: Final = 30.0
 MOST_MEMORY_BYTES: Final = 1 << 30
 """Memory that a trial may take beyond what every trial begins with."""
 
-_MOST_AT_ONCE: Final = 2
-
-
-@dataclass(slots=True)
-class _Running:
-    pid: int
-    result: Connection
-    deadline_s: float
-
 
 def main() -> None:
     """Serve trials on standard input and output, of which nothing else may be written to."""
@@ -191,30 +182,16 @@ def main() -> None:
 
 
 def serve_trials(questions: Connection, answers: Connection, compiler: TrialCompiler) -> None:
-    """Answer each (number, kind, text) with (number, what is wrong or None).
+    """Answer each (kind, text) with what is wrong, None if nothing is.
 
     Raises:
         EOFError: the server has hung up, or is no more.
     """
-    waiting: list[tuple[int, tuple[str, str]]] = []
-    running: dict[int, _Running] = {}
     while True:
-        while waiting and len(running) < _MOST_AT_ONCE:
-            number, key = waiting.pop(0)
-            running[number] = _start(compiler, key)
-        next_s = min((trial.deadline_s for trial in running.values()), default=None)
-        timeout_s = None if next_s is None else max(0.0, next_s - time.monotonic())
-        ready = wait([questions, *(trial.result for trial in running.values())], timeout_s)
-        if questions in ready:
-            number, kind, text = questions.recv()
-            waiting.append((number, (kind, text)))
-        now_s = time.monotonic()
-        for number, trial in list(running.items()):
-            if trial.result in ready or trial.deadline_s <= now_s:
-                answers.send((number, _end(running.pop(number))))
+        answers.send(_fault_in_a_fork(compiler, *questions.recv()))
 
 
-def _start(compiler: TrialCompiler, key: tuple[str, str]) -> _Running:
+def _fault_in_a_fork(compiler: TrialCompiler, kind: str, text: str) -> str | None:
     """Fork; the child reports through a pipe what is wrong with a grammar."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -222,12 +199,26 @@ def _start(compiler: TrialCompiler, key: tuple[str, str]) -> _Running:
         try:
             os.close(reader)
             _bound_this_process()
-            answer = json.dumps(compiler.fault(*key)).encode()
+            answer = json.dumps(compiler.fault(kind, text)).encode()
             os.write(writer, answer[: 1 << 15])
         finally:
             os._exit(0)
     os.close(writer)
-    return _Running(pid, Connection(reader), time.monotonic() + MOST_S)
+    with Connection(reader) as result:
+        is_late = not result.poll(MOST_S)
+        said = b"" if is_late else os.read(reader, 1 << 16)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if said:
+        fault: str | None = json.loads(said)
+        return fault
+    if is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+        return f"it takes longer than {MOST_CPU_S} s to compile: make it smaller"
+    return (
+        "it needs more stack or memory than a grammar may have: take out references that lead "
+        "back to themselves, deep nesting and large repetitions"
+    )
 
 
 def _bound_this_process() -> None:
@@ -243,28 +234,6 @@ def _bound_this_process() -> None:
         resource.setrlimit(limit, (value if hard < 0 else min(value, hard), hard))
     # What a crash writes would be taken for one of the server.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _end(trial: _Running) -> str | None:
-    """Return what is wrong with a grammar; end its trial if that is not over."""
-    text = b""
-    with contextlib.suppress(EOFError, OSError):
-        if trial.result.poll(0):
-            text = os.read(trial.result.fileno(), 1 << 16)
-    is_late = not text and time.monotonic() >= trial.deadline_s
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(trial.pid, signal.SIGKILL)
-    _, status = os.waitpid(trial.pid, 0)
-    trial.result.close()
-    if text:
-        fault: str | None = json.loads(text)
-        return fault
-    if is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
-        return f"it takes longer than {MOST_CPU_S} s to compile: make it smaller"
-    return (
-        "it needs more stack or memory than a grammar may have: take out references that lead "
-        "back to themselves, deep nesting and large repetitions"
-    )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
@@ -31,19 +29,9 @@ _MODULE = "sglang_coserve.guard.grammar_process"
 
 
 class TrialProcess:
-    """A child process, which ends when this one does. For one thread.
+    """A child process that tries one grammar at a time, and ends when this process does."""
 
-    ``on_answer`` is called with the number of a question and what is wrong with its
-    grammar, ``on_end`` when the process has ended; both from another thread.
-    """
-
-    def __init__(
-        self,
-        settings: GrammarSettings,
-        *,
-        on_answer: Callable[[int, str | None], object],
-        on_end: Callable[[], object],
-    ) -> None:
+    def __init__(self, settings: GrammarSettings) -> None:
         # Not a process of ``multiprocessing``, which would import the server's main module.
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -54,43 +42,24 @@ class TrialProcess:
         self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         self._process.stdin.close()
         self._process.stdout.close()
-        self._on_answer = on_answer
-        self._on_end = on_end
-        self._listener = threading.Thread(target=self._listen, name="grammar verdicts", daemon=True)
-        self._listener.start()
         self._questions.send(settings)
 
-    @property
-    def is_alive(self) -> bool:
-        """False once the process has ended."""
-        return self._process.poll() is None
-
-    def ask(self, number: int, kind: str, text: str) -> None:
-        """Have a grammar tried.
+    def fault(self, kind: str, text: str) -> str | None:
+        """Have a grammar tried; return what is wrong with it, None if nothing is.
 
         Raises:
-            OSError: the process has ended.
+            OSError, EOFError: the process has ended.
         """
-        self._questions.send((number, kind, text))
+        self._questions.send((kind, text))
+        found: str | None = self._answers.recv()
+        return found
 
     def close(self) -> None:
         """End the process and wait until it has ended."""
         self._questions.close()
-        self._listener.join()
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._on_answer(*self._answers.recv())
-        except (EOFError, OSError):
-            logger.warning("the process that tries grammars has ended: %s", self._process.wait())
-        except Exception:
-            logger.exception("the process that tries grammars cannot be understood: it is ended")
-        finally:
-            # What it would still answer nobody would hear: the next grammar gets another process.
-            self._process.kill()
-            self._process.wait()
-            self._on_end()
+        self._answers.close()
+        self._process.kill()
+        self._process.wait()
 
 
 _KINDS: Final = (
@@ -106,24 +75,22 @@ _MOST_WAITING: Final = 256
 """Grammars whose trial is not over; more would wait for longer than their clients do."""
 
 _MOST_CHARS: Final = 1 << 20
+_UNTRIED: Final = ""
 
 
 class GrammarTrials:
-    """Tries each new grammar once, and caches the verdict.
+    """Tries each new grammar once, one after the other, and caches the verdict.
 
-    The process is started with the first grammar, which therefore takes some seconds
-    longer. Lives on one event loop.
+    The process is started with the first grammar, which therefore takes some seconds longer.
     """
 
     def __init__(self, settings: GrammarSettings) -> None:
         self._settings = settings
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._pending: dict[bytes, asyncio.Future[str | None]] = {}
-        self._numbers: dict[int, bytes] = {}
-        self._next_number = 0
+        self._num_waiting = 0
         self._process: TrialProcess | None = None
-        # What is sent may be longer than the pipe, and starting a process takes a while.
-        self._sender = ThreadPoolExecutor(1, "grammar trials")
+        # One thread alone uses the process and writes the verdicts.
+        self._thread = ThreadPoolExecutor(1, "grammar trials")
 
     async def check(self, sampling_params: Any) -> None:
         """Wait until the grammar of SGLang's ``SamplingParams``, if any, has been tried.
@@ -140,7 +107,7 @@ class GrammarTrials:
 
     def close(self) -> None:
         """End the process, which otherwise ends with this one."""
-        self._sender.shutdown()
+        self._thread.shutdown()
         if self._process is not None:
             self._process.close()
 
@@ -148,53 +115,36 @@ class GrammarTrials:
         if len(text) > _MOST_CHARS:
             return f"it has {len(text)} characters: use at most {_MOST_CHARS}"
         key = sha256(f"{kind}\n{text}".encode()).digest()
-        if key in self._verdicts:
-            self._verdicts.move_to_end(key)
-            return self._verdicts[key]
-        if key not in self._pending:
-            if len(self._pending) >= _MOST_WAITING:
-                raise ValueError(f"{name}: too many new grammars at once: try again later")
-            self._send(key, kind, text)
-        # A client that disconnects must not cancel the others' answer.
-        return await asyncio.shield(self._pending[key])
-
-    def _send(self, key: bytes, kind: str, text: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._next_number += 1
-        self._numbers[self._next_number] = key
-        self._pending[key] = loop.create_future()
-        self._sender.submit(self._ask, loop, self._next_number, kind, text)
-
-    def _ask(self, loop: asyncio.AbstractEventLoop, number: int, kind: str, text: str) -> None:
-        """Send a grammar to the process, started if there is none; runs in the sender's thread."""
+        # At once, for the thread may be amid another trial, and forget one meanwhile.
+        if (known := self._verdicts.get(key, _UNTRIED)) != _UNTRIED:
+            return known
+        if self._num_waiting >= _MOST_WAITING:
+            raise ValueError(f"{name}: too many new grammars at once: try again later")
+        self._num_waiting += 1
         try:
-            if self._process is None or not self._process.is_alive:
-                self._process = TrialProcess(
-                    self._settings,
-                    on_answer=lambda *answer: loop.call_soon_threadsafe(self._settle, *answer),
-                    on_end=lambda: loop.call_soon_threadsafe(self._give_up),
-                )
-            self._process.ask(number, kind, text)
-        except Exception:
-            logger.exception("a grammar could not be tried")
-            loop.call_soon_threadsafe(self._give_up)
+            tried = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._tried, key, kind, text
+            )
+            return await tried
+        finally:
+            self._num_waiting -= 1
 
-    def _settle(self, number: int, fault: str | None) -> None:
-        key = self._numbers.pop(number, None)
-        if key is None:
-            return
-        self._verdicts[key] = fault
-        if len(self._verdicts) > _MOST_REMEMBERED:
-            self._verdicts.popitem(last=False)
-        self._pending.pop(key).set_result(fault)
-
-    def _give_up(self) -> None:
-        """Fail all waiting calls: the process has ended. The next grammar starts it again."""
-        for key in self._numbers.values():
-            waiting = self._pending.pop(key)
-            waiting.set_exception(ValueError("the grammar could not be tried: try again"))
-            waiting.exception()  # Those who wait may have left.
-        self._numbers.clear()
+    def _tried(self, key: bytes, kind: str, text: str) -> str | None:
+        """Return the verdict, which the same grammar before this one may have got by now."""
+        if key not in self._verdicts:
+            try:
+                if self._process is None:
+                    self._process = TrialProcess(self._settings)
+                self._verdicts[key] = self._process.fault(kind, text)
+            except Exception as error:
+                logger.exception("a grammar could not be tried: the next one starts the process")
+                if self._process is not None:
+                    self._process.close()
+                    self._process = None
+                raise ValueError("the grammar could not be tried: try again") from error
+            if len(self._verdicts) > _MOST_REMEMBERED:
+                self._verdicts.popitem(last=False)
+        return self._verdicts[key]
 
 
 _MOST_GRAMMARS: Final = 1024
