@@ -82,37 +82,12 @@ def test_what_fails_most_often_is_said(server: FaultServer, source: Path, output
     assert said.removeprefix("most often: ") in json.dumps(first["response"]["body"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--concurrency", "0"], "concurrency"),
-        (["--retry-for", "0"], "retry_for_s must be greater than 0"),
-        (["--base-url", "localhost"], "use http://HOST:PORT"),
-        (["--no-such-flag"], "No such option"),
-    ],
-)
-def test_flags_that_cannot_be_used(
-    source: Path, output: Path, flags: list[str], message: str
-) -> None:
-    code, _, stderr = submit(source, output, "http://127.0.0.1:9", *flags)
-    assert code == 2
-    assert message in stderr
-    assert "Traceback" not in stderr
-
-
 @pytest.mark.parametrize("command", [["status", "batch_1"], ["list"]])
 def test_a_server_without_batches(server: FaultServer, command: list[str]) -> None:
     code, stdout, stderr = coserve(*command, "--base-url", server.base_url)
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"coserve: HTTP 404: {server.base_url}/v1/batches")
     assert "is that the address of the server?" in stderr
-
-
-def test_an_address_where_no_server_is(source: Path, output: Path) -> None:
-    code, _, stderr = submit(source, output, "http://127.0.0.1:9", "--retry-for", "0.1")
-    assert code == 3
-    assert "from http://127.0.0.1:9 " in stderr
-    assert "is the server there? --base-url says which" in stderr
 
 
 def test_a_directory_that_cannot_be_made() -> None:

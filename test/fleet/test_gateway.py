@@ -23,9 +23,6 @@ from batch.scenarios import lines, opened
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, tokens_of
 from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
 from sglang_coserve.cli import app
-from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.__main__ import main
-from sglang_coserve.fleet.options import parse_options
 from sglang_coserve.local_server import LocalServer, free_port
 from waiting import eventually
 
@@ -324,38 +321,6 @@ def test_each_line_of_its_log_is_json_and_names_the_request(tmp_path: Path) -> N
     assert all(record.keys() >= {"at", "level", "logger", "message"} for record in records)
     told = [r.get("request_id") for r in records if "cannot be reached" in r["message"]]
     assert told == ["trace-7", last]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ((), "--engine URL"),
-        (("--engine", "http://127.0.0.1:1"), "--coserve-data-dir"),
-        (("--engine", "http://127.0.0.1:1", "--coserve-data-dir", "d"), "COSERVE_ENGINE_ADMIN_KEY"),
-        (("--engine-dns", "https://name:1"), "http://NAME:PORT"),
-        (("--engine-router", "name"), "http://HOST:PORT"),
-    ],
-)
-def test_what_is_missing_is_told_with_how_to_mend_it(
-    flags: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COSERVE_ENGINE_ADMIN_KEY", raising=False)
-    with pytest.raises(ConfigError, match=says):
-        parse_options(flags)
-
-
-def test_a_directory_or_a_port_that_cannot_be_used_ends_it_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    flags = ("--engine", "http://127.0.0.1:1", "--engine-admin-key", "key")
-    bad = ("--coserve-data-dir", str(tmp_path / "file" / "data"), "--port", str(free_port()))
-    assert main((*flags, *bad)) == 2
-    assert "cannot use the data directory" in capsys.readouterr().err
-    with EngineThread() as engine:
-        taken = ("--coserve-data-dir", str(tmp_path / "data"), "--port", str(engine.port))
-        assert main((*flags, *taken)) == 2
-        assert "cannot listen on" in capsys.readouterr().err
 
 
 def _says(url: str, text: str) -> bool:

@@ -128,12 +128,8 @@ def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--hardware", "abacus"], "abacus"),
-        (["--model", "gpt-2"], "gpt-2"),
-        (["--policy", "nonsense"], "nonsense"),
         (["--slo-ttft-ms", "-5"], "slo_ttft_ms is -5"),
         (["--rate", "0"], "rate factor 0"),
-        (["--trace", "missing.csv"], "missing.csv"),
         (["--offline", "missing.jsonl"], "missing.jsonl"),
         (["--model", "llama-3.1-70b"], "do not fit"),
         (["--tp-size", "5"], "tp_size=5"),
