@@ -115,11 +115,8 @@ def run_mixed(
     from srt.safepoint.random_suspensions import suspensions_of
 
     stops = suspensions_of(engine)
-    stops.start(3, probability=0.5, drops=0.03)
-    try:
+    with stops.stopping(3, probability=0.5, drops=0.03):
         outputs, aborted, counts = scenarios.run_mixed(engine, specs, 3)
-    finally:
-        stops.stop()
     state = engine.scheduler.parts.runner.state()["safepoints"]
     counts["suspended"] = sum(state["suspended"].values())
     counts["resumed_steps"] = state["resumed"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import Any
 
 import pytest
@@ -203,47 +201,6 @@ def test_an_offline_request_that_fails_validation_is_answered(planned: EnginePro
     answer = planned.call(scenarios.run_too_long_offline_prompts)
     assert answer["bad"] == {"FINISH_ABORT"}
     assert answer["good"] == {4}
-
-
-def run_and_learn(engine: ScriptedEngine, specs: list[Spec], aborted: str) -> dict[str, float]:
-    """Serve; say what the core knows of the online requests afterwards."""
-    core = engine.scheduler.parts.admission.core
-    interference = core.interference
-    judged = interference.monitor.report(time.perf_counter()).requests
-
-    def script(iteration: int) -> list[Any]:
-        if iteration == 8:
-            return [engine.abort(aborted)]
-        if iteration > 8:
-            raise StopIteration
-        messages = [engine.request(*spec[:3], offline=spec[3]) for spec in specs]
-        return messages if iteration == 0 else []
-
-    engine.run(script)
-    # The baseline may be behind: it goes by a guess here.
-    interference.advance(core.model.predict, math.inf)
-    report = interference.monitor.report(time.perf_counter())
-    return {
-        "judged": report.requests - judged,
-        "attainment": report.attainment,
-        "followed": len(interference),
-    }
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_offline", [0, 6])
-def test_the_core_learns_what_online_requests_got(
-    start_engine: Any, overlap: bool, num_offline: int
-) -> None:
-    """Whether it planned their steps or not; one that is aborted says nothing."""
-    relaxed = {**PLANNED, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
-    process = start_engine(overlap=overlap, coserve=relaxed)
-    specs: list[Spec] = [(f"on{i}", scenarios.prompt(i, 40), 12, False) for i in range(6)]
-    specs += [(f"off{i}", scenarios.prompt(9 + i, 40), 12, True) for i in range(num_offline)]
-    found = process.call(run_and_learn, specs, "on5")
-    assert found["judged"] == 5
-    assert found["attainment"] == 1.0
-    assert found["followed"] == 0
 
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:

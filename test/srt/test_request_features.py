@@ -274,11 +274,8 @@ def run_suspended(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Run them while steps of the offline lane are suspended, and this part of them dropped."""
     stops = suspensions_of(engine)
-    stops.start(seed=4, probability=0.5, drops=drops)
-    try:
+    with stops.stopping(seed=4, probability=0.5, drops=drops):
         results, _, counts = run_script(engine, asks, arrivals)
-    finally:
-        stops.stop()
     counts["resumed steps"] = engine.scheduler.parts.runner.state()["safepoints"]["resumed"]
     return results, counts
 

@@ -9,6 +9,7 @@ import pytest
 
 from srt.conftest import Reference
 from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.test_safeguards import refusals
 from srt.test_scheduler import prompt
 
 LOOSE = {
@@ -39,15 +40,6 @@ LATE = ("on1", "on2", "on5")
 
 def run_overload(engine: ScriptedEngine, num_offline: int) -> dict[str, Any]:
     """Half of the requests have a target that nobody could meet."""
-    refused: dict[str, Any] = {}
-    sender = engine.scheduler.ipc_channels.send_to_tokenizer
-    send_output = sender.send_output
-
-    def noted(output: Any, *args: Any) -> Any:
-        if getattr(output, "finished_reason", None) is not None:
-            refused[output.rid] = output.finished_reason["status_code"]
-        return send_output(output, *args)
-
     shed_before = engine.scheduler.parts.status.state()["online"]["shed"]
     requests = offline_load(engine)[:num_offline]
     for spec in SPECS:
@@ -55,15 +47,12 @@ def run_overload(engine: ScriptedEngine, num_offline: int) -> dict[str, Any]:
         if spec[0] in LATE:
             request.sampling_params.custom_params = {"coserve_slo_ttft_ms": 0.001}
         requests.append(request)
-    sender.send_output = noted
-    try:
+    with refusals(engine) as refused:
         engine.run(requests)
-    finally:
-        sender.send_output = send_output
     outputs = {spec[0]: engine.output(spec[0]) for spec in SPECS}
     engine.assert_nothing_leaked()
     return {
-        "refused": refused,
+        "refused": {rid: reason["status_code"] for rid, reason in refused.items()},
         "outputs": outputs,
         "known": len(engine.scheduler.parts.ledger),
         "shed": engine.scheduler.parts.status.state()["online"]["shed"] - shed_before,

@@ -124,11 +124,8 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
 
 def suspended(engine: ScriptedEngine, scenario: Callable[..., Any], *args: Any) -> Any:
     stops = suspensions_of(engine)
-    stops.start(seed=1, probability=0.5)
-    try:
+    with stops.stopping(seed=1, probability=0.5):
         return scenario(engine, *args)
-    finally:
-        stops.stop()
 
 
 def with_moves(engine: ScriptedEngine, **attributes: Any) -> KvMoves:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from srt.scripted_engine import ScriptedEngine
@@ -56,12 +58,17 @@ class RandomSuspensions:
 
         admission.admit = drop_or_not_and_admit
 
-    def start(self, seed: int, probability: float, drops: float = 0.0) -> None:
-        """Stop this part of the lane's passes from now on, and drop a suspended step with
-        probability ``drops`` in each pass."""
+    @contextmanager
+    def stopping(self, seed: int, probability: float, drops: float = 0.0) -> Iterator[None]:
+        """Stop this part of the lane's passes within it, and drop a suspended step with probability
+        ``drops`` in each pass."""
         self._rng.seed(seed)
         self._probability, self._drops = probability, drops
         self.tokens.clear()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """Stop no more."""

@@ -23,11 +23,8 @@ def run_and_listen(
     admission = scheduler.parts.admission
     core = admission.core
     admission.core = RecordingScheduler(core, events.append)
-    stops.start(seed, 0.5)
-    try:
+    with stops.stopping(seed, 0.5):
         outputs, _, _ = scenarios.run_mixed(engine, specs, seed)
-    finally:
-        stops.stop()
         admission.core = core
     online = [spec[0] for spec in specs if not spec[3]]
     return events, {rid: len(outputs[rid]) for rid in online}

@@ -31,11 +31,8 @@ def run_mixed(
 ) -> tuple[dict[str, list[int]], set[str], dict[str, int], set[int]]:
     stops = suspensions_of(engine)
     before = counts_of(engine)
-    stops.start(seed, probability, drops)
-    try:
+    with stops.stopping(seed, probability, drops):
         outputs, aborted, _ = scenarios.run_mixed(engine, specs, seed)
-    finally:
-        stops.stop()
     engine.assert_nothing_leaked()
     assert stops.lane.suspended is None
     assert not len(engine.scheduler.parts.ledger)
@@ -122,11 +119,8 @@ def run_while_suspended(
             left.clear()
         return messages
 
-    stops.start(seed, 0.7)
-    try:
+    with stops.stopping(seed, 0.7):
         engine.run(script)
-    finally:
-        stops.stop()
     outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
     engine.assert_nothing_leaked()
     counts = {name: n - before[name] for name, n in counts_of(engine).items()}
@@ -179,11 +173,8 @@ def run_with_ends(
             raise StopIteration
         return messages
 
-    stops.start(5, 0.7)
-    try:
+    with stops.stopping(5, 0.7):
         engine.run(script)
-    finally:
-        stops.stop()
     engine.assert_nothing_leaked()
     return {spec[0]: engine.output(spec[0]) for spec in specs}, aborted, num_ended
 
@@ -228,11 +219,8 @@ def run_with(
             raise StopIteration
         return []
 
-    stops.start(7, 0.7)
-    try:
+    with stops.stopping(7, 0.7):
         engine.run(script)
-    finally:
-        stops.stop()
     engine.assert_nothing_leaked()
     assert stops.lane.suspended is None
     counts = {name: n - before[name] for name, n in counts_of(engine).items()}
@@ -285,12 +273,9 @@ def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
     safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
     before = dict(safepoints.stats.suspensions)
     safepoints._no_safepoints = {ForwardKind.DECODE: "one piece"}
-    stops.start(9, 0.7)
-    try:
+    with stops.stopping(9, 0.7):
         outputs, aborted, _ = scenarios.run_mixed(engine, [*WORK, *ONLINE], 1)
-    finally:
-        stops.stop()
-        safepoints._no_safepoints = {}
+    safepoints._no_safepoints = {}
     engine.assert_nothing_leaked()
     after = safepoints.stats.suspensions
     suspended = {kind.value: after[kind] - before.get(kind, 0) for kind in ForwardKind}
@@ -329,11 +314,8 @@ def run_abort_and_drop(engine: ScriptedEngine) -> int:
             raise StopIteration
         return []
 
-    stops.start(9, 0.7)
-    try:
+    with stops.stopping(9, 0.7):
         engine.run(script)
-    finally:
-        stops.stop()
     engine.assert_nothing_leaked()
     assert not len(scheduler.parts.ledger)
     assert scheduler.parts.live.num_unnoticed == 0
@@ -379,11 +361,8 @@ def run_departures(engine: ScriptedEngine, sampling: dict[str, float]) -> tuple[
             raise StopIteration
         return []
 
-    stops.start(7, 0.7)
-    try:
+    with stops.stopping(7, 0.7):
         engine.run(script)
-    finally:
-        stops.stop()
     engine.assert_nothing_leaked()
     assert not len(parts.ledger)
     del engine.reqs["online"]
