@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick, pick_all, queue_of
-from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, QueuedRequest
+from sglang_coserve.core.offline_queue import OfflineQueueConfig, QueuedRequest
 from sglang_coserve.errors import ConfigError, RequestError
 
 
@@ -20,31 +20,6 @@ def groups(num_groups: int, size: int) -> list[QueuedRequest]:
         offline(f"{group}-{member}", [group, group, member], arrival_s=member * num_groups + group)
         for member, group in itertools.product(range(size), range(num_groups))
     ]
-
-
-def test_a_request_waits_runs_waits_again_and_leaves() -> None:
-    queue = OfflineQueue(OfflineQueueConfig())
-
-    def states() -> tuple[bool, bool, int, int]:
-        queue.check_invariants()
-        return "r" in queue, queue.is_running("r"), len(queue), queue.num_running
-
-    queue.add(offline("r", "a b"))
-    assert states() == (True, False, 1, 0)
-    assert pick(queue, 0.0) == offline("r", "a b")
-    assert states() == (False, True, 0, 1)
-    restored = queue.restore("r", num_generated_tokens=3)
-    assert restored == replace(offline("r", "a b"), num_generated_tokens=3)
-    assert states() == (True, False, 1, 0)
-    assert queue.remove("r") == restored
-    assert states() == (False, False, 0, 0)
-
-
-def test_an_empty_queue_has_nothing_to_pick() -> None:
-    queue = OfflineQueue(OfflineQueueConfig())
-    assert queue.peek(0.0) is None
-    assert pick(queue, 0.0) is None
-    assert list(queue.candidates(0.0)) == []
 
 
 def test_fcfs_serves_by_arrival_then_by_order_of_add() -> None:
@@ -67,47 +42,16 @@ def test_fcfs_keeps_deadlines() -> None:
     assert pick_all(queue, now_s=9.0) == ["first", "second"]
 
 
-def test_the_same_seed_gives_the_same_order() -> None:
-    def order(seed: int) -> list[str]:
-        config = replace(PREFIX_ONLY, utility_ratio=0.5, seed=seed)
-        return pick_all(queue_of(*groups(5, 20), config=config))
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-
-
-def test_the_utility_ratio_is_the_share_of_picks_by_prefix() -> None:
-    """Prefix picks stay in the group of the last pick, age picks go to the next group."""
-    config = replace(PREFIX_ONLY, utility_ratio=0.75)
-    queue = queue_of(*groups(100, 100), config=config)
-    subjects = [rid.split("-")[0] for rid in pick_all(queue)[:2000]]
-    num_stays = sum(a == b for a, b in itertools.pairwise(subjects))
-    assert 0.72 < num_stays / 1999 < 0.78
-
-
-def test_looking_changes_nothing() -> None:
-    config = replace(PREFIX_ONLY, utility_ratio=0.5, max_overtakes=3)
-    looked_at, left_alone = (queue_of(*groups(5, 20), config=config) for _ in range(2))
-    picks = []
-    for number in range(100):
-        ahead = [request.rid for request in itertools.islice(looked_at.candidates(0.0), number)]
-        first = looked_at.peek(0.0)
-        picked = pick(looked_at, 0.0)
-        assert picked is not None
-        assert picked is first
-        assert ahead[:1] in ([], [picked.rid])
-        picks.append(picked.rid)
-    assert picks == pick_all(left_alone)
-
-
-def test_the_first_candidates_may_be_taken_one_by_one() -> None:
-    config = replace(PREFIX_ONLY, utility_ratio=0.5, max_overtakes=3)
-    scheduled, picked = (queue_of(*groups(5, 20), config=config) for _ in range(2))
-    taken = []
-    while len(scheduled):
-        batch = [request.rid for request in itertools.islice(scheduled.candidates(0.0), 7)]
-        taken += [scheduled.take(rid).rid for rid in batch]
-    assert taken == pick_all(picked)
+@pytest.mark.parametrize(("num_others", "goes_first"), [(39, False), (12, True)])
+def test_a_long_request_starts_when_it_would_end_last(num_others: int, goes_first: bool) -> None:
+    """It takes 100 s. On four requests, all together take 490 s / 4, or only 220 s / 4."""
+    others = [offline(f"a-{n}", f"a {n}", estimated_service_s=10.0) for n in range(num_others)]
+    long = offline("long", "z", estimated_service_s=100.0)
+    queue = queue_of(*others, long, config=replace(PREFIX_ONLY, longest_first=True))
+    for number in range(4):
+        queue.add(offline(f"running-{number}", "zz"))
+        queue.take(f"running-{number}")
+    assert (next(queue.candidates(0.0)).rid == "long") == goes_first
 
 
 def test_changing_the_queue_under_its_candidates_is_a_bug() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,49 +14,6 @@ from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig, 
 def hot(number: int, now_s: float) -> QueuedRequest:
     """Build one more request with the prefix of those that run."""
     return offline(f"hot-{number}", f"hot prefix {number}", arrival_s=now_s)
-
-
-def urgent(number: int, now_s: float) -> QueuedRequest:
-    """Build a request that cannot wait."""
-    return offline(f"urgent-{number}", f"prompt {number}", arrival_s=now_s, deadline_s=now_s)
-
-
-def picks_until_cold(
-    config: OfflineQueueConfig, arrival: Callable[[int, float], QueuedRequest]
-) -> int | None:
-    """Count the picks that a cold request needs while each second one more request arrives."""
-    queue = queue_of(hot(0, 0.0), config=config)
-    pick(queue, 0.0)
-    queue.add(offline("cold", "cold prefix", arrival_s=0.5))
-    for number in range(1, 300):
-        queue.add(arrival(number, float(number)))
-        picked = pick(queue, float(number))
-        if picked is not None and picked.rid == "cold":
-            return number
-    return None
-
-
-@pytest.mark.parametrize("arrival", [hot, urgent])
-class TestAdversary:
-    """Every arrival is preferred to the cold request."""
-
-    config = replace(PREFIX_ONLY, deadline_slack_s=1.0)
-
-    def test_wins_without_a_bound(self, arrival: Callable[[int, float], QueuedRequest]) -> None:
-        assert picks_until_cold(self.config, arrival) is None
-
-    @pytest.mark.parametrize("max_overtakes", [0, 1, 10])
-    def test_cannot_exceed_the_overtakes(
-        self, arrival: Callable[[int, float], QueuedRequest], max_overtakes: int
-    ) -> None:
-        config = replace(self.config, max_overtakes=max_overtakes)
-        assert picks_until_cold(config, arrival) == max_overtakes + 1
-
-    def test_cannot_exceed_the_waiting_time(
-        self, arrival: Callable[[int, float], QueuedRequest]
-    ) -> None:
-        config = replace(self.config, max_wait_s=49.5)
-        assert picks_until_cold(config, arrival) == 50
 
 
 @given(

@@ -76,15 +76,15 @@ TestTrie.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 def test_prompts_that_are_prefixes_of_each_other_may_be_thousands_deep() -> None:
     trie = PrefixTrie()
-    lengths = list(range(1, 3001))
+    lengths = list(range(1, 2001))
     random.Random(0).shuffle(lengths)
     leaves = {length: TrieLeaf(offline("r", [7] * length), length) for length in lengths}
     for leaf in leaves.values():
         trie.insert(leaf)
     trie.check_invariants()
 
-    order = [leaf.number for leaf in trie.near(pack_tokens([7] * 3000))]
-    assert order[0] in (2999, 3000)
+    order = [leaf.number for leaf in trie.near(pack_tokens([7] * 2000))]
+    assert order[0] in (1999, 2000)
     assert sorted(order) == sorted(lengths)
 
     for leaf in leaves.values():
