@@ -250,7 +250,9 @@ def test_a_recording_scheduler_records_every_method_of_a_scheduler() -> None:
             if callable(member) and not name.startswith("_")
         }
 
-    assert interface(RecordingScheduler) == interface(Scheduler)
+    calls = interface(Scheduler)
+    del calls["must_suspend"]  # It changes nothing, and no plan depends on its answer.
+    assert interface(RecordingScheduler) == calls
 
 
 def test_a_call_that_fails_is_not_recorded() -> None:
