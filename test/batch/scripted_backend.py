@@ -24,7 +24,9 @@ RESPONSES = "/v1/responses"
 
 def name_of(request: LineRequest) -> str:
     """The ``custom_id`` of a line of ``scenarios.line``, which is its prompt, too; the input of a
-    response."""
+    response, and the first message of a chat."""
+    if "messages" in request.body:
+        return str(request.body["messages"][0]["content"])
     return str(request.body.get("input" if request.endpoint == RESPONSES else "prompt"))
 
 
@@ -43,6 +45,9 @@ def answer(request: LineRequest) -> LineResult:
     usage = {"prompt_tokens": 3, "completion_tokens": count}
     text = " ".join(map(str, tokens))
     body: dict[str, Any] = {"choices": [{"text": text}], "usage": usage}
+    if "messages" in request.body:
+        message = {"role": "assistant", "content": text}
+        body["choices"] = [{"index": 0, "message": message, "finish_reason": "stop"}]
     if request.endpoint == RESPONSES:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
         item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}

@@ -76,6 +76,40 @@ def test_from_queued_to_completed(app: LiveApp, client: openai.OpenAI) -> None:
     }
 
 
+def test_a_chat_in_the_background(app: LiveApp, client: openai.OpenAI) -> None:
+    """``openai`` finds it again, and deletes it, as it does a stored chat completion."""
+    messages: Any = [{"role": "user", "content": "first"}]
+
+    def begun(**fields: Any) -> Any:
+        body = {"background": True, **fields}
+        return client.chat.completions.create(
+            model="small", messages=messages, service_tier="flex", extra_body=body
+        )
+
+    chat = begun(metadata={"run": "7"})
+    assert (chat.id[:9], chat.status, chat.choices) == ("chatcmpl-", "queued", [])
+    engine_has(app, 1)
+    line = app.backend.started[0]
+    assert line.endpoint == "/v1/chat/completions"
+    assert line.body == {"model": "small", "messages": messages, "metadata": {"run": "7"}}
+    assert not client.batches.list().data
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(chat.id.replace("chatcmpl-", "resp_"))
+    finish(app, "first")
+    eventually(lambda: client.chat.completions.retrieve(chat.id).status == "completed")
+    done: Any = client.chat.completions.retrieve(chat.id)
+    assert (done.id, done.object, done.metadata) == (chat.id, "chat.completion", {"run": "7"})
+    assert done.choices[0].message.content == text_of("first")
+    assert client.chat.completions.delete(chat.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(chat.id)
+    other = begun()
+    path = f"/chat/completions/{other.id}/cancel"
+    assert client.post(path, cast_to=dict[str, Any])["status"] == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="has no stream"):
+        begun(stream=True)
+
+
 def test_no_list_shows_it_and_no_other_key_has_it(app: LiveApp, client: openai.OpenAI) -> None:
     response = begin(client, "one")
     engine_has(app, 1)

@@ -1,4 +1,4 @@
-"""Background responses: single requests that survive everything that a batch survives.
+"""Background responses and chats: single requests that survive everything that a batch survives.
 
 Each is a batch of one line. No list of batches has it, and no list of files its files; it is
 deleted some days after its creation. What a stream says follows from the object alone, so it can be
@@ -48,15 +48,21 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 _ACTIVE: Final = ("queued", "in_progress")
 
+RESPONSES: Final = "/v1/responses"
+CHATS: Final = "/v1/chat/completions"
+
+ID_PREFIXES: Final[Mapping[str, str]] = {RESPONSES: "resp_", CHATS: "chatcmpl-"}
+"""By endpoint. The rest of an id is that of the batch, 24 hexadecimal digits."""
+
 
 def response_id_of(batch: JobRecord) -> str:
-    """Return the id of the response that a batch is."""
-    return f"resp_{batch.id.removeprefix('batch_')}"
+    """Return the id of the response or chat that a batch is."""
+    return ID_PREFIXES[batch.endpoint] + batch.id.removeprefix("batch_")
 
 
 def batch_id_of(response_id: str) -> str:
-    """Return the id of the batch that a response is."""
-    return f"batch_{response_id.removeprefix('resp_')}"
+    """Return the id of the batch that a response or chat is."""
+    return f"batch_{response_id[-24:]}"
 
 
 def repeated_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,13 +73,29 @@ def repeated_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 def response_object(
     batch: JobRecord, record: Mapping[str, Any] | None, *, is_in_engine: bool
 ) -> dict[str, Any]:
-    """Return the object of the response that ``batch`` is.
+    """Return the object of the response or chat that ``batch`` is.
 
     ``record`` is that of its line, once the batch is complete; see ``encode_record``.
     """
     assert batch.response is not None
     answer, error = _outcome(batch, record)
     status = "failed" if error else _status(batch, is_in_engine=is_in_engine)
+    if batch.endpoint == CHATS:
+        return {
+            "model": "default",
+            "metadata": {},
+            "usage": None,
+            **batch.response,
+            "choices": [],
+            **answer,
+            "id": response_id_of(batch),
+            "object": "chat.completion",
+            "created": int(batch.created_at_s),
+            "status": status,
+            "background": True,
+            "error": error,
+            "service_tier": "flex",
+        }
     return {
         **_DEFAULTS,
         **batch.response,
@@ -179,7 +201,6 @@ def _part_events(part: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[
     yield {"type": "response.content_part.done", **place, "part": part}
 
 
-RESPONSES: Final = "/v1/responses"
 _WINDOW_S: Final = 86_400.0
 _LOOK_INTERVAL_S: Final = 0.5
 _NOT_OF_THE_LINE: Final = {
@@ -190,7 +211,7 @@ _LEAVE_S: Final = 10.0
 
 
 class BackgroundResponses:
-    """Creates, shows, cancels and deletes responses.
+    """Creates, shows, cancels and deletes responses and chats.
 
     Methods raise ``NotFoundError`` for what an owner does not have, other ``BatchRequestError``
     for what cannot be asked, and ``StorageError`` when the disk fails.
@@ -202,9 +223,13 @@ class BackgroundResponses:
         self._runner = runner
 
     async def create(
-        self, owner: str, request: CreateResponse, idempotency_key: str | None = None
+        self,
+        owner: str,
+        request: CreateResponse,
+        idempotency_key: str | None = None,
+        endpoint: str = RESPONSES,
     ) -> dict[str, Any]:
-        """Begin a response. The same key and request again return the same one.
+        """Begin a response, or a chat. The same key and request again return the same one.
 
         Raises:
             BatchRequestError: it cannot be served in the background.
@@ -212,9 +237,15 @@ class BackgroundResponses:
             TooManyError: too many responses have not ended.
             QuotaError: the owner has too much on the disk.
         """
-        if RESPONSES not in self._context.backend.endpoints:
+        if endpoint not in self._context.backend.endpoints:
             raise BatchRequestError(
-                f"this model does not serve {RESPONSES}", code="invalid_endpoint"
+                f"this model does not serve {endpoint}", code="invalid_endpoint"
+            )
+        if endpoint == CHATS and request.stream:
+            raise BatchRequestError(
+                f"a chat in the background has no stream: leave it out, or use {RESPONSES}",
+                code="unsupported_parameter",
+                param="stream",
             )
         if request.previous_response_id is not None:
             raise BatchRequestError(
@@ -222,15 +253,13 @@ class BackgroundResponses:
                 code="unsupported_parameter",
                 param="previous_response_id",
             )
-        line = await self._context.threads.run(self._line, request)
-        wanted = self._wanted(owner, request, idempotency_key, line)
+        line = await self._context.threads.run(self._line, request, endpoint)
+        wanted = self._wanted(owner, request, idempotency_key, line, endpoint)
         return await to_its_end(self._create(wanted, line))
 
     async def retrieve(self, owner: str, response_id: str) -> dict[str, Any]:
-        """Return one response."""
-        batch_id = batch_id_of(response_id)
-        batch = await self._context.store.run(batch_rows.find_response, batch_id, owner)
-        return await self._shown(batch)
+        """Return one response or chat."""
+        return await self._shown(await self._find(owner, response_id))
 
     async def cancel(self, owner: str, response_id: str) -> dict[str, Any]:
         """Cancel a response; one that is answered or has ended stays as it is."""
@@ -248,11 +277,12 @@ class BackgroundResponses:
             ConflictError: it has not ended.
         """
         now_s = self._context.clock.now_s()
-        batch_id = batch_id_of(response_id)
-        batch = await self._context.store.run(batch_rows.find_response, batch_id, owner)
+        batch = await self._find(owner, response_id)
         if batch.status is Status.CANCELLING:
-            await self._runner.wait(batch_id, _LEAVE_S)
-        await self._context.store.run(batch_rows.delete_response, batch_id, owner, now_s)
+            await self._runner.wait(batch.id, _LEAVE_S)
+        await self._context.store.run(
+            batch_rows.delete_response, batch.id, batch.endpoint, owner, now_s
+        )
         await self._files.remove_expired(now_s)
 
     async def events(
@@ -282,16 +312,22 @@ class BackgroundResponses:
         created_by_s = now_s - self._context.limits.response_retention_s
         await self._context.store.run(batch_rows.delete_expired_responses, created_by_s, now_s)
 
-    def _line(self, request: CreateResponse) -> bytes:
+    async def _find(self, owner: str, response_id: str) -> JobRecord:
+        endpoint = CHATS if response_id.startswith(ID_PREFIXES[CHATS]) else RESPONSES
+        return await self._context.store.run(
+            batch_rows.find_response, batch_id_of(response_id), endpoint, owner
+        )
+
+    def _line(self, request: CreateResponse, endpoint: str) -> bytes:
         """Return the only line of the batch. It was checked, as nothing checks it later."""
         body = request.model_dump(exclude_unset=True, exclude=_NOT_OF_THE_LINE)
-        line = {"custom_id": "response", "method": "POST", "url": RESPONSES, "body": body}
+        line = {"custom_id": "response", "method": "POST", "url": endpoint, "body": body}
         try:
             content = orjson.dumps(line)
         except TypeError:  # Lone surrogates, say, which are served as in the line of a file.
             content = mended_json(json.dumps(line).encode())
         try:
-            parse_request_line(content, RESPONSES)
+            parse_request_line(content, endpoint)
         except BadLineError as error:
             raise BatchRequestError(
                 f"the body cannot be kept: {error}", code="invalid_value"
@@ -299,14 +335,19 @@ class BackgroundResponses:
         return content + b"\n"
 
     def _wanted(
-        self, owner: str, request: CreateResponse, idempotency_key: str | None, line: bytes
+        self,
+        owner: str,
+        request: CreateResponse,
+        idempotency_key: str | None,
+        line: bytes,
+        endpoint: str,
     ) -> JobRecord:
         now_s, rng = self._context.clock.now_s(), self._context.rng
         within_s = request.coserve_deadline_s or _WINDOW_S
         return JobRecord(
             id=new_id("batch_", rng),
             owner=owner,
-            endpoint=RESPONSES,
+            endpoint=endpoint,
             input_file_id=new_id("file-", rng),
             output_file_id=new_id("file-", rng),
             error_file_id=new_id("file-", rng),

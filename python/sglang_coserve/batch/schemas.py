@@ -128,7 +128,7 @@ class CreateBatch(BaseModel):
 
 
 class CreateResponse(BaseModel):
-    """The body of a request for a background response; the engine looks at the other fields."""
+    """The body of a request in the background; the engine looks at the other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -146,10 +146,10 @@ class CreateResponse(BaseModel):
 
 
 class ResponseDeleted(BaseModel):
-    """The answer to the deletion of a response."""
+    """The answer to the deletion of a response or chat."""
 
     id: str
-    object: Literal["response"] = "response"
+    object: Literal["response", "chat.completion.deleted"]
     deleted: Literal[True] = True
 
 

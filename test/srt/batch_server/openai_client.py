@@ -83,6 +83,19 @@ def answer_in_the_background(client: Any) -> None:
     *_, last = events
     assert last.response.output_text == response.output_text
     client.responses.delete(response.id)
+    chat = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "Who?"}],
+        max_tokens=8,
+        service_tier="flex",
+        extra_body={"background": True},
+    )
+    while chat.status in ("queued", "in_progress"):
+        assert time.monotonic() < end_s, chat
+        time.sleep(0.2)
+        chat = client.chat.completions.retrieve(chat.id)
+    assert (chat.status, chat.usage.completion_tokens) == ("completed", 8), chat
+    client.chat.completions.delete(chat.id)
 
 
 def main(_name: str, base_url: str, api_key: str, *_: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.routing import Match
 
-from sglang_coserve.batch.responses import RESPONSES
+from sglang_coserve.batch.responses import CHATS, RESPONSES
 from sglang_coserve.batch.routes import batches, files, responses
 from sglang_coserve.batch.routes.caller import endpoints_of
 
@@ -25,6 +25,7 @@ _ENDPOINTS: Final = {
     "/v1/batches": batches.list_batches,
     "/coserve/batches": batches.list_all_batches,
     f"{RESPONSES}/resp_{0:024x}": responses.retrieve_response,
+    f"{CHATS}/chatcmpl-{0:024x}": responses.retrieve_chat,
 }
 
 

@@ -74,8 +74,7 @@ def _add_actions(routes: APIRouter, owner_of: Callable[..., str | None]) -> None
         owner: str | None = owner_there,
         batch_id: str = batch_there,
     ) -> BatchObject:
-        """Cancel a batch, of which what is finished stays; take it out of the engine (pause) until
-        it is resumed, while its window goes on; or let it go on (resume)."""
+        """Cancel a batch, pause it while its window goes on, or resume it."""
         return await service.change_batch(owner, batch_id, action)
 
 

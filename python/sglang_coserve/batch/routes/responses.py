@@ -1,4 +1,4 @@
-"""``/v1/responses``, for responses in the background. Others are the application's own."""
+"""Responses and chats in the background. Others are the application's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.asgi import replay, send_error
-from sglang_coserve.batch.responses import RESPONSES, BackgroundResponses
+from sglang_coserve.batch.responses import CHATS, ID_PREFIXES, RESPONSES, BackgroundResponses
 from sglang_coserve.batch.routes.caller import Owner, Service, find_service
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
@@ -27,8 +27,10 @@ from sglang_coserve.batch.routes.errors import (
 from sglang_coserve.batch.schemas import CreateResponse, ResponseDeleted
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 
-_OUR_ID: Final = re.compile(r"resp_[0-9a-f]{24}")
-"""SGLang's have 32 digits."""
+_OUR_PATH: Final = re.compile(
+    "|".join(f"{path}/{prefix}[0-9a-f]{{24}}(/cancel)?" for path, prefix in ID_PREFIXES.items())
+)
+"""SGLang's ids have 32 digits."""
 
 _MAX_BYTES: Final = 64 << 20
 """Of a body that may turn out to be somebody else's."""
@@ -43,10 +45,10 @@ class _Route(OpenAIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``Route``."""
-        app, response_id = scope["app"], scope["path_params"].get("response_id")
+        app, path = scope["app"], scope["path"]
         is_ours = False
-        if (limits := _limits(app)) is not None and response_id is not None:
-            is_ours = _OUR_ID.fullmatch(response_id) is not None
+        if (limits := _limits(app)) is not None and path not in ID_PREFIXES:
+            is_ours = _OUR_PATH.fullmatch(path) is not None
         elif limits is not None and scope["method"] == "POST":
             try:
                 content = await _read(receive)
@@ -69,12 +71,10 @@ _STREAMED: Final[dict[int | str, dict[str, Any]]] = {
 }
 ResponseId = Annotated[str, Path(max_length=64)]
 
-router = APIRouter(
-    prefix=RESPONSES, tags=["responses"], route_class=_Route, responses=ERROR_RESPONSES
-)
+router = APIRouter(tags=["responses"], route_class=_Route, responses=ERROR_RESPONSES)
 
 
-@router.post("", response_model=None, responses=_STREAMED)
+@router.post(RESPONSES, response_model=None, responses=_STREAMED)
 async def create_response(
     service: Service,
     owner: Owner,
@@ -86,7 +86,26 @@ async def create_response(
     return await _answer(service.responses, owner, created, streams=bool(body.stream))
 
 
-@router.get("/{response_id}", response_model=None, responses=_STREAMED)
+@router.post(CHATS, response_model=None)
+async def create_chat(
+    service: Service,
+    owner: Owner,
+    body: CreateResponse,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> Response:
+    """Begin a chat completion in the background, likewise."""
+    created = await service.responses.create(owner, body, idempotency_key, CHATS)
+    return await _answer(service.responses, owner, created)
+
+
+@router.get(f"{CHATS}/{{response_id}}", response_model=None)
+async def retrieve_chat(service: Service, owner: Owner, response_id: ResponseId) -> Response:
+    """Look at a chat completion in the background."""
+    found = await service.responses.retrieve(owner, response_id)
+    return await _answer(service.responses, owner, found)
+
+
+@router.get(f"{RESPONSES}/{{response_id}}", response_model=None, responses=_STREAMED)
 async def retrieve_response(
     service: Service,
     owner: Owner,
@@ -100,21 +119,26 @@ async def retrieve_response(
     return await _answer(service.responses, owner, found, streams=stream, after=starting_after)
 
 
-@router.post("/{response_id}/cancel", response_model=None)
+@router.post(f"{CHATS}/{{response_id}}/cancel", response_model=None)
+@router.post(f"{RESPONSES}/{{response_id}}/cancel", response_model=None)
 async def cancel_response(service: Service, owner: Owner, response_id: ResponseId) -> Response:
-    """Cancel a response; one that has ended stays as it is."""
+    """Cancel it; what has ended stays as it is."""
     return await _answer(
         service.responses, owner, await service.responses.cancel(owner, response_id)
     )
 
 
-@router.delete("/{response_id}")
+@router.delete(f"{CHATS}/{{response_id}}")
+@router.delete(f"{RESPONSES}/{{response_id}}")
 async def delete_response(
     service: Service, owner: Owner, response_id: ResponseId
 ) -> ResponseDeleted:
-    """Delete a response that has ended."""
+    """Delete what has ended."""
     await service.responses.delete(owner, response_id)
-    return ResponseDeleted(id=response_id)
+    is_chat = response_id.startswith(ID_PREFIXES[CHATS])
+    return ResponseDeleted(
+        id=response_id, object="chat.completion.deleted" if is_chat else "response"
+    )
 
 
 def _limits(app: Any) -> BodyLimits | None:

@@ -132,14 +132,17 @@ def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None
     return record
 
 
-def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> JobRecord:
-    """Return the batch behind a response of ``owner``.
+def find_response(
+    connection: sqlite3.Connection, batch_id: str, endpoint: str, owner: str
+) -> JobRecord:
+    """Return the batch behind a response, or a chat in the background, of ``owner``.
 
     Raises:
         NotFoundError: there is none.
     """
     row = connection.execute(
-        f"{_SELECT} WHERE id = ? AND owner = ? AND response IS NOT NULL", (batch_id, owner)
+        f"{_SELECT} WHERE id = ? AND owner = ? AND endpoint = ? AND response IS NOT NULL",
+        (batch_id, owner, endpoint),
     ).fetchone()
     if row is None:
         raise NotFoundError(
@@ -151,7 +154,7 @@ def find_response(connection: sqlite3.Connection, batch_id: str, owner: str) -> 
 
 
 def delete_response(
-    connection: sqlite3.Connection, batch_id: str, owner: str, now_s: float
+    connection: sqlite3.Connection, batch_id: str, endpoint: str, owner: str, now_s: float
 ) -> None:
     """Forget a response of ``owner``; its files expire now.
 
@@ -159,7 +162,7 @@ def delete_response(
         NotFoundError: there is none.
         ConflictError: it has not ended.
     """
-    record = find_response(connection, batch_id, owner)
+    record = find_response(connection, batch_id, endpoint, owner)
     if not record.status.is_final:
         raise ConflictError(
             "the response has not ended: cancel it first", code="response_not_ended"
