@@ -78,11 +78,12 @@ def test_what_is_left_is_left_above_the_statistic_of_the_slo(statistic: str, lef
 
 
 def test_a_target_that_the_baseline_misses_leaves_a_share_of_itself() -> None:
+    """Less of a TTFT than of gaps: decodes have deadlines, which keep them in time."""
     seen = allowance("ttft p99 <= 300ms", "tbt p99 <= 60ms")
     for number in range(1000):
         seen.first_token(INFO, 0.4 if number % 20 == 0 else 0.1, 0.0)
         seen.gaps({(None, 0.2 if number % 20 == 0 else 0.01): 1}, 0.0)
-    assert seen.arrival_s == pytest.approx(0.3 * 0.3)
+    assert seen.arrival_s == pytest.approx(0.3 / 22)
     assert seen.gap_s(0.06) == pytest.approx(0.3 * 0.06)
     assert seen.targets == SloTargets(0.3, 0.06)
 
@@ -94,7 +95,7 @@ def test_a_target_that_most_miss_alone_bounds_nothing_until_they_meet_it() -> No
     assert seen.arrival_s == pytest.approx(0.5)
     first_tokens(seen, 500, 0.08)
     assert seen.targets.ttft_s == 0.1
-    assert seen.arrival_s == pytest.approx(0.03)
+    assert seen.arrival_s == pytest.approx(0.1 / 22)
 
 
 def test_targets_that_requests_bring_along_count_unless_they_could_not_be_met() -> None:

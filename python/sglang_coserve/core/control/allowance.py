@@ -25,15 +25,16 @@ _TAIL: Final = 0.01
 """What a P99 leaves out. The strictest own targets of so many requests do, too; and statistics are
 computed again when so many of the values are new."""
 
-_LEAST_SHARE: Final = 0.3
-"""Least share of an absolute target that offline work may add where the baseline leaves less.
+_LEAST_OF_TTFT: Final = 1 / 22
+"""Least share of an absolute target for first tokens that offline work may add where the baseline
+leaves less: half of what it may add under +10%. Simulated (ConServe's Fig. 6, 1 request/s, targets
+of the P99s alone), 85% of requests keep both targets; with 0.3 it is 11%."""
 
-Decodes have deadlines, which keep a target that plain SGLang misses: simulated (H100, Azure's
-conversations at 50 and 80% load, 500 and 50 ms), offline work has 0.92 and 1.02 of the steady bound
-with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at P99 TTFTs of 1.35 and 1.79, 1.41
-and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each. Of a TTFT 1/22 instead (200 and 50 ms,
-BurstGPT at 50%, too) has 0.97 of the offline work, P99 TTFTs of 0.98 and P99 gaps of 1.15 times
-those with 0.3."""
+_LEAST_OF_GAPS: Final = 0.3
+"""The same of a target for gaps. Decodes have deadlines, which keep a target that plain SGLang
+misses: simulated (H100, Azure's conversations at 50 and 80% load, 500 and 50 ms), offline work has
+0.92 and 1.02 of the steady bound with 0.3, 0.95 and 1.06 with 0.5 and 0.64 and 0.73 with 1/22, at
+P99 TTFTs of 1.35 and 1.79, 1.41 and 1.99, 1.17 and 1.39 x alone; gaps keep 50 ms with each."""
 
 Alone = tuple[float | None, float]
 """A latency in the baseline, after the target that the request brought along, if any."""
@@ -49,6 +50,8 @@ class _Headroom:
     def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
         """Start without values; ``prior_s`` is what the baseline has until one is known."""
         self.slos: Final = [slo for slo in slos if slo.latency is latency]
+        is_ttft = latency is Latency.TTFT
+        self._least_share = _LEAST_OF_TTFT if is_ttft else _LEAST_OF_GAPS
         self._alone = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         self._own_left = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         """What each request's own target leaves; infinite for none. Empty before the first."""
@@ -78,7 +81,7 @@ class _Headroom:
             if own_s is not None or self._own_left.count:
                 left_s = math.inf
                 if own_s is not None:
-                    left_s = max(own_s - alone_s, own_s * _LEAST_SHARE)
+                    left_s = max(own_s - alone_s, own_s * self._least_share)
                 self._own_left.add(left_s, now_s, count)
         if self._num_new > _TAIL * self._alone.count:
             self._num_new = 0
@@ -96,7 +99,7 @@ class _Headroom:
             elif median_s > limit_s:
                 continue
             else:
-                left_s = max(limit_s - alone_s, limit_s * _LEAST_SHARE)
+                left_s = max(limit_s - alone_s, limit_s * self._least_share)
             self.target_s = min(self.target_s, limit_s)
             self._left_s = min(self._left_s, left_s)
 
