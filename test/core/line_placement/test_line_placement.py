@@ -34,8 +34,9 @@ ENGINES = ("a", "b", "c", "d")
 
 
 def key(*texts: str) -> bytes:
-    """The prefix key of a prompt of blocks: equal texts are equal blocks."""
-    return prefix_key({"prompt": "".join(text.ljust(128) for text in texts)})
+    """The prefix key of a prompt of blocks: equal texts are equal blocks, without JSON's quotes."""
+    blocks = "".join(text.ljust(128) for text in texts)
+    return prefix_key({"prompt": blocks[1:]})[: 4 * len(texts)]
 
 
 def opened(*names: str, window: int = 4, **settings: Any) -> LinePlacement:
