@@ -47,6 +47,14 @@ async def test_a_batch_says_what_was_billed_also_after_its_end_and_a_restart(
         assert await delay_s(scene, found[0], 2.25) == 2.25
 
 
+async def test_a_batch_that_ends_between_two_counts_has_delayed_nobody(tmp_path: Path) -> None:
+    backend = ScriptedBackend(delays_s={})
+    async with (scene := await opened(tmp_path, backend)).service:
+        batch = await scene.create(lines(1))
+        await scene.ends(batch.id)
+        assert await delay_s(scene, batch.id, 0.0) == 0.0
+
+
 async def test_what_the_engine_has_forgotten_begins_again_at_nothing(tmp_path: Path) -> None:
     backend = ScriptedBackend(holds=True)
     async with (scene := await opened(tmp_path, backend)).service:

@@ -35,6 +35,9 @@ class JobSupervisor:
         """What was counted of each batch's delays of online requests."""
 
         self._drivers: dict[str, JobDriver] = {}
+        self._uncounted: set[str] = set()
+        """Batches that ran since delays were counted last."""
+
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
 
@@ -173,6 +176,7 @@ class JobSupervisor:
         driver = JobDriver(record, self._context)
         task = self._context.background.start(BATCH_TASK, driver.run, record.id)
         self._drivers[record.id] = driver
+        self._uncounted.add(record.id)
         self._tasks[record.id] = task
         task.add_done_callback(lambda _: self._ended(record.id))
 
@@ -198,24 +202,25 @@ class JobSupervisor:
     async def _count_delays(self) -> None:
         while True:
             await self._context.clock.sleep(COUNT_INTERVAL_S)
-            await self._add_delays(self._drivers.keys())
+            ran, self._uncounted = self._uncounted, set(self._drivers)
+            await self._add_delays(ran)
 
-    async def _add_delays(self, unfinished: Collection[str]) -> None:
+    async def _add_delays(self, ran: Collection[str]) -> None:
         """Add what was billed since the last time to the rows of batches, also of those that have
         ended: an online request is billed when it has ended itself.
 
-        ``unfinished`` batches that were not billed are known to have delayed nobody. If the
-        database cannot be written, what was billed is added next time.
+        Batches that ``ran`` since then and were not billed are known to have delayed nobody. If
+        the database cannot be written, what was billed is added next time.
         """
         billed_s = await self._context.backend.online_delays_s()
         if billed_s is None:
             return
         before_s = self._billed_s
-        added_s = {batch_id: 0.0 for batch_id in unfinished if batch_id not in before_s}
+        added_s = {batch_id: 0.0 for batch_id in ran if batch_id not in before_s}
         for batch_id, seconds in billed_s.items():
             if seconds != before_s.get(batch_id):
                 added_s[batch_id] = seconds - before_s.get(batch_id, 0.0)
         if added_s:
             await self._context.store.run(batch_rows.add_online_delays, added_s)
         # The engine forgets what was billed long ago, and would begin again at 0.
-        self._billed_s = dict.fromkeys(unfinished, 0.0) | dict(billed_s)
+        self._billed_s = dict.fromkeys(ran, 0.0) | dict(billed_s)
