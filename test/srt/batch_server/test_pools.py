@@ -24,7 +24,7 @@ from sglang_coserve.lines.backend import LineRequest, LineResult
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
-NUM_LINES, NUM_TOKENS, PAGE = 6, 400, 16
+NUM_LINES, NUM_TOKENS, PAGE = 6, 500, 16
 KV_TOKENS = 4096
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))
 TPOT_MS = 5000
