@@ -65,6 +65,11 @@ def batch_id_of(response_id: str) -> str:
     return f"batch_{response_id[-24:]}"
 
 
+def endpoint_of(response_id: str) -> str:
+    """Return whose id it is: a chat's, or else a response's."""
+    return CHATS if response_id.startswith(ID_PREFIXES[CHATS]) else RESPONSES
+
+
 def repeated_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the object repeats of a request's body."""
     return {name: body[name] for name in _REPEATED if body.get(name) is not None}
@@ -313,9 +318,8 @@ class BackgroundResponses:
         await self._context.store.run(batch_rows.delete_expired_responses, created_by_s, now_s)
 
     async def _find(self, owner: str, response_id: str) -> JobRecord:
-        endpoint = CHATS if response_id.startswith(ID_PREFIXES[CHATS]) else RESPONSES
         return await self._context.store.run(
-            batch_rows.find_response, batch_id_of(response_id), endpoint, owner
+            batch_rows.find_response, batch_id_of(response_id), endpoint_of(response_id), owner
         )
 
     def _line(self, request: CreateResponse, endpoint: str) -> bytes:

@@ -16,7 +16,13 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.asgi import replay, send_error
-from sglang_coserve.batch.responses import CHATS, ID_PREFIXES, RESPONSES, BackgroundResponses
+from sglang_coserve.batch.responses import (
+    CHATS,
+    ID_PREFIXES,
+    RESPONSES,
+    BackgroundResponses,
+    endpoint_of,
+)
 from sglang_coserve.batch.routes.caller import Owner, Service, find_service
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
@@ -135,7 +141,7 @@ async def delete_response(
 ) -> ResponseDeleted:
     """Delete what has ended."""
     await service.responses.delete(owner, response_id)
-    is_chat = response_id.startswith(ID_PREFIXES[CHATS])
+    is_chat = endpoint_of(response_id) == CHATS
     return ResponseDeleted(
         id=response_id, object="chat.completion.deleted" if is_chat else "response"
     )
