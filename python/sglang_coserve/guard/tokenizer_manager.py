@@ -25,7 +25,7 @@ from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.grammars import GrammarTrials
 from sglang_coserve.guard.media_sources import MediaSources
 from sglang_coserve.guard.sampling import give_each_choice_its_seed
-from sglang_coserve.guard.threaded_handlers import finished
+from sglang_coserve.guard.threaded_handlers import LARGE_CHARS, finished
 
 _MALFORMED: Final = (
     *(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError),
@@ -37,10 +37,6 @@ _HEALTH_PATHS: Final = ("/health", "/health_generate")
 
 _PROMPTS_AT_ONCE: Final = 64
 """Prompts processed before other tasks get a turn; they take 3 ms on one core of an AMD EPYC."""
-
-_LARGE_CHARS: Final = 8192
-"""Texts of this length take 2 to 6 ms to tokenize on one core of an AMD EPYC. Shorter ones stay on
-the event loop, as a thread would cost more than it saves."""
 
 _CHARS_PER_TEXT: Final = 64
 """Fixed cost of a text in characters: even an empty one takes 20 to 40 us on that machine."""
@@ -143,7 +139,7 @@ class GuardedTokenizerManager(TokenizerManager):
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         tokenize = super()._tokenize_texts
         has_thread = self.async_dynamic_batch_tokenizer is not None and isinstance(texts, str)
-        if self.tokenizer is None or has_thread or _num_chars(texts) < _LARGE_CHARS:
+        if self.tokenizer is None or has_thread or _num_chars(texts) < LARGE_CHARS:
             return await tokenize(texts, is_cross_encoder)
         return await asyncio.to_thread(finished, tokenize, texts, is_cross_encoder)
 

@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_is_the_fault_of_its_line(served: Served, endpoi
 def test_a_text_is_not_tokenized_on_the_event_loop(
     served: Served, watched: Watched, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    monkeypatch.setattr("sglang_coserve.guard.tokenizer_manager._LARGE_CHARS", 500)
+    monkeypatch.setattr("sglang_coserve.guard.tokenizer_manager.LARGE_CHARS", 500)
     text = LONG_TEXT[:1200]
     body = {COMPLETIONS: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
     result, _ = served.serve(endpoint, {**GREEDY, **body[endpoint], "max_tokens": 4})
@@ -78,7 +78,7 @@ def test_many_large_prompts_are_tokenized_before_any_is_answered(
     served = start("fifo", is_embedding=endpoint == EMBEDDINGS)
     watched = Watched(served.manager.tokenizer)
     monkeypatch.setattr(served.manager, "tokenizer", watched)
-    monkeypatch.setattr("sglang_coserve.guard.tokenizer_manager._LARGE_CHARS", 500)
+    monkeypatch.setattr("sglang_coserve.guard.tokenizer_manager.LARGE_CHARS", 500)
     texts = [f"prompt {n} of {'many ' * 10}" for n in range(40)]
     name = "prompt" if endpoint == COMPLETIONS else "input"
     options: dict[str, Any] = {"max_tokens": 1, "temperature": 0} if name == "prompt" else {}
