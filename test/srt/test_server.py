@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -285,43 +284,3 @@ async def test_a_client_that_leaves_frees_the_engine(server: LocalServer, path: 
             leaving.cancel()
             ticking.cancel()
             await asyncio.wait({leaving, ticking})
-
-
-@pytest.mark.parametrize("streams", [True, False])
-def test_an_evicted_request_that_is_sent_again_goes_on_where_it_was(
-    http: httpx.Client, log_path: Path, streams: bool
-) -> None:
-    """Sampled, so that nobody would generate the same text twice; once only."""
-    body = {"model": "m", "prompt": TEXT, "max_tokens": 600, "ignore_eos": True, "temperature": 1}
-    body |= {"service_tier": "flex"}
-    headers = {"x-request-id": f"evicted-{streams}"}
-
-    def num_offline() -> int:
-        offline = status(http)["offline"]
-        return int(offline["waiting"] + offline["running"] + offline["prefilling"])
-
-    def text() -> str:
-        answer = http.post("/v1/completions", json=body, headers=headers).raise_for_status().json()
-        assert answer["usage"]["completion_tokens"] == 600
-        return str(answer["choices"][0]["text"])
-
-    begun = ""
-    with httpx.Client(base_url=http.base_url, timeout=httpx.Timeout(60, read=1)) as gateway:
-        if streams:
-            asked = {"json": body | {"stream": True}, "headers": headers}
-            with gateway.stream("POST", "/v1/completions", **asked) as streamed:
-                for line in streamed.iter_lines():
-                    if line.startswith("data: {"):
-                        begun += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                    if len(begun) > 100:
-                        break
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                gateway.post("/v1/completions", json=body, headers=headers)
-    eventually(lambda: num_offline() == 0)
-    resumed = text()
-    told = re.findall(r"goes on after (\d+) tokens", log_path.read_text(encoding="utf-8"))
-    assert int(told[-1]) > 5
-    assert resumed.startswith(begun[:60])
-    assert not text().startswith(resumed[:60])
-    assert len(re.findall(r"goes on after", log_path.read_text(encoding="utf-8"))) == len(told)

@@ -85,11 +85,6 @@ def attach_marks(sampling_params: Any) -> None:
         _add(sampling_params, marks)
 
 
-def go_on_after(sampling_params: Any, generated: Sequence[int]) -> None:
-    """Let a request go on after output tokens that it had, as SGLang's ``SamplingParams`` say."""
-    _add(sampling_params, {_GENERATED_KEY: list(generated)})
-
-
 def mark_arrival(received: Any, arrival_s: float) -> None:
     """Note in the message of a request, on its way to all ranks, when it arrived on rank 0."""
     _add(received.sampling_params, {_ARRIVAL_KEY: arrival_s})

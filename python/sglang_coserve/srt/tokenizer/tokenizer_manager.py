@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing, contextmanager
 from typing import Any, Final
 
 from asgi_correlation_id import correlation_id
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
 from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-from sglang_coserve.srt.compat.requests import can_continue
-from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_after
-from sglang_coserve.srt.marks.request_marks import is_offline, with_client_marks
+from sglang_coserve.srt.marks.offline_marks import attach_marks
+from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     metrics_if_configured,
     note_operation,
@@ -34,7 +32,6 @@ from sglang_coserve.srt.scheduler.scheduler import config_of
 from sglang_coserve.srt.tokenizer.client_presence import (
     ClientDepartures,
     install_arrival_times,
-    key_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,7 +128,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         for name in compat.UPDATE_COMMUNICATORS:
             setattr(self, name, self._once_idle(getattr(self, name)))
         install_arrival_times()
-        self._departures = ClientDepartures(self.abort_request, self._output_of)
+        self._departures = ClientDepartures(self.abort_request)
         self._fingerprint: asyncio.Task[str] | None = None
         settings = compat.settings_of(self.server_args)
         self._otel_metrics = metrics_if_configured(
@@ -154,23 +151,11 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
             note_operation(url.path)
         client = None if getattr(obj, "background", False) else request
         async with (
-            self._departures.watched(client, self._key_of(obj, client)),
+            self._departures.watched(client),
             aclosing(super().serve(obj, request)) as outputs,
         ):
             async for output in outputs:
                 yield output
-
-    def _key_of(self, obj: Any, request: Any) -> str | None:
-        """Return what names a request that can go on after its tokens; None for any other."""
-        headers = getattr(request, "headers", None)
-        key = key_of(headers) if headers is not None else None
-        if key is None or not isinstance(obj, GenerateReqInput):
-            return None
-        return key if can_continue(obj, self.preferred_sampling_params) else None
-
-    def _output_of(self, rid: str) -> Sequence[int] | None:
-        state = self.rid_to_state.get(rid)
-        return None if state is None else state.output_ids
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
         self._departures.sending(tokenized_obj.rid)
@@ -209,11 +194,6 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         tokenized.sampling_params.custom_params = custom_params
         attach_marks(tokenized.sampling_params)
-        if is_offline(tokenized):
-            generated = self._departures.generated_before(tokenized, self.coserve_weights.name)
-            if generated:
-                logger.info("request %s goes on after %d tokens", tokenized.rid, len(generated))
-                go_on_after(tokenized.sampling_params, generated)
         self._describe(tokenized)
         return tokenized
 
