@@ -44,22 +44,6 @@ def load_of(http: httpx.Client) -> EngineLoad:
     return read_json(EngineLoad, http.get("/coserve/load").raise_for_status().text, "load")
 
 
-def flex(http: httpx.Client, wait: str) -> httpx.Response:
-    body = {"model": "m", "prompt": "A line", "max_tokens": 4, "service_tier": "flex"}
-    return http.post("/v1/completions", json=body, headers={"x-coserve-wait": wait})
-
-
-def test_who_does_not_want_to_wait_for_room_is_refused_at_once(http: httpx.Client) -> None:
-    assert flex(http, "0").status_code == 200
-    assert flex(http, "soon").status_code == 400
-    with full_of_offline_work(http):
-        until(http, lambda load: load.offline.waiting > 0)
-        refused = flex(http, "100ms")
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "resource_unavailable"
-        assert int(refused.headers["retry-after"]) > 0
-
-
 def sglangs_load(http: httpx.Client) -> dict[str, float]:
     (load,) = http.get("/v1/loads").raise_for_status().json()["loads"]
     assert isinstance(load, dict)

@@ -257,7 +257,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     from sglang_coserve.srt.batch_backend.loaded_model import model_names
     from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
     from sglang_coserve.srt.routes.batch_api import install_batch_api, open_routes_warning
-    from sglang_coserve.srt.routes.engine_routes import View, has_room, install_load_route
+    from sglang_coserve.srt.routes.engine_routes import View, install_load_route
 
     async def status() -> dict[str, Any]:
         """Return the state of each data-parallel replica and of the Batch API."""
@@ -275,11 +275,7 @@ def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults)
     settings = compat.settings_of(server_args)
     counted = BackgroundFailures(settings.served_model_name) if settings.enable_metrics else None
     background = TaskSupervisor(count=counted)
-    app.add_middleware(
-        MarksMiddleware,
-        offline_objectives=config.offline_objectives,
-        has_room=lambda: has_room(http_server._global_state.tokenizer_manager),
-    )
+    app.add_middleware(MarksMiddleware, offline_objectives=config.offline_objectives)
     check_models_of_forms(app)
     # The middleware added last runs first.
     app.add_middleware(WantedModelMiddleware)

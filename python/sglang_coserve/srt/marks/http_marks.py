@@ -114,7 +114,7 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> GatewayHints:
         objective=objective.decode("latin-1").strip() or None,
         ttft_ms=_number(found, _TTFT, "of milliseconds"),
         tpot_ms=_number(found, _TPOT, "of milliseconds"),
-        ttl_s=duration_s(name, ttl) if name else None,
+        ttl_s=_duration_s(name, ttl) if name else None,
     )
     rate = _number(found, _TOKENS_PER_S, "of tokens per second")
     if rate and hints.tpot_ms is None:
@@ -143,23 +143,18 @@ def _number(found: Mapping[bytes, bytes], names: Iterable[bytes], unit: str) -> 
     return number
 
 
-def duration_s(name: str, value: bytes, *, may_be_zero: bool = False) -> float:
-    """Return a duration as llm-d's router reads it (Go's ``time.ParseDuration``), above 0 unless
-    ``may_be_zero``.
+def _duration_s(name: str, value: bytes) -> float:
+    """Return a duration as llm-d's router reads it (Go's ``time.ParseDuration``), above 0.
 
     Raises:
         RequestError: it is none; ``name`` says of what.
     """
     text = value.decode("utf-8", errors="replace").strip()
-    if may_be_zero and text == "0":
-        return 0.0
     parts = _DURATION.findall(text) if len(value) <= _MOST_TTL_BYTES else []
     seconds = sum(float(part.rstrip("hmsuµn")) * _UNITS_S[_unit(part)] for part in parts)
-    is_zero = bool(parts) and seconds == 0 and may_be_zero
-    if "".join(parts) != text or not (is_zero or 0 < seconds < math.inf):
-        least = "" if may_be_zero else " above 0"
+    if "".join(parts) != text or not 0 < seconds < math.inf:
         raise RequestError(
-            f"{name} is {text[:_MOST_TTL_BYTES]!r}: use a duration{least} such as 90s, 1m30s or"
+            f"{name} is {text[:_MOST_TTL_BYTES]!r}: use a duration above 0 such as 90s, 1m30s or"
             " 1500ms"
         )
     return seconds

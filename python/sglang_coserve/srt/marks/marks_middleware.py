@@ -23,13 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.srt.marks.answers import (
-    HasRoom,
-    OverloadAnswer,
-    TierWriter,
-    is_refused,
-    kept_alive,
-)
+from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
 from sglang_coserve.srt.marks.http_marks import (
     SERVICE_TIER,
     marks_of_body,
@@ -67,35 +61,18 @@ STRICT_PATHS: Final = ("/v1/decisions",)
 """Routes that refuse fields that they do not know."""
 
 
-_STREAM: Final = b'"stream"'
-
-_EVENT_PATHS: Final = _OPENAI_PATHS | {"/generate", "/v1/messages"}
-"""Routes whose streams are server-sent events."""
-
-
-async def _always() -> bool:
-    return True
-
-
 class MarksMiddleware:
     """Stands behind what bounds a body and puts it together; see the module's docstring."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        offline_objectives: Iterable[str] = (),
-        *,
-        has_room: HasRoom = _always,
-    ) -> None:
+    def __init__(self, app: ASGIApp, offline_objectives: Iterable[str] = ()) -> None:
         """Wrap ``app``.
 
         ``offline_objectives`` are values of a gateway's header that make a request offline; ``*``
-        stands for any text. ``has_room`` is asked for requests that bound how long they wait.
+        stands for any text.
         """
         self._app = app
         patterns = [fnmatch.translate(each) for each in offline_objectives]
         self._is_offline = re.compile("|".join(patterns) or r"(?!)").match
-        self._has_room = has_room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -106,7 +83,7 @@ class MarksMiddleware:
         try:
             hints = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
-            body, names_tier = b"", path in _OPENAI_PATHS
+            names_tier = path in _OPENAI_PATHS
             if not is_form(scope):
                 body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
@@ -127,27 +104,8 @@ class MarksMiddleware:
             marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
             send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
-        send = OverloadAnswer(send)
         with said_by_client(marks, hints):
-            if marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
-                await self._serve_offline(scope, receive, send, streams=await _streams(path, body))
-            else:
-                await self._app(scope, receive, send)
-
-    async def _serve_offline(
-        self, scope: Scope, receive: Receive, send: Send, *, streams: bool
-    ) -> None:
-        try:
-            if await is_refused(scope["headers"], self._has_room, send):
-                return
-        except RequestError as error:
-            await send_error(send, 400, str(error))
-            return
-        if not streams:
-            await self._app(scope, receive, send)
-            return
-        async with kept_alive(send) as send_events:
-            await self._app(scope, receive, send_events)
+            await self._app(scope, receive, OverloadAnswer(send))
 
 
 def _naming(send: Send, request_class: RequestClass, *, names_tier: bool) -> Send:
@@ -185,13 +143,6 @@ async def _fields(body: bytes) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-async def _streams(path: str, body: bytes) -> bool:
-    """Return whether events are asked for."""
-    if path not in _EVENT_PATHS or _STREAM not in body:
-        return False
-    return (await _fields(body)).get("stream") is True
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

@@ -105,15 +105,6 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
     )
 
 
-async def has_room(manager: Any) -> bool:
-    """Return whether an offline request that comes now would begin soon, by what is reported."""
-    loads = [ReplicaLoad(**each.coserve) for each in await manager.get_loads() if each.coserve]
-    # It goes to any replica; a number that is not known says nothing against one.
-    return not loads or any(
-        not load.offline.waiting and load.headroom_tokens_per_s != 0 for load in loads
-    )
-
-
 TRACE_PATH: Final = "/coserve/trace"
 _MOST_S: Final = 600.0
 
