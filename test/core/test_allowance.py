@@ -98,6 +98,15 @@ def test_a_target_that_most_miss_alone_bounds_nothing_until_they_meet_it() -> No
     assert seen.arrival_s == pytest.approx(0.1 / 22)
 
 
+def test_where_all_targets_are_missed_alone_a_share_of_what_that_has_is_left() -> None:
+    seen = allowance("ttft p99 <= 100ms", "tbt p99 <= 5ms")
+    first_tokens(seen, 400, 0.2)
+    seen.gaps({(None, 0.02): 400}, 0.0)
+    assert seen.targets == SloTargets(None, None)
+    assert seen.arrival_s == pytest.approx(0.2 / 22, rel=0.02)
+    assert seen.gap_s(1.0) == pytest.approx(0.3 * 0.02, rel=0.02)
+
+
 def test_targets_that_requests_bring_along_count_unless_they_could_not_be_met() -> None:
     seen = allowance("ttft p99 <= 300ms")
     first_tokens(seen, 100, 0.05, own_s=0.01)

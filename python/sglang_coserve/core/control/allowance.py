@@ -44,7 +44,8 @@ class _Headroom:
     """The SLOs on one latency, and what they leave above the same statistics of the baseline.
 
     Whatever adds no more to any latency keeps them. An absolute target that half of the baseline's
-    values miss is left out: it would cost offline work and the other targets, and not be met.
+    values miss is left out: it would cost offline work and the other targets, and not be met. If
+    none is left, offline work may add the least share of what the baseline has.
     """
 
     def __init__(self, latency: Latency, slos: Sequence[Slo], prior_s: float) -> None:
@@ -90,18 +91,21 @@ class _Headroom:
                 self._own_left_s = self._own_left.quantile(_TAIL)
 
     def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
-        self.target_s = self._left_s = math.inf
+        self.target_s = self._left_s = missed_s = math.inf
         for slo in self.slos:
             alone_s = statistic(slo.statistic)
             limit_s = slo.limit_over_value(alone_s)
             if slo.limit_s is None:
                 left_s = limit_s - alone_s
             elif median_s > limit_s:
+                missed_s = min(missed_s, alone_s)
                 continue
             else:
                 left_s = max(limit_s - alone_s, limit_s * self._least_share)
             self.target_s = min(self.target_s, limit_s)
             self._left_s = min(self._left_s, left_s)
+        if math.isinf(self.target_s):
+            self._left_s = self._least_share * missed_s
 
 
 class Allowance:
