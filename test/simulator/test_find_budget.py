@@ -98,8 +98,15 @@ def test_a_budget_in_the_middle_of_the_range_is_found(profile: Path) -> None:
     assert search.budget_s is not None and search.budget_s > search.least_budget_s
     late = searched(options(profile, "ttft p50 <= 200ms", prompt_tokens=2000))
     assert late.budget_s is None
-    least = late.trials[-1]
-    assert least.budget_s == late.least_budget_s and not least.is_met
+    assert late.least_budget_s in [each.budget_s for each in late.trials]
+
+
+def test_a_budget_between_two_that_do_not_meet_the_slos_is_found(profile: Path) -> None:
+    # Of the budgets that are halved from the top one makes decodes late, and the next one prompts.
+    slos = ("ttft p50 <= 390ms", "tpot mean <= 45ms")
+    search = searched(options(profile, *slos, prompt_tokens=2000))
+    assert search.budget_s == pytest.approx(0.045, rel=0.1)
+    assert found(search).is_met and not search.is_limit
 
 
 def test_slos_that_the_deadlines_alone_keep_end_the_search_at_once(profile: Path) -> None:

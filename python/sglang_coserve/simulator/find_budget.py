@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any, Final
 
 from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_targets
@@ -94,7 +95,8 @@ class BudgetSearch:
     A budget bounds online prefills as well, so a budget that is too small also misses TTFT
     targets: the SLOs may be met only in the middle of the range, which bisection of the whole
     range would miss. So budgets are first lowered step by step from the top, until one meets the
-    SLOs; then the range between that one and the one above it is bisected.
+    SLOs. If none does, those on both sides of the best are tried. Then the range between the one
+    that meets them and the next one above it is bisected.
     """
 
     def __init__(self, options: SimulationOptions, control: RunControl) -> None:
@@ -217,19 +219,20 @@ class BudgetSearch:
 
         self.online_only = judged(alone)
         targets = request_targets(self._slos, alone.latency)
-        ladder = self._ladder(max(limits_s))
-        met = next((place for place, budget_s in enumerate(ladder) if is_met(budget_s)), None)
-        if met is None:
+        budgets_s = chain(self._ladder(max(limits_s)), self._beside_best())
+        low_s = next(filter(is_met, budgets_s), None)
+        if low_s is None:
             self.problem = self._nearest(self.online_only)
             return
-        low_s, high_s = ladder[met], ladder[max(0, met - 1)]
+        high_s = min((each for each in self._trials if each > low_s), default=low_s)
+        self.is_limit = high_s == low_s
         while high_s > low_s * (1 + _PRECISION) and len(self._trials) < _MAX_RUNS:
             middle_s = (low_s * high_s) ** 0.5
             if is_met(middle_s):
                 low_s = middle_s
             else:
                 high_s = middle_s
-        self.budget_s, self.is_limit = low_s, met == 0
+        self.budget_s = low_s
 
     def _ladder(self, largest_limit_s: float) -> list[float]:
         least_s = self.least_budget_s
@@ -241,6 +244,17 @@ class BudgetSearch:
             ladder.append(budget_s)
             budget_s /= step
         return [*ladder, least_s]
+
+    def _beside_best(self) -> Iterator[float]:
+        """Yield budgets between the best one so far and those next to it, the wider gap first."""
+        while len(self._trials) < _MAX_RUNS:
+            tried = sorted(self._trials)
+            best = tried.index(min(tried, key=lambda each: self._trials[each].excess))
+            gaps = pairwise(tried[max(best - 1, 0) : best + 2])
+            low_s, high_s = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1.0, 1.0))
+            if high_s <= low_s * (1 + _PRECISION):
+                return
+            yield (low_s * high_s) ** 0.5
 
     def _simulate(
         self, workload: Workload, policy: str, targets: SloTargets, budget_s: float | None
