@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from common.results import write_results
 from interference_bench.load import TRAFFIC, load_parser
-from interference_bench.report import print_table
+from interference_bench.report import table
 from interference_bench.session import measured
 from interference_bench.systems import ALONE, SYSTEMS
 from sglang_coserve.bench_serving import stock
@@ -44,7 +44,7 @@ def main() -> None:
     with Progress(console=Console(stderr=True)) as progress:
         for rates, rows in measured(systems, options, progress):
             write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
-    print_table(rows, list(systems))
+    print(table(rows, list(systems)))
     if options.emulate is not None:
         print(f"emulated: {options.emulate} on {options.hardware}, no GPU was measured")
 

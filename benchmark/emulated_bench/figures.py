@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
-from interference_bench.engine import RunOutcome
 from interference_bench.load import Load
+from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures
 from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.metrics import SloTargets
@@ -47,13 +47,14 @@ def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any
     online = max(1, len(outcome.requests))
     return {
         **figures(outcome),
-        "online": len(outcome.requests),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / steps,
         "suspended": outcome.num_suspended,
         "retracted": outcome.num_retracted,
         "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted) / online,
+        "from_prefixes": outcome.from_prefixes,
+        "recomputed": outcome.recomputed,
         "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},
     }
 

@@ -27,6 +27,8 @@ _COLUMNS: Final = (
     "÷ stock",
     "suspended",
     "preempted ÷ online",
+    "from prefixes",
+    "recomputed",
 )
 
 
@@ -69,6 +71,9 @@ def _cells(
         values = [one[key] / of_base[one["repeat"]] for one in both if of_base[one["repeat"]]]
         return f"{statistics.mean(values):.2f}" if values else "–"
 
+    def share(key: str) -> str:
+        return "–" if is_alone or key not in runs[0] else f"{mean(key):.1%}"
+
     is_alone = runs is rows[PLAIN]
     offline = ["–", "–", "–"]
     if not is_alone:
@@ -95,6 +100,7 @@ def _cells(
         ratio("host_ms_per_step", counts),
         f"{mean('suspended'):.0f}",
         f"{mean('preemptions_per_online_request'):.2f}",
+        *(share(key) for key in ("from_prefixes", "recomputed")),
     ]
 
 

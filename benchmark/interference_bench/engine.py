@@ -29,8 +29,6 @@ from sglang_coserve.srt.emulation.model_directory import (
     set_environment_defaults,
 )
 
-__all__ = ["CpuClockEngine", "RunOutcome"]
-
 _CPU_SETTINGS: Final[Mapping[str, Any]] = {
     "chunked_prefill_size": 2048,
     "disable_overlap_schedule": True,
@@ -166,7 +164,8 @@ class CpuClockEngine:
         run_loop(self._scheduler, receive)
         outcome = outcome_of([*self._live.values()], begin_s, end_s, num_online)
         outcome.busy_s = self._busy_s - busy_s
-        self._add_own_account(outcome)
+        if self._system.coserve is not None:
+            outcome.counters = dict(self._scheduler.parts.events)
         outcome.host_s, outcome.num_steps = within
         outcome.num_suspended = self._num_suspended() - suspended_before
         return outcome
@@ -217,11 +216,15 @@ class CpuClockEngine:
 
         def watched(batch: Any, result: Any) -> None:
             reqs = list(batch.reqs)
+            is_prefill = batch.forward_mode.is_extend()
+            tokens = list(batch.extend_lens) if is_prefill else [1] * len(reqs)
             process(batch, result)
             now_s = self._clock()
-            for req in reqs:
+            for req, computed in zip(reqs, tokens, strict=True):
                 live = self._live.get(req.rid)
                 if live is not None:
+                    if computed > 1:  # Not a decode, which batches with prompts have, too.
+                        live.prefilled.append((bool(live.times_s), computed))
                     new = len(req.output_ids) - len(live.times_s)
                     live.times_s += [now_s] * new
                     live.is_finished = req.finished()
@@ -300,13 +303,6 @@ class CpuClockEngine:
             return 0
         safepoints = self._scheduler.parts.runner.state().get("safepoints") or {}
         return sum(safepoints.get("suspended", {}).values())
-
-    def _add_own_account(self, outcome: RunOutcome) -> None:
-        if self._system.coserve is None:
-            return
-        outcome.counters = dict(self._scheduler.parts.events)
-        monitor = self._scheduler.parts.admission.interference.monitor
-        outcome.report = monitor.report(self._clock()).to_dict()
 
 
 def _replace_in_sglang(former: object, value: object) -> None:

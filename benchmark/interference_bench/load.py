@@ -70,6 +70,8 @@ class Load:
 
     offline_output_tokens: int = 0
     offline_in_flight: int = 0
+    offline_prefixes: int = 0
+    """Half of each offline prompt is one of so many; 0: all is its own."""
 
     def beside(self, options: argparse.Namespace) -> Load:
         """Return the same with the offline requests of ``load_parser``."""
@@ -79,6 +81,7 @@ class Load:
             offline_prompt_tokens=prompt_tokens,
             offline_output_tokens=output_tokens,
             offline_in_flight=options.in_flight,
+            offline_prefixes=options.prefixes,
         )
 
     def online(self, vocab_size: int) -> list[OnlineArrival]:
@@ -88,8 +91,11 @@ class Load:
     def offline_prompts(self, vocab_size: int) -> Iterator[list[int]]:
         """Yield prompts without end; nothing if there are none."""
         rng = random.Random(self.seed + 1_000_003)
-        while self.offline_prompt_tokens:
-            yield _tokens(rng, self.offline_prompt_tokens, vocab_size)
+        tokens = self.offline_prompt_tokens
+        prefixes = [_tokens(rng, tokens // 2, vocab_size) for _ in range(self.offline_prefixes)]
+        while tokens:
+            prefix = rng.choice(prefixes) if prefixes else []
+            yield prefix + _tokens(rng, tokens - len(prefix), vocab_size)
 
 
 def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentParser:
@@ -108,6 +114,7 @@ def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentPa
     add("--seconds", type=float, help="of a run, on the virtual clock")
     add("--offline", nargs=2, type=int, metavar="TOKENS", help="prompt and output tokens")
     add("--in-flight", type=int, help="offline requests")
+    add("--prefixes", type=int, default=0, help="that halves of offline prompts share; 0: none")
     add("--ttft-ms", type=float, help="P99 target")
     add("--tpot-ms", type=float, help="P99 target of gaps")
     add("--hardware", default="h100", help="emulated")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 
 @dataclass(slots=True)
@@ -21,9 +20,6 @@ class RunOutcome:
     num_unfinished: int
     counters: dict[str, int] = field(default_factory=dict)
     """What became of offline requests since the engine began, as in ``/coserve/status``."""
-
-    report: dict[str, Any] = field(default_factory=dict)
-    """The server's own account of what online requests got, and would have got alone."""
 
     busy_s: float = 0.0
     """In which a step ran."""
@@ -42,6 +38,12 @@ class RunOutcome:
 
     num_retracted: int = 0
     """How often offline requests lost their memory, or their place in the batch."""
+
+    from_prefixes: float = 0.0
+    """Share of the offline prompts that was not computed before the first token."""
+
+    recomputed: float = 0.0
+    """What was computed of them besides, ÷ the same prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class LiveRequest:
     times_s: list[float] = field(default_factory=list)
     is_finished: bool = False
     num_retracted: int = 0
+    prefilled: list[tuple[bool, int]] = field(default_factory=list)
+    """Of each step, whether the first token was there before it, and the tokens computed."""
 
 
 def outcome_of(
@@ -85,6 +89,11 @@ def outcome_of(
         offline_tokens += sum(begin_s <= at_s < end_s for at_s in live.times_s)
         if live.times_s and begin_s <= live.times_s[0] < end_s:
             offline_tokens += live.prompt_tokens
+    begun = [live for live in offline if live.times_s]
+    prompts = max(1, sum(live.prompt_tokens for live in begun))
+    firsts = [sum(n for later, n in live.prefilled if not later) for live in begun]
+    computed = sum(n for live in begun for _, n in live.prefilled)
+    needed = sum(min(n, live.prompt_tokens) for n, live in zip(firsts, begun, strict=True))
     return RunOutcome(
         end_s - begin_s,
         [live.times_s[0] - live.at_s for live in online if live.times_s],
@@ -93,6 +102,8 @@ def outcome_of(
         num_online - sum(live.is_finished for live in online),
         requests=[_online_outcome(live) for live in online],
         num_retracted=sum(live.num_retracted for live in offline),
+        from_prefixes=1 - needed / prompts,
+        recomputed=(computed - needed) / prompts,
     )
 
 

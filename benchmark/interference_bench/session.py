@@ -13,8 +13,9 @@ from typing import Any, Final
 from rich.progress import Progress
 
 from common.own_process import OwnProcess
-from interference_bench.engine import CpuClockEngine, RunOutcome
+from interference_bench.engine import CpuClockEngine
 from interference_bench.load import TRAFFIC, Load, OnlineTraffic
+from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
@@ -98,6 +99,6 @@ def measured(
                     head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
                     own = load.beside(options) if systems[name].has_offline else load
                     outcome: RunOutcome = running[name].call("run", own)
-                    rows.append({**head, **figures(outcome), "report": outcome.report})
+                    rows.append({**head, **figures(outcome)})
                     progress.advance(bar)
         yield rates, rows

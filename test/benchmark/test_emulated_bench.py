@@ -12,7 +12,7 @@ import pytest
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
 from emulated_bench.figures import full_rate_per_s, held_share, row
 from emulated_bench.report import plot, table
-from interference_bench.outcome import OnlineOutcome, RunOutcome
+from interference_bench.outcome import LiveRequest, OnlineOutcome, RunOutcome, outcome_of
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
@@ -95,6 +95,19 @@ def test_a_request_that_was_refused_keeps_no_target() -> None:
     assert found["host_ms_per_step"] == pytest.approx(3.0)
     assert found["preemptions_per_online_request"] == 0.5
     assert held_share(outcome(), SloTargets()) == 0.75
+
+
+def test_what_prefixes_saved_and_what_was_computed_again_are_shares_of_prompts() -> None:
+    whole, half, again, waits = (LiveRequest(0.0, 1000, is_offline=True) for _ in range(4))
+    for live in (whole, half, again):
+        live.times_s = [1.0, 2.0]
+    whole.prefilled = [(False, 600), (False, 400)]
+    half.prefilled = [(False, 500)]
+    again.prefilled = [(False, 700), (False, 1000), (True, 550)]
+    waits.prefilled = [(False, 600)]
+    found = outcome_of([whole, half, again, waits], 0.0, 10.0, num_online=0)
+    assert found.from_prefixes == pytest.approx(500 / 3000)
+    assert found.recomputed == pytest.approx((700 + 550) / 3000)
 
 
 def test_full_load_keeps_the_device_busy(tmp_path: Path) -> None:

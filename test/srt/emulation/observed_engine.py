@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from interference_bench.engine import CpuClockEngine, RunOutcome
+from interference_bench.engine import CpuClockEngine
 from interference_bench.load import Load
+from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
 

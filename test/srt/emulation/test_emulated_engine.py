@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from common.own_process import OwnProcess
-from interference_bench.engine import RunOutcome
 from interference_bench.load import Load, OnlineTraffic
+from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.core.latency_model.model import LatencyModel
