@@ -6,14 +6,11 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
-
-import zmq
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
@@ -100,8 +97,6 @@ class CpuClockEngine:
         self._bringing_s = 0.0
         """CPU time in which the load was brought."""
 
-        self._inbox: Any = None
-        self._look: Callable[[], None] = lambda: None
         self._watch_results()
         self._arrive_within_steps()
 
@@ -125,7 +120,6 @@ class CpuClockEngine:
         for number, request in enumerate(online):
             rid = f"online-{self._num_runs}-{number}"
             self._due.append((begin_s + request.at_s, rid, request))
-            self._clock.call_at(begin_s + request.at_s, self._look)
         num_online = len(self._due)
         prompts = load.offline_prompts(self._vocab_size)
         end_s, busy_s = begin_s + load.seconds, self._busy_s
@@ -146,7 +140,6 @@ class CpuClockEngine:
 
         def brought(now_s: float) -> list[Any]:
             nonlocal busy_s
-            self._empty_inbox()
             messages = self._arrived(now_s)
             if now_s < begin_s:
                 busy_s = self._busy_s
@@ -255,41 +248,23 @@ class CpuClockEngine:
         sender.send_output = noted
 
     def _arrive_within_steps(self) -> None:
-        """Report arrivals to the safepoints at the layer into which they fall, as the thread does
-        that watches the socket of a server."""
+        """Let safepoints see who has come meanwhile, as they do at the socket of a server."""
         if self._system.coserve is None:
             return
         scheduler = self._scheduler
         scheduler._rank_clock.arrival_s = self._arrival_s
-        ingress = scheduler._installed.ingress
-        if ingress is None:
+        safepoints = scheduler.parts.runner.safepoints
+        if safepoints is None:
             return
-        from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
-        inbox, watch = ingress.inbox, scheduler.parts.runner.safepoints._watch
-        self._inbox = inbox
-        reported: set[str] = set()
-
-        def look() -> None:
+        def arrivals() -> list[RequestInfo]:
             now_s = self._clock()
-            come = takewhile(lambda due: due[0] <= now_s, self._due)
-            new = [due for due in come if due[1] not in reported]
-            for at_s, rid, due in new:
-                reported.add(rid)
-                lengths = len(due.prompt), due.output_tokens
-                inbox.put(None, (RequestInfo(rid, RequestClass.ONLINE, *lengths, at_s),))
-            if new:
-                watch.consider()
+            return [
+                RequestInfo(rid, RequestClass.ONLINE, len(due.prompt), due.output_tokens, at_s)
+                for at_s, rid, due in takewhile(lambda due: due[0] <= now_s, self._due)
+            ]
 
-        self._look = look
-        for layer in decoder_layers(scheduler.tp_worker.model_runner.model):
-            layer.register_forward_pre_hook(lambda *_: look())
-
-    def _empty_inbox(self) -> None:
-        """What was reported within steps comes to the scheduler from here."""
-        with suppress(zmq.Again):
-            while self._inbox is not None:
-                self._inbox.recv(zmq.NOBLOCK)
+        safepoints.gate._arrivals = arrivals
 
     def _arrival_s(self, req: Any, now_s: float) -> float:
         live = self._live.get(req.rid)

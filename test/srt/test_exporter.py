@@ -34,7 +34,7 @@ def state(running):
             "resumed": running - 1,
             "delays_ms": {
                 "arrival_to_stop": {"n": running, "p50": 12.5, "p90": 20.0, "p99": 25.0},
-                "flag_to_stop": {"n": 0, "p50": None, "p90": None, "p99": None},
+                "stop_to_first_token": {"n": 0, "p50": None, "p90": None, "p99": None},
             },
         },
     }
@@ -77,4 +77,4 @@ def test_gauges_show_the_last_state_and_counters_add_up() -> None:
         assert line in lines
     for unknown in ("coserve_slo_alone_seconds{", "coserve_headroom_tokens_per_second{"):
         assert not any(line.startswith(unknown) for line in lines)
-    assert not any("flag_to_stop" in line for line in lines)
+    assert not any("stop_to_first_token" in line for line in lines)

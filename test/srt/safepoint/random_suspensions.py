@@ -4,16 +4,19 @@ and drops some of them."""
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.snapshot import RequestInfo
 from srt.scripted_engine import ScriptedEngine
 
 
 class RandomSuspensions:
-    """Raises the flag in the middle of passes, as an arrival would, and counts layers."""
+    """Tells the gate of an arrival in the middle of passes, and counts layers."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         """Stand before every layer of the engine's model."""
@@ -22,7 +25,6 @@ class RandomSuspensions:
         parts = engine.scheduler.parts
         self.lane = parts.runner.lane
         self._due_gate = parts.runner.safepoints.gate
-        self._flag = self._due_gate._flag
         self._rng = random.Random(0)
         self._probability = self._drops = 0.0
         self._target: int | None = None
@@ -78,10 +80,11 @@ class RandomSuspensions:
         forward = layer.forward
 
         def stop_or_forward(*args: Any, **kwargs: Any) -> Any:
-            # The safepoint stands behind this, and sees the flag.
+            # The safepoint stands behind this, and asks the gate.
             if number == self._target and self._due_gate.attention[0]:
                 self.layers[number] += 1
-                self._flag.raise_for(self._due_gate.attention[0])
+                someone = RequestInfo("someone", RequestClass.ONLINE, 1, 1, time.perf_counter())
+                self._due_gate.stops_for = (someone,)
             return forward(*args, **kwargs)
 
         layer.forward = stop_or_forward

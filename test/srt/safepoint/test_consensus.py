@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, PreemptionFlag, SharedWords
+from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, SharedWords
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
 LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0
@@ -25,20 +25,20 @@ def shared_words(path: str) -> SharedWords:
 def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
     """Run batches of layers; a barrier after each layer stands for its collective."""
     words = shared_words(path)
-    flag, rng = PreemptionFlag(), random.Random(rank)
+    arrived, rng = list[Any](), random.Random(rank)
     gate = (
-        LeaderGate(flag, publish=words.publish)
+        LeaderGate(lambda: arrived, publish=words.publish)
         if rank == 0
         else FollowerGate(words, timeout_s=TIMEOUT_S)
     )
     stops: list[tuple[int, int]] = []
     for batch in range(1, BATCHES + 1):
-        flag.lower()
+        arrived.clear()
         gate.arm(batch)
         try:
             for layer in range(LAYERS):
                 if rank == 0 and rng.random() < 0.05:
-                    flag.raise_for(batch)
+                    arrived.append("one")
                 if rng.random() < 0.02:
                     time.sleep(0.001)
                 gate.reached(layer)
@@ -85,14 +85,15 @@ def test_a_leader_that_does_not_come_ends_the_follower(words_path: str) -> None:
 
 
 def test_the_stop_of_an_earlier_batch_stops_no_later_one(words_path: str) -> None:
-    words, flag = shared_words(words_path), PreemptionFlag()
-    leader, follower = LeaderGate(flag, publish=words.publish), FollowerGate(words, timeout_s=0.05)
+    words, arrived = shared_words(words_path), list[Any](["one"])
+    leader = LeaderGate(lambda: arrived, publish=words.publish)
+    follower = FollowerGate(words, timeout_s=0.05)
     for gate in (leader, follower):
         gate.arm(3)
-    flag.raise_for(3)
     for gate in (leader, follower):
         with pytest.raises(ForwardPreempted):
             gate.reached(2)
+    arrived.clear()
     for gate in (leader, follower):
         gate.arm(4)
         gate.reached(0)

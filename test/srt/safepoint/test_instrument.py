@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_coserve.srt.safepoint.gates import PreemptionFlag, batch_id
+from sglang_coserve.srt.safepoint.gates import LeaderGate, batch_id
 from sglang_coserve.srt.safepoint.instrument import (
     ForwardPreempted,
     fitting_interval,
@@ -114,8 +114,8 @@ def test_the_exception_is_none_that_a_graph_context_takes_for_a_failure() -> Non
 
 
 @pytest.mark.parametrize("count", [0, 1, 2**31 - 2, 2**31 - 1, 2**31, 2**40])
-def test_names_of_batches_fit_the_flag_and_are_never_zero(count: int) -> None:
-    flag = PreemptionFlag()
-    flag.raise_for(batch_id(count))
-    assert flag.words[0] == batch_id(count) > 0
+def test_names_of_batches_fit_the_gate_and_are_never_zero(count: int) -> None:
+    gate = LeaderGate(list)
+    gate.arm(batch_id(count))
+    assert gate.attention[0] == batch_id(count) > 0
     assert batch_id(count) != batch_id(count + 1)

@@ -82,7 +82,7 @@ def test_it_may_stop_twice_and_at_once() -> None:
     model.resumption.outputs = None
     whole(model, graph, 2)
     with model.resumption.resuming(INTERVAL, kept):
-        model.flag.raise_for(1)
+        model.arrived.append("one")
         assert model.run_until(graph, None, replay) == INTERVAL
         assert model.resumption.outputs is None  # What was kept is still to be used.
     with model.resumption.resuming(INTERVAL, kept):

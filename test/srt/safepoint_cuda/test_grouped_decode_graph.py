@@ -54,7 +54,7 @@ def test_a_step_stops_before_the_next_group_and_goes_on_there(
     decode = Decode()
     model = decode.model
     if arrival is None:
-        model.flag.raise_for(1)
+        model.arrived.append("one")
     assert model.run_until(decode.graph, arrival, decode.replay) == layer
     assert model.ran == list(range(layer))
     kept = model.resumption.outputs

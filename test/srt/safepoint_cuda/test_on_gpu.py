@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.srt.safepoint.gates import (
-    LeaderGate,
-    PreemptionFlag,
-    device_events,
-    order_behind_pass,
-)
+from sglang_coserve.srt.safepoint.gates import LeaderGate, device_events, order_behind_pass
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
 from srt.own_engine import is_flushed, params
 
@@ -39,8 +34,8 @@ class Layers:
 
     def __init__(self, *, depth: int = 1) -> None:
         torch.manual_seed(0)
-        self.flag = PreemptionFlag(pinned=True)
-        self.gate = LeaderGate(self.flag, device_events("cuda", depth))
+        self.arrived: list[Any] = []
+        self.gate = LeaderGate(lambda: self.arrived, device_events("cuda", depth))
         self.layers: list[nn.Module] = [
             nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.bfloat16)
             for _ in range(LAYERS)
@@ -62,22 +57,22 @@ class Layers:
             self.gate.disarm()
 
     def stop_at_random(self, batch: int, run: Callable[[], Any], rng: random.Random) -> int | None:
-        """Run an armed batch while a thread raises the flag some time; return where it stopped."""
-        self.flag.lower()
+        """Run an armed batch, for which something arrives some time; return where it stopped."""
+        self.arrived.clear()
         delay_s = rng.uniform(0.0, 0.006)
 
         def arrive() -> None:
             time.sleep(delay_s)
-            self.flag.raise_for(batch)
+            self.arrived.append("one")
 
-        monitor = threading.Thread(target=arrive)
-        monitor.start()
+        client = threading.Thread(target=arrive)
+        client.start()
         try:
             self.run_armed(batch, run)
         except ForwardPreempted as preempted:
             return preempted.layer
         finally:
-            monitor.join()
+            client.join()
         return None
 
 
@@ -92,7 +87,7 @@ def test_eager_passes_stop_and_the_next_one_is_whole(depth: int) -> None:
     rng = random.Random(depth)
     stops = [subject.stop_at_random(batch, subject.run, rng) for batch in range(1, 200)]
     assert len({stop for stop in stops if stop is not None}) > 2
-    subject.flag.lower()
+    subject.arrived.clear()
     torch.testing.assert_close(subject.run_armed(1000, subject.run), expected, rtol=0, atol=0)
 
 

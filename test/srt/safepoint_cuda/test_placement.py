@@ -12,7 +12,7 @@ from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, 
 
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint import placement
-from sglang_coserve.srt.safepoint.gates import LeaderGate, PreemptionFlag
+from sglang_coserve.srt.safepoint.gates import LeaderGate
 from sglang_coserve.srt.safepoint.instrument import Resumption
 from sglang_coserve.srt.safepoint.placement import SafepointPlacement, place_on_cuda
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
@@ -45,7 +45,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def place(scheduler: Any, *, groups_decodes: bool = False) -> SafepointPlacement:
-    gate = LeaderGate(PreemptionFlag())
+    gate = LeaderGate(list)
     layers = some_layers(LAYERS)
     return place_on_cuda(scheduler, layers, INTERVAL, gate, groups_decodes=groups_decodes)
 
@@ -85,7 +85,7 @@ def test_decode_graphs_are_grouped_where_that_is_asked_for_and_can_be(
 
 
 def safepoints_with(placed: SafepointPlacement) -> Safepoints:
-    return Safepoints(placed, None, num_layers=LAYERS, interval=INTERVAL)
+    return Safepoints(placed, num_layers=LAYERS, interval=INTERVAL)
 
 
 def batch_of(mode: ForwardMode) -> Any:
@@ -100,7 +100,7 @@ def batch_of(mode: ForwardMode) -> Any:
 
 
 def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
-    gate = LeaderGate(PreemptionFlag())
+    gate = LeaderGate(list)
     on_cpu = safepoints_with(SafepointPlacement(gate, Resumption(some_layers(LAYERS)), 1))
     on_cuda = safepoints_with(place(scheduler_of()))
     assert on_cpu.stop_share == INTERVAL / LAYERS
@@ -110,8 +110,8 @@ def test_an_arrival_waits_for_all_groups_that_are_outstanding() -> None:
 
 
 def test_no_share_is_more_than_the_whole() -> None:
-    placed = SafepointPlacement(LeaderGate(PreemptionFlag()), Resumption([]), 2)
-    few = Safepoints(placed, None, num_layers=2, interval=2)
+    placed = SafepointPlacement(LeaderGate(list), Resumption([]), 2)
+    few = Safepoints(placed, num_layers=2, interval=2)
     assert few.stop_share == 1.0
 
 

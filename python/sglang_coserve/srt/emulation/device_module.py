@@ -7,7 +7,6 @@ real or virtual.
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -55,8 +54,6 @@ class VirtualTime(HostClock):
         self._cpu_clock = time.pthread_getcpuclockid(self._thread)
         self._host_factor = host_factor
         self._skipped_s = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_due = 0
 
     def __call__(self) -> float:
         """See ``HostClock``; any thread may ask."""
@@ -66,32 +63,14 @@ class VirtualTime(HostClock):
 
     def has_come(self, at_s: float) -> bool:
         """See ``HostClock``."""
-        self.run_due()
         if self() >= at_s:
             return True
         self._skipped_s += _QUERY_S
         return False
 
     def wait_until(self, at_s: float) -> None:
-        """See ``HostClock``. What is due until then is run at its time."""
-        while self._due and self._due[0][0] <= at_s:
-            due_s, _, what = heapq.heappop(self._due)
-            self._skip_to(due_s)
-            what()
-        self._skip_to(at_s)
-
-    def call_at(self, at_s: float, what: Callable[[], None]) -> None:
-        """Run ``what`` at ``at_s``, or when the thread next waits or asks for an event.
-
-        So comes what another thread would bring, such as a request.
-        """
-        self._num_due += 1
-        heapq.heappush(self._due, (at_s, self._num_due, what))
-
-    def run_due(self) -> None:
-        """Run what is due by now."""
-        while self._due and self._due[0][0] <= self():
-            heapq.heappop(self._due)[2]()
+        """See ``HostClock``."""
+        self._skipped_s += max(0.0, at_s - self())
 
     def install(self) -> Callable[[], None]:
         """Be the clock of Python's ``time``, for what looks it up there; return what undoes it.
@@ -109,9 +88,6 @@ class VirtualTime(HostClock):
 
         _set_time({"perf_counter": self, "monotonic": self, "sleep": sleep})
         return partial(_set_time, replaced)
-
-    def _skip_to(self, at_s: float) -> None:
-        self._skipped_s += max(0.0, at_s - self())
 
 
 def _set_time(values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Gates say at a safepoint whether the pass stops: by a flag, by a deadline, on all ranks alike.
+"""Gates say at a safepoint whether the pass stops: for whom, when, and on all ranks alike.
 
 The host launches a forward pass faster than a GPU computes it. When an online request arrives,
 the remaining layers would be in the stream already, from which they cannot be removed, so a check
@@ -33,46 +33,30 @@ from typing import Any, Final
 
 import torch
 
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.forward_kind import runs_beside_host
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate
+from sglang_coserve.srt.safepoint.instrument import (
+    ForwardPreempted,
+    Gate,
+    MustStop,
+    for_anybody,
+)
 
 _POLL_S: Final = 50e-6
-"""Sleep between two checks of an event. Spinning would keep the interpreter lock from the thread
-that receives requests; a group of layers takes milliseconds."""
+"""Sleep between two looks at an event and at what has arrived; a group of layers takes
+milliseconds."""
 
 _LARGEST_ID = 2**31 - 1
-_CACHE_LINE_WORDS = 16
 
 
 def batch_id(forward_count: int) -> int:
-    """Return a batch's id in the flag: a positive int32, reused only after 2³¹ - 1 batches."""
+    """Return a batch's id for a gate: a positive int32, reused only after 2³¹ - 1 batches."""
     return 1 + forward_count % _LARGEST_ID
 
 
-class PreemptionFlag:
-    """Holds the id of the batch to stop; 0 for none.
-
-    It is an id rather than a bit, so that a flag raised too late for its batch does not stop
-    the next one. It is one int32 on its own cache line, optionally in pinned memory that the
-    device can read as well.
-    """
-
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._tensor = torch.zeros(_CACHE_LINE_WORDS, dtype=torch.int32, pin_memory=pinned)
-        self.words = memoryview(self._tensor.numpy())
-        """Memory whose first word is the flag; the fastest way to read it from Python (20 ns)."""
-
-    def raise_for(self, batch: int) -> None:
-        """Ask this batch to stop."""
-        self.words[0] = batch
-
-    def lower(self) -> None:
-        """Ask no batch to stop."""
-        self.words[0] = 0
-
-
 class LeaderGate(Gate):
-    """Stops the armed batch when the flag holds its id, or its time is up.
+    """Stops the armed batch when online requests have come that it must stop for, or its time is
+    up.
 
     A group of layers is not begun if it would end after the deadline, assuming that it takes as
     long as the group before it. The first group of a pass always runs.
@@ -86,47 +70,55 @@ class LeaderGate(Gate):
 
     def __init__(
         self,
-        flag: PreemptionFlag,
+        arrivals: Callable[[], Sequence[RequestInfo]],
         events: Sequence[Any] = (),
         publish: Callable[[int, int, bool], None] | None = None,
     ) -> None:
         """Create a gate.
 
         Args:
-            flag: The flag by which it decides.
+            arrivals: Returns the online requests that have come and are in no batch yet.
             events: depth + 1 of them, such as ``torch.cuda.Event``; none if the host waits for the
                 device anyway.
             publish: Tells the other ranks the batch, the layer that was reached, and whether the
                 pass stops there.
         """
         super().__init__()
-        self._flag = flag
+        self._arrivals = arrivals
         self._events = tuple(events)
         self._publish = publish
         self._until_s = math.inf
+        self._must_stop: MustStop = for_anybody
         self._passed = 0
         self._last_s: float | None = None
 
-    def arm(self, batch: int, until_s: float = math.inf) -> None:
+    def arm(self, batch: int, until_s: float = math.inf, must_stop: MustStop = for_anybody) -> None:
         """See ``Gate.arm``."""
-        self._until_s, self._passed, self._last_s = until_s, 0, None
+        self._until_s, self._must_stop = until_s, must_stop
+        self.stops_for, self._passed, self._last_s = (), 0, None
         super().arm(batch)
 
     def reached(self, layer: int) -> None:
-        """See ``Gate.reached``. A flag left over from another batch has no effect."""
+        """See ``Gate.reached``."""
         if self._events:
             self._stay_close()
-        batch, now_s = self.attention[0], time.perf_counter()
+        stops, now_s = self._is_awaited(), time.perf_counter()
         if self._last_s is not None:
             groups_s = max(len(self._events), 1) * (now_s - self._last_s)
-            if now_s + groups_s > self._until_s:
-                self._flag.raise_for(batch)
+            stops = stops or now_s + groups_s > self._until_s
         self._last_s = now_s
-        stops = self._flag.words[0] == batch
         if self._publish is not None:
-            self._publish(batch, layer, stops)
+            self._publish(self.attention[0], layer, stops)
         if stops:
             raise ForwardPreempted(layer)
+
+    def _is_awaited(self) -> bool:
+        """Return whether somebody has come for whom the batch must stop."""
+        if not self.stops_for:
+            arrivals = self._arrivals()
+            if arrivals and self._must_stop(arrivals, time.perf_counter()):
+                self.stops_for = arrivals
+        return bool(self.stops_for)
 
     def _stay_close(self) -> None:
         """Record an event, and wait for that of ``depth`` safepoints before."""
@@ -143,7 +135,7 @@ class LeaderGate(Gate):
         # overwrites (attention plans): these must be complete.
         may_cut_short = safepoint > 0
         while not event.query():
-            if may_cut_short and self._flag.words[0] == self.attention[0]:
+            if may_cut_short and self._is_awaited():
                 return
             time.sleep(_POLL_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.utils import PPMissingLayer
 from torch import nn
 
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt import compat
 
 _LAYER_LISTS: Final = ("layers", "h", "blocks", "decoder_layers")
@@ -79,17 +80,35 @@ class ForwardPreempted(BaseException):
         self.layer = layer
 
 
+MustStop = Callable[[Sequence[RequestInfo], float], bool]
+"""Says whether a batch is to stop for online requests that wait, at a time of
+``time.perf_counter``."""
+
+
+def for_anybody(_arrivals: Sequence[RequestInfo], _now_s: float) -> bool:
+    """Return True: a ``MustStop``."""
+    return True
+
+
 class Gate(ABC):
     """Decides at a safepoint whether the forward pass goes on; stops only armed batches."""
 
     def __init__(self) -> None:
+        self.stops_for: Sequence[RequestInfo] = ()
+        """The online requests that the batch armed last stops for, where this rank decides that."""
+
         # A numpy array has the item type that memoryview reads fastest.
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
         """Its first word is the armed batch. While it is 0, safepoints do not call ``reached``."""
 
-    def arm(self, batch: int, until_s: float = math.inf) -> None:  # noqa: ARG002
-        """Allow this batch to be stopped: by the rank that decides also at ``until_s``
-        (``time.perf_counter``). All ranks arm the same batches."""
+    def arm(
+        self,
+        batch: int,
+        until_s: float = math.inf,  # noqa: ARG002
+        must_stop: MustStop = for_anybody,  # noqa: ARG002
+    ) -> None:
+        """Allow this batch to be stopped: by the rank that decides, for online requests and at
+        ``until_s`` (``time.perf_counter``). All ranks arm the same batches."""
         self.attention[0] = batch
 
     def disarm(self) -> None:

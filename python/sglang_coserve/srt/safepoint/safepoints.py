@@ -14,20 +14,21 @@ import numpy as np
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, CoserveConfig
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, runs_beside_host
 from sglang_coserve.srt.safepoint.gates import (
     FollowerGate,
     LeaderGate,
-    PreemptionFlag,
     batch_id,
     device_events,
     has_ordered_stores,
     share_words,
 )
-from sglang_coserve.srt.safepoint.ingress import ArrivalWatch, Inbox, Ingress, MustStop, StopRequest
+from sglang_coserve.srt.safepoint.inbox import Inbox
 from sglang_coserve.srt.safepoint.instrument import (
     Gate,
+    MustStop,
     Resumption,
     add_safepoints,
     decoder_layers,
@@ -43,10 +44,7 @@ from sglang_coserve.srt.safepoint.placement import (
 _SAMPLES: Final = 1024
 _PERCENTILES: Final = (50, 90, 99)
 
-_DELAYS: Final = (
-    *("arrival_to_flag", "flag_to_stop", "arrival_to_stop"),
-    *("stop_to_first_token", "arrival_to_first_token"),
-)
+_DELAYS: Final = ("arrival_to_stop", "stop_to_first_token", "arrival_to_first_token")
 
 
 class SafepointStats:
@@ -67,20 +65,18 @@ class SafepointStats:
         """Arrivals for which a step was suspended, with the times of arrival and suspension; the
         last ones, as some are refused before they become requests."""
 
-    def suspended(self, kind: ForwardKind, request: StopRequest | None, now_s: float) -> None:
+    def suspended(self, kind: ForwardKind, arrivals: Sequence[RequestInfo], now_s: float) -> None:
         """Record that a step was suspended.
 
-        ``request`` is None if it was suspended at its deadline, and on ranks that do not receive
-        requests.
+        ``arrivals`` are who it was suspended for: nobody at its deadline, and on ranks that do not
+        receive requests.
         """
         self.suspensions[kind] += 1
-        if request is None:
+        if not arrivals:
             return
-        first_s = min(arrival.arrival_s for arrival in request.arrivals)
-        self._delays["arrival_to_flag"].append(request.raised_s - first_s)
-        self._delays["flag_to_stop"].append(now_s - request.raised_s)
+        first_s = min(arrival.arrival_s for arrival in arrivals)
         self._delays["arrival_to_stop"].append(now_s - first_s)
-        for arrival in request.arrivals:
+        for arrival in arrivals:
             self._awaited.setdefault(arrival.rid, (arrival.arrival_s, now_s))
         while len(self._awaited) > _SAMPLES:
             self._awaited.popitem(last=False)
@@ -149,26 +145,15 @@ class Safepoints:
     All ranks arm the same batches; the rank that receives requests decides when they stop.
     """
 
-    def __init__(
-        self,
-        placement: SafepointPlacement,
-        watch: ArrivalWatch | None,
-        *,
-        num_layers: int,
-        interval: int,
-    ) -> None:
-        """``watch`` is None on ranks that do not receive requests."""
+    def __init__(self, placement: SafepointPlacement, *, num_layers: int, interval: int) -> None:
         self.stats = SafepointStats()
         self.gate = placement.gate
         self.resumption = placement.resumption
         self.num_layers = num_layers
         self._no_safepoints = placement.no_safepoints
-        self._watch = watch
         self._interval = interval
         self.stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
         """Largest share of a batch that still runs after a stop was requested."""
-
-        self._request: StopRequest | None = None
 
     @property
     def decodes_stop(self) -> bool:
@@ -190,20 +175,15 @@ class Safepoints:
 
         ``forward_count`` identifies the batch.
         """
-        name = batch_id(forward_count)
-        self.gate.arm(name, stops.until_s)
-        if self._watch is not None:
-            self._watch.open(name, stops.for_arrivals)
+        self.gate.arm(batch_id(forward_count), stops.until_s, stops.for_arrivals)
         try:
             yield
         finally:
             self.gate.disarm()
-            if self._watch is not None:
-                self._request = self._watch.close()
 
     def suspended(self, kind: ForwardKind, now_s: float) -> None:
         """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
-        self.stats.suspended(kind, self._request, now_s)
+        self.stats.suspended(kind, self.gate.stops_for, now_s)
 
     def report(self) -> dict[str, Any]:
         """Return the settings and statistics as plain values."""
@@ -272,7 +252,7 @@ class Installed:
     """The result of ``install_safepoints``."""
 
     safepoints: Safepoints | None = None
-    ingress: Ingress | None = None
+    inbox: Inbox | None = None
     """Receives requests; None on the ranks that do not, and without safepoints."""
 
     why_not: str | None = None
@@ -301,8 +281,9 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
         if compat.is_first_rank(scheduler):
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
         return Installed(why_not=reason)
-    flag = PreemptionFlag(pinned=is_cuda)
-    gate = _make_gate(scheduler, flag, run_ahead)
+    socket = scheduler.recv_from_tokenizer
+    inbox = None if socket is None else Inbox(socket)
+    gate = _make_gate(scheduler, inbox, run_ahead)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     if is_cuda:
         groups_decodes = config.safepoint_decode_graphs
@@ -310,21 +291,15 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     else:
         add_safepoints(layers, interval, gate)
         placement = SafepointPlacement(gate, Resumption(layers), 1 + run_ahead)
-    watch = ingress = None
-    if scheduler.recv_from_tokenizer is not None:
-        inbox = Inbox()
-        watch = ArrivalWatch(inbox, flag)
-        channels = scheduler.ipc_channels
-        ingress = Ingress(channels.recv_from_tokenizer, channels.recv_from_rpc, inbox, watch)
-    safepoints = Safepoints(placement, watch, num_layers=len(layers), interval=interval)
-    return Installed(safepoints, ingress)
+    return Installed(Safepoints(placement, num_layers=len(layers), interval=interval), inbox)
 
 
-def _make_gate(scheduler: Any, flag: PreemptionFlag, run_ahead: int) -> Gate:
+def _make_gate(scheduler: Any, inbox: Inbox | None, run_ahead: int) -> Gate:
     ps = compat.parallel(scheduler)
     words = share_words(scheduler.tp_cpu_group, ps.tp_rank) if ps.tp_size > 1 else None
     if words is not None and ps.tp_rank > 0:
         # They wait for rank 0, and so for its GPU.
         return FollowerGate(words, longest_sleep_s=_LONGEST_SLEEP_S[scheduler.device])
+    assert inbox is not None, "rank 0 receives the requests"
     events = device_events(scheduler.device, run_ahead) if run_ahead else ()
-    return LeaderGate(flag, events, None if words is None else words.publish)
+    return LeaderGate(inbox.arrivals, events, None if words is None else words.publish)

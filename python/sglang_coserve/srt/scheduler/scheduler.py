@@ -6,7 +6,6 @@ method on where needed.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,6 @@ class CoserveScheduler(Scheduler):
     """SGLang's scheduler with co-serving; runs in the scheduler process of each rank."""
 
     # SGLang's attributes that are assigned here.
-    idle_sleeper: Any
     request_receiver: Any
     load_inquirer: Any
     metrics_reporter: Any
@@ -96,11 +94,10 @@ class CoserveScheduler(Scheduler):
             self.grammar_manager.grammar_backend.cache = GrammarCache()
 
     def init_request_receiver(self) -> None:
-        """Install safepoints in the model, and receive requests in a thread if they need it."""
+        """Install safepoints in the model, where requests are received, too, if there are some."""
         self._installed = install_safepoints(self, config_of(self.server_args))
-        if (ingress := self._installed.ingress) is not None:
-            self.recv_from_tokenizer = ingress.inbox
-            self.idle_sleeper = ingress.parking
+        if self._installed.inbox is not None:
+            self.recv_from_tokenizer = self._installed.inbox
         super().init_request_receiver()
 
     def init_load_inquirer(self) -> None:
@@ -142,14 +139,12 @@ class CoserveScheduler(Scheduler):
     # --- One step ------------------------------------------------------------------------
 
     def run_event_loop(self) -> None:
-        """Run SGLang's event loop, with the receiving thread beside it if there is one."""
-        ingress = self._installed.ingress
+        """Run SGLang's event loop, which receives requests when the next step has to be planned."""
         receiver, pacer = self.request_receiver, self._rank_clock.pacer
         if pacer is not None and compat.is_first_rank(self):
             self.request_receiver = PacedReceiver(receiver, pacer)
         try:
-            with nullcontext() if ingress is None else ingress.running():
-                super().run_event_loop()
+            super().run_event_loop()
         finally:
             self.request_receiver = receiver
 
