@@ -149,54 +149,6 @@ def test_requests_that_pause_all_the_time_generate_the_same(
     assert count["resumed"] > 0
 
 
-PENALIZED: list[Spec] = [
-    (f"r{i}", scenarios.prompt(i, 60 + 40 * i), 40, i % 2 == 0) for i in range(8)
-]
-
-
-def run_with_penalties(engine: ScriptedEngine, *, mixed: bool) -> dict[str, list[int]]:
-    """Every second request of each class has penalties; arrivals overlap, so requests pause."""
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 40:
-            raise StopIteration
-        arrivals = [
-            spec for i, spec in enumerate(PENALIZED) if iteration == (5 * i if mixed else 0)
-        ]
-        return [
-            engine.request(
-                rid,
-                tokens,
-                n,
-                offline=offline and mixed,
-                **({"frequency_penalty": 0.7, "presence_penalty": 0.3} if int(rid[1]) > 3 else {}),
-            )
-            for rid, tokens, n, offline in arrivals
-        ]
-
-    engine.run(script)
-    outputs = {rid: engine.output(rid) for rid, *_ in PENALIZED}
-    engine.assert_nothing_leaked()
-    return outputs
-
-
-def test_penalties_keep_working_beside_paused_requests(start_engine: Any) -> None:
-    ours = start_engine(max_total_tokens=4096, coserve=TIGHT)
-    stock = start_engine(stock=True, max_total_tokens=65536, chunked_prefill_size=8192)
-    expected = stock.call(run_stock_with_penalties)
-    assert ours.call(run_mixed_with_penalties) == expected
-
-
-def run_stock_with_penalties(engine: ScriptedEngine) -> dict[str, list[int]]:
-    return run_with_penalties(engine, mixed=False)
-
-
-def run_mixed_with_penalties(engine: ScriptedEngine) -> dict[str, list[int]]:
-    outputs = run_with_penalties(engine, mixed=True)
-    assert scenarios.counts(engine)["paused"] > 0
-    return outputs
-
-
 def test_an_offline_request_that_fails_validation_is_answered(planned: EngineProcess) -> None:
     answer = planned.call(scenarios.run_too_long_offline_prompts)
     assert answer["bad"] == {"FINISH_ABORT"}

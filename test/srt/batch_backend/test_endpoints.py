@@ -56,29 +56,6 @@ def test_chat_and_responses_use_the_chat_template(served: Served) -> None:
     assert response["status"] == "completed" or reason == {"reason": "max_output_tokens"}
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body", "nulls"),
-    [
-        (COMPLETIONS, COMPLETION, ("n", "stream", "echo", "top_p", "stop", "logprobs", "user")),
-        (
-            CHAT,
-            {**GREEDY, "messages": MESSAGES, "max_tokens": 5},
-            ("n", "stream", "logprobs", "frequency_penalty", "tools", "tool_choice", "stop"),
-        ),
-        (
-            RESPONSES,
-            {**GREEDY, "input": MESSAGES, "max_output_tokens": 20},
-            ("tools", "tool_choice", "service_tier", "stream", "background"),
-        ),
-    ],
-)
-def test_a_null_is_as_if_left_out(
-    served: Served, endpoint: str, body: dict[str, Any], nulls: tuple[str, ...]
-) -> None:
-    left_out = served.answer(endpoint, body)
-    assert text_of(served.answer(endpoint, body | dict.fromkeys(nulls))) == text_of(left_out)
-
-
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT, RESPONSES])
 def test_another_model_is_not_found(served: Served, endpoint: str) -> None:
     result, _ = served.serve(endpoint, {**COMPLETION, "model": "gpt-4o"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import openai
-import pytest
 
 from srt.batch_server.deployment import (
     WEBHOOK_SECRET,
@@ -87,19 +86,12 @@ def test_a_webhook_tells_the_end(
     eventually(lambda: deployment.status()["batch_api"]["webhooks_pending"] == 0)
 
 
-def test_a_deadline_of_a_single_request_is_kept_or_refused(
-    deployment: Deployment, client: openai.OpenAI
-) -> None:
-    policy = deployment.status()["replicas"][0]["config"]["offline_policy"]
-    assert policy == "fifo"
-    ask = {"model": "small", "prompt": "The old mill", "max_tokens": 2}
-    with pytest.raises(openai.BadRequestError, match="this server keeps no coserve_deadline_s"):
-        client.completions.create(
-            **ask, extra_body={"service_tier": "flex", "coserve_deadline_s": 60}
-        )
-    with pytest.raises(openai.BadRequestError, match="is for offline requests"):
-        client.completions.create(**ask, extra_body={"coserve_deadline_s": 60})
-    # A gateway says how long it would let any request wait.
-    told = {"x-llm-d-inference-ttl": "90s"}
-    for extra in ({}, {"service_tier": "flex"}):
-        assert client.completions.create(**ask, extra_body=extra, extra_headers=told).choices
+def test_a_background_response_that_sglang_refuses_has_failed(client: openai.OpenAI) -> None:
+    begun = client.responses.create(
+        model="small", input="The old mill", background=True, service_tier="flex", top_p=7.0
+    )
+    assert begun.status == "queued"
+    eventually(lambda: client.responses.retrieve(begun.id).status == "failed")
+    error = client.responses.retrieve(begun.id).error
+    assert error is not None
+    assert "top_p" in error.message

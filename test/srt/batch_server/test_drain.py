@@ -166,12 +166,6 @@ def test_its_batches_are_not_exported_by_who_does_not_serve_them(
     until(client, batch.id, "cancelled")
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
-def test_the_admin_key_alone_drains(deployment: Deployment, method: str) -> None:
-    assert ask(deployment, method, "/coserve/drain", API_KEY).status_code == 401
-    assert not drain(deployment, "GET")["is_draining"]
-
-
 def test_what_it_waits_is_bounded(deployment: Deployment) -> None:
     refused = ask(deployment, "POST", "/coserve/drain?wait_s=1e9")
     assert refused.status_code == 400

@@ -24,13 +24,18 @@ def test_the_admin_key_opens_the_operators_routes_and_no_others(
     assert batch_id in [batch["id"] for batch in listed.json()["data"]]
     for key in (API_KEY, "another", None):
         for method, path in (
-            ("GET", ""),
-            ("GET", f"/{batch_id}"),
-            ("POST", f"/{batch_id}/cancel"),
-            ("POST", f"/{batch_id}/pause"),
-            ("POST", f"/{batch_id}/resume"),
+            ("GET", "/batches"),
+            ("GET", f"/batches/{batch_id}"),
+            ("POST", f"/batches/{batch_id}/cancel"),
+            ("POST", f"/batches/{batch_id}/pause"),
+            ("POST", f"/batches/{batch_id}/resume"),
+            ("GET", "/drain"),
+            ("POST", "/drain"),
+            ("DELETE", "/drain"),
+            ("GET", "/lines"),
+            ("POST", "/lines"),
         ):
-            answer = call(deployment, method, f"/coserve/batches{path}", key)
+            answer = call(deployment, method, f"/coserve{path}", key)
             assert answer.status_code == 401, (key, method, path)
     for path in ("/v1/files", "/v1/batches", "/coserve/status"):
         assert call(deployment, "GET", path, ADMIN_KEY).status_code == 401

@@ -26,7 +26,6 @@ class Talker:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
-        self.safepoints = engine.scheduler.parts.runner.safepoints
         socket = engine.scheduler.ipc_channels.recv_from_tokenizer
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.bind(socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -34,20 +33,12 @@ class Talker:
     def send(self, message: Any) -> None:
         self._socket.send(pickle.dumps(message))
 
-    def send_bytes(self, data: bytes) -> None:
-        self._socket.send(data)
-
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Return once the condition holds."""
         deadline_s = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline_s, f"never came: {what}"
             time.sleep(0.001)
-
-    def wait_for_tokens(self, rid: str, count: int = 1) -> None:
-        """Return once a request has so many tokens."""
-        reqs = self.engine.reqs
-        self.wait(lambda: rid in reqs and len(reqs[rid].output_ids) >= count, f"tokens of {rid}")
 
     def wait_for_end(self, rid: str) -> None:
         """Return once a request has ended."""
