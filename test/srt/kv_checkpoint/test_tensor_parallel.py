@@ -127,9 +127,3 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
             assert not list(move_dir.iterdir())
 
     engine.loop.run_until_complete(asyncio.wait_for(scenario(), TIMEOUT_S))
-
-
-def test_an_unknown_class_is_a_value_error(engine: Any) -> None:
-    with pytest.raises(ValueError, match="'online' or 'offline'"):
-        engine.generate("x", {"custom_params": {"coserve_class": "batch"}})
-    assert is_flushed(engine)

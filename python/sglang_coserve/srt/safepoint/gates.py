@@ -89,13 +89,14 @@ class LeaderGate(Gate):
         self._publish = publish
         self._until_s = math.inf
         self._must_stop: MustStop = for_anybody
-        self._passed = 0
+        self._num_considered = self._passed = 0
         self._last_s: float | None = None
 
     def arm(self, batch: int, until_s: float = math.inf, must_stop: MustStop = for_anybody) -> None:
         """See ``Gate.arm``."""
         self._until_s, self._must_stop = until_s, must_stop
-        self.stops_for, self._passed, self._last_s = (), 0, None
+        self.stops_for, self._last_s = (), None
+        self._num_considered = self._passed = 0
         super().arm(batch)
 
     def reached(self, layer: int) -> None:
@@ -113,10 +114,10 @@ class LeaderGate(Gate):
             raise ForwardPreempted(layer)
 
     def _is_awaited(self) -> bool:
-        """Return whether somebody has come for whom the batch must stop."""
-        if not self.stops_for:
-            arrivals = self._arrivals()
-            if arrivals and self._must_stop(arrivals, time.perf_counter()):
+        """Return whether the batch must stop for who has come; asks once for each new arrival."""
+        if not self.stops_for and len(arrivals := self._arrivals()) > self._num_considered:
+            self._num_considered = len(arrivals)
+            if self._must_stop(arrivals, time.perf_counter()):
                 self.stops_for = arrivals
         return bool(self.stops_for)
 
