@@ -61,6 +61,7 @@ PLACES: Final[dict[str, str]] = {
     "batch/routes/files.py::add_upload_part": "a form, read by UploadForm as it comes",
     "http_lines/line_server.py::serve_lines": "lines, read by CallReader as they come",
     "http_lines/line_stream.py::_call": "CallReader's limits: twice those of the gate",
+    "fleet/online_requests.py::pushed": "check_body with the fleet's limits",
     "srt/routes/drain.py::drain_engine": NO_BODY,
     "srt/routes/drain.py::end_drain": NO_BODY,
     "srt/marks/marks_middleware.py::_fields": "the request gate",

@@ -18,9 +18,13 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from http_lines.live_engine import ADMIN_KEY, READY_S
+from batch.scripted_backend import ScriptedBackend, answer
+from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
+from sglang_coserve.errors import ConfigError
+from sglang_coserve.fleet import online_requests
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import parse_options
+from sglang_coserve.lines.backend import LineHandedBackError, LineRequest, LineResult, MovedKv
 from waiting import until
 
 
@@ -94,9 +98,11 @@ async def listening(app: ASGIApp, *, lifespan: Any = "off") -> AsyncGenerator[st
 
 
 @asynccontextmanager
-async def gateway_before(directory: Path, *flags: str) -> AsyncGenerator[str]:
-    """A gateway without engines, once it has opened its batches."""
-    own = ("--engine", "http://127.0.0.1:1", "--engine-admin-key", ADMIN_KEY)
+async def gateway_before(
+    directory: Path, *flags: str, engine: str = "http://127.0.0.1:1", key: str = ADMIN_KEY
+) -> AsyncGenerator[str]:
+    """A gateway, by default without engines, once it has opened its batches."""
+    own = ("--engine", engine, "--engine-admin-key", key)
     options = parse_options((*own, "--coserve-data-dir", str(directory / "data"), *flags))
     failures: list[Exception] = []
     async with listening(gateway_app(options, failures.append), lifespan="on") as url:
@@ -226,3 +232,97 @@ async def test_a_gateway_without_a_router_says_where_online_requests_go(
         assert "--router" in refused.value.message
         assert all(each in refused.value.message for each in known[1:])
         assert refused.value.code == "not_found"
+
+
+KV = MovedKv("0" * 32, 48)
+
+
+def leaves_kv(request: LineRequest) -> LineResult:
+    raise LineHandedBackError(KV)
+
+
+@asynccontextmanager
+async def pushing(directory: Path, engine: LiveEngine) -> AsyncGenerator[tuple[str, Any]]:
+    """A gateway that pushes, once it knows that ``engine`` is up."""
+    router = RecordingRouter()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        behind = await stack.enter_async_context(listening(router))
+        flags = ("--router", behind, "--push-prompts")
+        gateway = gateway_before(directory, *flags, engine=engine.url)
+        url = await stack.enter_async_context(gateway)
+        async with httpx.AsyncClient() as client:
+            while (await fleet_of(client, url))["engines"][0]["state"] != "up":
+                await asyncio.sleep(0.01)
+        yield url, router
+
+
+async def fleet_of(client: httpx.AsyncClient, url: str) -> Any:
+    return (await client.get(f"{url}/coserve/status")).json()["fleet"]
+
+
+async def passed(url: str, router: RecordingRouter, content: bytes) -> bytes:
+    """What the router gets of a body."""
+    async with httpx.AsyncClient() as client:
+        await client.post(f"{url}/v1/completions", content=content)
+    *_, headers, body = router.seen[-1]
+    assert dict(headers)[b"content-length"] == str(len(body)).encode()
+    return body
+
+
+async def test_a_prompt_is_computed_by_a_relaxed_engine_first(tmp_path: Path) -> None:
+    backend = ScriptedBackend(answers=leaves_kv)
+    async with pushing(tmp_path, LiveEngine(backend, pool="relaxed")) as (url, router):
+        sent = b' {"prompt": "hi",  "coserve_slo_ttft_ms": 9, "service_tier": "auto", "n": 1}'
+        mark = b'{"coserve_kv":["%s",48],' % KV.name.encode()
+        assert await passed(url, router, sent) == mark + sent[2:]
+        (asked,) = backend.started
+        assert asked.only_prompt and asked.endpoint == "/v1/completions"
+        assert asked.body == {"prompt": "hi", "n": 1}
+        async with httpx.AsyncClient() as client:
+            assert (await fleet_of(client, url))["prompts_pushed"] == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'{"prompt": "hi", "service_tier": "flex"}',
+        b'{"prompt": "hi", "coserve_class": "offline"}',
+        b'{"prompt": "hi", "custom_params": {"coserve_class": "offline"}}',
+        b'{"prompt": ',
+        b'["prompt"]',
+    ],
+)
+async def test_what_is_offline_or_malformed_passes_unchanged(tmp_path: Path, sent: bytes) -> None:
+    backend = ScriptedBackend(answers=leaves_kv)
+    async with pushing(tmp_path, LiveEngine(backend, pool="relaxed")) as (url, router):
+        assert await passed(url, router, sent) == sent
+        assert not backend.started
+
+
+@pytest.mark.parametrize("fails", ["answers", "refuses", "hangs", "ends", "is strict"])
+async def test_without_kv_a_request_passes_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    holds = fails in ("hangs", "ends")
+    backend = ScriptedBackend(holds=holds, answers=answer if fails == "answers" else leaves_kv)
+    engine = LiveEngine(backend, pool="strict" if fails == "is strict" else "relaxed")
+    if fails == "hangs":
+        monkeypatch.setattr(online_requests, "_PUSH_TIMEOUT_S", 0.2)
+    async with pushing(tmp_path, engine) as (url, router):
+        if fails == "refuses":
+            engine.lines.close("it drains")
+        sent = b'{"prompt": "hi"}'
+        passing = asyncio.ensure_future(passed(url, router, sent))
+        if fails == "ends":
+            await engine.holds(1)
+            await engine.kill()
+        assert await passing == sent
+        if fails == "hangs":
+            await engine.holds(0)
+
+
+def test_prompts_are_pushed_only_before_a_router() -> None:
+    flags = ("--engine", "http://a:1", "--engine-admin-key", "k", "--coserve-data-dir", "d")
+    with pytest.raises(ConfigError, match="--router"):
+        parse_options((*flags, "--push-prompts"))

@@ -105,6 +105,9 @@ class FleetBackend(Backend):
         self.lines_returned = 0
         """Those that were asked back without that: strict engines had no room for them any more."""
 
+        self.prompts_pushed = 0
+        """Those of online requests that relaxed engines have computed for strict ones."""
+
         self.lines_lost = 0
         """Attempts that ended with an engine, and went on elsewhere."""
 

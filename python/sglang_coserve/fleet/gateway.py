@@ -38,7 +38,7 @@ from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import follow
-from sglang_coserve.fleet.online_requests import RouterConnection, online_routes
+from sglang_coserve.fleet.online_requests import PromptPush, RouterConnection, online_routes
 from sglang_coserve.fleet.options import GatewayOptions
 from sglang_coserve.fleet.report import EngineViews, fleet_metrics, fleet_status
 from sglang_coserve.fleet.served_model import keep_remembered, model_routes, remembered
@@ -143,6 +143,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             )
             fleet.served = await asyncio.to_thread(remembered, options.data)
             if router is not None:
+                router.push = PromptPush(fleet) if options.push_prompts else None
                 await stack.enter_async_context(router)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (

@@ -1,25 +1,33 @@
 """Online requests that come to a gateway: they go on to a router, or are told where it is.
 
 What passes is not changed and not gathered: a token goes on when it comes, and whoever hangs up
-is gone for the router, too.
+is gone for the router, too. With pools, relaxed engines may compute prompts first (OOCO's push).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Self
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from sglang_coserve.asgi import ENGINE_PATHS, send_json
-from sglang_coserve.errors import ServerError
+from sglang_coserve.errors import RequestError, ServerError
+from sglang_coserve.fleet.backend import FleetBackend
+from sglang_coserve.http_lines.messages import LineMovedError
+from sglang_coserve.jsonl.body_limits import check_body
+from sglang_coserve.jsonl.request_line import BadLineError, parse_json
+from sglang_coserve.lines.backend import LineRequest, MovedKv
 
 ONLINE_PATHS: Final = (
     *ENGINE_PATHS,
@@ -52,11 +60,92 @@ class _BrokenAnswerError(ServerError):
     """The router's answer ended before its end: the client's has to break, too."""
 
 
+_PUSHED_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+
+_PUSH_TIMEOUT_S: Final = 5.0
+"""Longest that a request waits for a relaxed engine to compute its prompt."""
+
+_NOT_OF_A_PROMPT: Final = ("stream", "stream_options", "service_tier", "custom_params")
+_MARK: Final = "coserve_"
+
+
+class PromptPush:
+    """Has relaxed engines compute the prompts of online requests, and leave their KV."""
+
+    def __init__(self, fleet: FleetBackend) -> None:
+        self._fleet = fleet
+        self._under_way: Counter[str] = Counter()
+        """By engine."""
+
+    def takes(self, scope: Scope) -> bool:
+        """Return whether a request may have a prompt to compute, and is not too large to gather."""
+        length_bytes = dict(scope["headers"]).get(b"content-length", b"")
+        return (
+            scope["method"] == "POST"
+            and scope["path"] in _PUSHED_PATHS
+            and length_bytes.isdigit()
+            and int(length_bytes) <= self._fleet.limits.max_bytes
+        )
+
+    async def pushed(self, path: str, content: bytes) -> bytes:
+        """Return the body of a request with a mark that names the KV of its prompt.
+
+        It is unchanged where there is none, whatever the reason: the prompt is then computed where
+        the request is served.
+        """
+        try:
+            check_body(content, self._fleet.limits)
+            fields = parse_json(content)
+        except (RequestError, BadLineError):
+            return content  # Whoever serves it says what is wrong.
+        if not isinstance(fields, dict) or _is_offline(fields):
+            return content
+        kv = await self._left(path, fields)
+        if kv is None:
+            return content
+        mark = msgspec.json.encode({f"{_MARK}kv": (kv.name, kv.tokens)})
+        # The first field, so that the rest stays as it came.
+        return mark[:-1] + b"," + content.lstrip()[1:]
+
+    async def _left(self, path: str, fields: Mapping[str, Any]) -> MovedKv | None:
+        """Return what a relaxed engine has left of a request; None if nothing in time."""
+        fleet = self._fleet
+        relaxed = [e for e in fleet.engines if e.pool == "relaxed" and e.model == fleet.model]
+        if not relaxed:
+            return None
+        engine = min(relaxed, key=lambda each: self._under_way[each.url])
+        left_out = {name for name in fields if name.startswith(_MARK)}.union(_NOT_OF_A_PROMPT)
+        body = {name: value for name, value in fields.items() if name not in left_out}
+        prompt = LineRequest("", 0, path, body, (), math.inf, only_prompt=True)
+        self._under_way[engine.url] += 1
+        try:
+            async with asyncio.timeout(_PUSH_TIMEOUT_S):
+                result = await engine.connection.run(prompt, fleet.model, lambda _: None)
+            _log.debug("%s has left no KV: HTTP %d", engine.url, result.status_code)
+        except LineMovedError as error:
+            fleet.prompts_pushed += error.kv is not None
+            return error.kv
+        except (TimeoutError, ServerError) as error:
+            _log.warning("a prompt is computed where it is served: %s", error or engine.url)
+        finally:
+            self._under_way[engine.url] -= 1
+        return None
+
+
+def _is_offline(fields: Mapping[str, Any]) -> bool:
+    params = fields.get("custom_params")
+    within = params if isinstance(params, dict) else {}
+    named = {each.get(f"{_MARK}class") == "offline" for each in (fields, within)}
+    return fields.get("service_tier") == "flex" or True in named
+
+
 class RouterConnection:
     """Passes requests on to the router at ``url``. A context manager."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self.push: PromptPush | None = None
+        """What computes prompts first; None: nobody does."""
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -95,15 +184,20 @@ class RouterConnection:
         has_body = any(
             name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
         )
+        data: AsyncIterator[bytes] | bytes | None = body.pieces() if has_body else None
         if not has_body:
             await body.skip()
+        elif self.push is not None and self.push.takes(scope):
+            whole = b"".join([piece async for piece in body.pieces()])
+            data = await self.push.pushed(path, whole)
+            headers["content-length"] = str(len(data))
         has_begun = False
         try:
             async with self._session.request(
                 scope["method"],
                 url,
                 headers=headers,
-                data=body.pieces() if has_body else None,
+                data=data,
                 allow_redirects=False,
             ) as answer:
                 has_begun = True

@@ -37,6 +37,9 @@ class GatewayOptions:
     router: str | None
     """Where online requests go on to."""
 
+    push_prompts: bool
+    """Whether relaxed engines compute the prompts of online requests."""
+
     known_router: str | None
     """The router that clients of online requests are told of."""
 
@@ -66,6 +69,8 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         raise ConfigError("no engines: add --engine URL, --engine-dns or --engine-router")
     if args.coserve_data_dir is None:
         raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
+    if args.push_prompts and not args.router:
+        raise ConfigError("--push-prompts is for online requests that go on: add --router URL")
     engine_key = args.engine_admin_key or os.environ.get(ENGINE_KEY_VARIABLE)
     if not engine_key:
         raise ConfigError(
@@ -79,6 +84,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         batch_api=BatchApiConfig.from_mapping(vars(args)),
         sources=tuple(sources),
         router=str(http_address(args.router, "--router")) if args.router else None,
+        push_prompts=args.push_prompts,
         known_router=next(iter(args.engine_router), None),
         engine_admin_key=engine_key,
         api_key=args.api_key,
@@ -125,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="where online requests go on to, unchanged, so that clients need one address; by"
         " default they are told to go to the router themselves",
+    )
+    add(
+        "--push-prompts",
+        action="store_true",
+        help="let relaxed engines compute the prompts of these requests, and leave their KV for the"
+        " strict ones behind the router (docs/fleet.md, pools)",
     )
     add(
         "--engine-admin-key",

@@ -98,6 +98,7 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
         "lines_moved": fleet.lines_moved,
         "lines_pulled": fleet.lines_pulled,
         "lines_returned": fleet.lines_returned,
+        "prompts_pushed": fleet.prompts_pushed,
         "lines_lost": fleet.lines_lost,
         "lines_given_up": fleet.lines_given_up,
         "left_out": fleet.left_out,

@@ -96,6 +96,8 @@ class LineAttempt(msgspec.Struct, frozen=True):
 
     kv: MovedKv | None = None
 
+    only_prompt: bool = False
+
 
 class LineCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message to the engine."""
@@ -175,6 +177,7 @@ def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
         None if math.isinf(request.deadline_s) else request.deadline_s - now_s,
         request.expected_output_tokens,
         request.kv,
+        request.only_prompt,
     )
 
 
@@ -189,6 +192,7 @@ def request_of(attempt: LineAttempt, now_s: float) -> LineRequest:
         math.inf if attempt.due_in_s is None else now_s + attempt.due_in_s,
         attempt.expected_output_tokens,
         attempt.kv,
+        attempt.only_prompt,
     )
 
 

@@ -61,6 +61,10 @@ class LineRequest:
     kv: MovedKv | None = None
     """What an engine has left of it that had it before; None if nothing is known."""
 
+    only_prompt: bool = False
+    """Whether it is no line, but the prompt of an online request: it is computed like one, and
+    handed back with its KV."""
+
 
 class FailureKind(Enum):
     """How an attempt failed: whether the engine or the line is to blame."""

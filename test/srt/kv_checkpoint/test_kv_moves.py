@@ -167,6 +167,56 @@ def test_lines_go_on_elsewhere_with_their_kv(
     assert not files(directory), "who takes a file removes it"
 
 
+def push(engine: ScriptedEngine) -> dict[str, int]:
+    """Compute the prompts of online requests; return the tokens whose KV was left."""
+    engine.run([online(engine, spec, "_coserve_leaves_with", MODEL) for spec in LINES])
+    ended = {rid: engine.reqs[rid].finished_reason.to_json() for rid in RIDS}
+    assert {end["type"] for end in ended.values()} == {"abort"}
+    assert_consistent(engine.scheduler.tree_cache)
+    engine.assert_nothing_leaked()
+    return {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
+
+
+def online(engine: ScriptedEngine, spec: Spec, mark: str, value: Any) -> Any:
+    request = engine.request(*spec[:3])
+    request.sampling_params.custom_params = {mark: value}
+    return request
+
+
+def serve_pushed(engine: ScriptedEngine, tokens: dict[str, int]) -> dict[str, Any]:
+    """Serve the requests with their prompts' KV, as ``go_on``."""
+    requests = [
+        online(engine, spec, "_coserve_moved_kv", (spec[0], tokens[spec[0]], MODEL))
+        for spec in LINES
+    ]
+    before = engine.scheduler.parts.checkpointing.state()
+    engine.run(requests)
+    after = engine.scheduler.parts.checkpointing.state()
+    computed = [stats["classes"]["online"]["computed_tokens"] for stats in (before, after)]
+    outputs = {rid: engine.output(rid) for rid in RIDS}
+    assert_consistent(engine.scheduler.tree_cache)
+    engine.assert_nothing_leaked()
+    decoded = sum(len(output) - 1 for output in outputs.values())
+    return {
+        "outputs": outputs,
+        "prefilled": computed[1] - computed[0] - decoded,
+        "moved_in": after["moved_in_tokens"] - before["moved_in_tokens"],
+    }
+
+
+def test_prompts_of_online_requests_are_computed_elsewhere(
+    engine: EngineProcess, kind: Any, directory: Path, reference_outputs: Reference
+) -> None:
+    page = kind[2]
+    tokens = engine.call(push)
+    assert tokens == {rid: (length - 1) // page * page for rid, length in lengths().items()}
+    came = engine.call(serve_pushed, tokens)
+    assert came["outputs"] == reference_outputs(LINES)
+    assert came["moved_in"] == sum(tokens.values())
+    assert came["prefilled"] == sum(lengths()[rid] - tokens[rid] for rid in RIDS)
+    assert not files(directory)
+
+
 # --- What can fail -----------------------------------------------------------------------
 
 

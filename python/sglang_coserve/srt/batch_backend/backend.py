@@ -30,12 +30,10 @@ from sglang_coserve.lines.backend import (
     MovedKv,
     TokenRate,
 )
-from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, HandlerThread, model_endpoints
 from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
 from sglang_coserve.srt.batch_backend.loaded_model import (
-    kv_fingerprint,
-    kv_format,
+    kv_in_use,
     model_in_use,
     model_names,
 )
@@ -141,7 +139,6 @@ class BatchBackend(Backend):
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
-        self._kv_format = kv_format(compat.settings_of(tokenizer_manager.server_args))
         self._moves_kv = moves_kv
         self._managers: dict[int, LineManager] = {}
         """Of the lines that are being run, by the identity of their requests."""
@@ -249,7 +246,7 @@ class BatchBackend(Backend):
             self._rate.add(len(token_ids))
             on_tokens(token_ids)
 
-        kv_model = kv_fingerprint(self.model, self._kv_format)
+        kv_model = kv_in_use(self._tokenizer_manager, self._fingerprint)
         task = LineTask(request, request_id, kv_model, self._moves_kv, report)
         manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
         self._managers[id(request)] = manager

@@ -19,12 +19,15 @@ from sglang_coserve.lines.backend import LineRequest
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.endpoints import OnLoop
 from sglang_coserve.srt.compat.requests import can_continue
-from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, sent_with
+from sglang_coserve.srt.marks.offline_marks import Marks, offline_marks, prompt_marks, sent_with
 from sglang_coserve.srt.monitoring.scheduler_query import moved_tokens
 
 _LAST_TOKENS_S: Final = 10.0
 """How long to wait for the tokens of a line that is taken out: the engine gives them at the end of
 its step, and no step that was measured takes so long."""
+
+_PROMPT_ENDS_TOKENS: Final = 16
+"""What a request may generate of which only the prompt is wanted. It leaves after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +192,16 @@ class LineManager:
         is no receiver if the request cannot be continued.
         """
         task = self._task
+        line = task.line
         is_embedding = isinstance(request, EmbeddingReqInput)
+        if line.only_prompt:
+            self.is_leaving = True
+            request.sampling_params = {"max_new_tokens": _PROMPT_ENDS_TOKENS, "ignore_eos": True}
         is_continuable = not is_embedding and can_continue(
             request, self._inner.preferred_sampling_params
         )
-        line = task.line
+        if line.only_prompt and not is_continuable:
+            raise ValueError("the KV of this request's prompt cannot be moved")
         due_in_s = line.deadline_s - time.time()
         marks = offline_marks(
             due_in_s=None if math.isinf(due_in_s) else due_in_s,
@@ -202,6 +210,8 @@ class LineManager:
             expected_output_tokens=line.expected_output_tokens,
             moved_kv=_kv_mark(task) if is_continuable else None,
         )
+        if line.only_prompt:
+            marks = prompt_marks(task.kv_model)
         self._is_continuable = is_continuable
         if is_continuable:
             request.stream = True

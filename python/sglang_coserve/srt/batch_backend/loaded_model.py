@@ -203,6 +203,12 @@ def kv_format(server_args: Any) -> KvFormat:
     )
 
 
+def kv_in_use(manager: Any, loaded: str) -> str:
+    """Return the fingerprint of the KV of ``model_in_use``."""
+    kv = kv_format(compat.settings_of(manager.server_args))
+    return kv_fingerprint(model_in_use(manager, loaded), kv)
+
+
 def kv_fingerprint(model: str, kv: KvFormat) -> str:
     """Return 32 hexadecimal digits for the KV of a model in use."""
     text = json.dumps([model, kv.model_dump()], sort_keys=True)

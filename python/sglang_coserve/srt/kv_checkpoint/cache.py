@@ -134,9 +134,11 @@ class CheckpointCache(UnifiedRadixCache):
         """Return the host slots of a released request's first tokens, as many as are on the host.
 
         Without the page of its last token, whose KV may have been computed just then: under overlap
-        scheduling a copy does not wait for that. None while some are being copied.
+        scheduling a copy does not wait for that. Of an online request only the prompt goes on.
+        None while some are being copied.
         """
-        computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+        output = len(req.output_ids) if is_offline(req) else 0
+        computed = len(req.origin_input_ids) + output - 1
         path = self._handover.pinned_path(req.rid)
         if any(map(self.copies.is_copying, path)):
             return None

@@ -21,6 +21,7 @@ from sglang_coserve.core.kv_checkpoint import most_loaded_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
+from sglang_coserve.srt.marks.offline_marks import leaves_with
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
@@ -205,7 +206,8 @@ class KvCheckpointing:
 
 
 def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[Req, int]]:
-    """Yield the offline requests of a processed batch, each with the length of its computed KV.
+    """Yield the offline requests of a processed batch, each with the length of its computed KV, and
+    the online ones that are to leave.
 
     That is all tokens except the last; SGLang's own length may include a token in flight under
     overlap scheduling. It is 0 for an unfinished prompt, whose chunks
@@ -213,7 +215,9 @@ def _progress(batch: ScheduleBatch, offline: Sequence[bool]) -> Iterator[tuple[R
     """
     is_extend = batch.forward_mode.is_extend()
     for place, req in enumerate(batch.reqs):
-        if not offline[place] or not compat.holds_kv(req) or req.finished():
+        if not offline[place] and leaves_with(req) is None:
+            continue
+        if not compat.holds_kv(req) or req.finished():
             continue
         computed = len(req.origin_input_ids) + len(req.output_ids) - 1
         if is_extend and batch.prefix_lens[place] + batch.extend_lens[place] < computed:

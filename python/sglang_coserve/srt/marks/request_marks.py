@@ -40,6 +40,10 @@ TPOT_KEY = "coserve_slo_tpot_ms"
 DEADLINE_KEY = "coserve_deadline_s"
 """Seconds from its arrival within which an offline request should be finished."""
 
+KV_KEY = "coserve_kv"
+"""Where a gateway has had KV of the prompt left, as ``MovedKv``: [name, tokens]. Nobody else knows
+a name of any use."""
+
 _LEAST_MS: Final = 1e-3
 """No step of an engine is as short as a microsecond, so a shorter time asks for nothing more; the
 inverse and the logarithm of this one are ordinary numbers."""
@@ -161,8 +165,13 @@ def check_marks(custom_params: object) -> None:
     for key in marks:
         if key.startswith(_INTERNAL_PREFIX):
             raise RequestError(f"{key!r} in custom_params is set by the server only: leave it out")
-        if key not in _MARKS:
+        if key not in _MARKS and key != KV_KEY:
             raise RequestError(f"unknown field {key!r}: co-serving knows {', '.join(_MARKS)}")
+    match marks.get(KV_KEY):
+        case None | [str(), int()]:
+            pass
+        case _:
+            raise RequestError(f"{KV_KEY} is set by a gateway only: leave it out")
     request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
     for key in _TARGET_KEYS:
         if key not in marks:

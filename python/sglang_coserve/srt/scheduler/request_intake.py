@@ -177,12 +177,12 @@ class RequestIntake:
             return
         now_s = self._clock.now_s()
         info = self._ledger.add(req, self._clock.arrival_s(req, now_s))
-        if info.is_online and not is_retracted:
-            self._admission.arrived(req, info)
         # A request that failed validation is answered by SGLang, whatever its class.
         if is_offline(req) and req.to_finish is None:
             self._enqueue_offline(req)
-        else:
+        elif not self._moves.come(req):
+            if info.is_online and not is_retracted:
+                self._admission.arrived(req, info)
             with self._view.own_queue():
                 enqueue(req, is_retracted)
 

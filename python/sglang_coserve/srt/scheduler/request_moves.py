@@ -1,4 +1,7 @@
-"""Offline requests that leave for another engine, and those that come from one, with their KV."""
+"""Requests that leave for another engine, and those that come from one, with their KV.
+
+Of the online ones, these are prompts that a relaxed engine computes for a strict one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import send_abort
 from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
-from sglang_coserve.srt.marks.offline_marks import take_moved_kv
+from sglang_coserve.srt.marks.offline_marks import leaves_with, take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
 from sglang_coserve.srt.steps.engine_parts import EngineParts
@@ -43,6 +46,7 @@ class RequestMoves:
         self._admission = admission
         self._view = parts.view
         self._retraction = parts.retraction
+        self._checkpointing = parts.checkpointing
         self._ledger = parts.ledger
         self._forget = forget
         self._kv: KvMoves | None = None
@@ -54,12 +58,15 @@ class RequestMoves:
         self._asked: dict[str, str] = {}
         """The requests that are to leave, with the model that their KV is of."""
 
+        self._loading: list[Req] = []
+        """Online requests whose KV is here, and goes to the device before they wait."""
+
     def __len__(self) -> int:
-        return 0 if self._kv is None else len(self._kv)
+        return 0 if self._kv is None else len(self._kv) + len(self._loading)
 
     def kept(self) -> Iterable[Req]:
         """Return the requests whose KV is on its way."""
-        return () if self._kv is None else self._kv.reqs()
+        return () if self._kv is None else (*self._kv.reqs(), *self._loading)
 
     def ask(self, rids: Sequence[str], model: str) -> list[str]:
         """Let requests leave, with the KV of ``model``; return those that do.
@@ -73,20 +80,27 @@ class RequestMoves:
     def _can_leave(self, rid: str) -> bool:
         if (live := self._ledger.get(rid)) is None:
             return False
-        req = live.req
-        return not req.finished() and req.to_finish is None and is_offline(req)
+        return not live.req.finished() and live.req.to_finish is None
 
     def come(self, req: Req) -> bool:
         """Begin to fetch the KV that was left for a new request; False if there is none to wait
         for."""
         moved = take_moved_kv(req)
-        if moved is None or self._kv is None:
+        if self._kv is None:
+            return False
+        if (model := leaves_with(req)) is not None:
+            self._asked[req.rid] = model
+        if moved is None:
             return False
         return self._kv.come(req, KvLocation(*moved))
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the requests that match: they are aborted."""
-        return [] if self._kv is None else self._kv.remove(matches)
+        if self._kv is None:
+            return []
+        gone = [req for req in self._loading if matches(req)]
+        self._loading = [req for req in self._loading if not matches(req)]
+        return self._kv.remove(matches) + gone
 
     def step(self, running_batch: ScheduleBatch) -> None:
         """Go on with the moves, before anything is admitted beside ``running_batch``."""
@@ -99,7 +113,22 @@ class RequestMoves:
             self._forget(each.req)
             send_abort(self._scheduler, each.req, moved_reason(each.tokens))
         for req in came:
-            self._admission.enqueue(req)
+            if is_offline(req):
+                self._admission.enqueue(req)
+            else:
+                self._loading.append(req)
+        if self._loading:
+            self._enqueue_loaded()
+
+    def _enqueue_loaded(self) -> None:
+        """Let the online requests wait whose KV is on the device, or does not come there."""
+        # Without plans SGLang loads it with the batch.
+        is_planned = self._admission.core is not None
+        held = self._checkpointing.hold_back(self._loading) if is_planned else ()
+        loaded = [req for req in self._loading if req.rid not in held]
+        self._loading = [req for req in self._loading if req.rid in held]
+        for req in loaded:
+            self._scheduler._add_request_to_queue(req)
 
     def yield_to_threads(self) -> None:
         """Sleep when nothing runs: Python's lock would mostly be this thread's otherwise."""
@@ -107,15 +136,21 @@ class RequestMoves:
             time.sleep(_YIELD_S)
 
     def _take_out(self, running_batch: ScheduleBatch) -> None:
-        """Retract the requests that were asked for, and take them out of the queue."""
+        """Retract the requests that were asked for, and take them out of the queue.
+
+        An online one goes once its prompt is computed.
+        """
         assert self._kv is not None
-        asked = self._asked = {
-            rid: model for rid, model in self._asked.items() if self._can_leave(rid)
-        }
+        self._asked = {rid: model for rid, model in self._asked.items() if self._can_leave(rid)}
+        reqs = (live.req for rid in self._asked if (live := self._ledger.get(rid)) is not None)
+        asked = dict.fromkeys(req.rid for req in reqs if is_offline(req) or req.output_ids)
+        if not asked:
+            return
         if any(req.rid in asked for req in self._view.suspended):
             self._admission.give_up()
         running_batch.filter_batch()  # A finished request has nothing left to release.
         self._retraction.retract(asked.keys(), running_batch)
-        for req in self._admission.remove(lambda req: req.rid in asked):
+        gone = self._admission.remove(lambda req: req.rid in asked)
+        for req in (*gone, *(req for rid in asked for req in self._view.remove_waiting(rid))):
             self._admission.forget(req.rid, Ending.ABORTED)
-            self._kv.leave(req, asked.pop(req.rid))
+            self._kv.leave(req, self._asked.pop(req.rid))

@@ -19,8 +19,8 @@ from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
 from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.batch_backend.loaded_model import loaded_fingerprint
-from sglang_coserve.srt.marks.offline_marks import attach_marks
+from sglang_coserve.srt.batch_backend.loaded_model import kv_in_use, loaded_fingerprint
+from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_with_kv
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
     metrics_if_configured,
@@ -193,9 +193,16 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         custom_params = with_client_marks(given, config_of(self.server_args))
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         tokenized.sampling_params.custom_params = custom_params
+        go_on_with_kv(tokenized.sampling_params, self._kv_in_use)
         attach_marks(tokenized.sampling_params)
         self._describe(tokenized)
         return tokenized
+
+    def _kv_in_use(self) -> str | None:
+        """Return the fingerprint of this engine's KV; None as long as nobody has asked for that of
+        the model."""
+        loaded = self._fingerprint
+        return kv_in_use(self, loaded.result()) if loaded is not None and loaded.done() else None
 
     def _describe(self, tokenized: Any) -> None:
         """Say in metrics and spans which tier a request has, and in spans its ``x-request-id``."""
