@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -119,17 +118,10 @@ class JobLines:
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
         try:
-            request = await self._parsed(line)
+            return await self._parsed(line)
         except BodyTooLargeError as error:
             custom_id = await self._custom_id(line)
-            refusal = LineResult.refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
-            return UnservedLine(custom_id, refusal)
-        if request.body.get("stream"):
-            message = "a batch line cannot stream: remove stream from its body"
-            return UnservedLine(
-                request.custom_id, LineResult.refused(HTTPStatus.BAD_REQUEST, message)
-            )
-        return request
+            return UnservedLine(custom_id, LineResult.refused(413, str(error)))
 
     async def _parsed(self, line: FileLine) -> RequestLine:
         """Return what a line asks for.

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from typing import Final
 
 from starlette.types import Message, Receive, Send
@@ -259,11 +258,7 @@ class LineStream:
         if bad.call is None:
             self._fault = str(bad)
             return
-        status = HTTPStatus.BAD_REQUEST
-        if bad.is_too_large:
-            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        error = {"message": str(bad), "type": "invalid_request_error", "param": None}
-        result = LineResult(status, "", {"error": {**error, "code": status.value}})
+        result = LineResult.refused(413 if bad.is_too_large else 400, str(bad))
         self._ends.append(encode_message(LineEvent(bad.call, result=result)))
 
     def _begin(self, number: int, attempt: LineAttempt) -> None:
@@ -311,8 +306,7 @@ def _result_message(number: int, request: LineRequest, task: asyncio.Task[LineRe
         return encode_message(LineEvent(number, result=task.result()))
     except Exception as error:
         _log.exception("line %d of %s failed", request.line, request.batch_id)
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
-        result = LineResult.refused(status, f"the engine failed: {error!r}", is_retryable=True)
+        result = LineResult.refused(500, f"the engine failed: {error!r}")
         return encode_message(LineEvent(number, result=result))
 
 

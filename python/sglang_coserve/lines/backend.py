@@ -120,11 +120,12 @@ class LineResult:
         return cls(0, "", {"error": error}, is_retryable, kind)
 
     @classmethod
-    def refused(cls, status: int, message: str, *, is_retryable: bool = False) -> Self:
-        """Return the answer to a line that cannot be served, with this HTTP status."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": None}
-        return cls(status, "", {"error": error}, is_retryable)
+    def refused(cls, status: int, message: str, request_id: str = "") -> Self:
+        """Return the answer to a line that cannot be served: now, or with a status of 4xx ever."""
+        is_retryable = status >= 500
+        kind = "server_error" if is_retryable else "invalid_request_error"
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        return cls(status, request_id, {"error": error}, is_retryable)
 
     @property
     def is_ok(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import Any
 
 from sglang_coserve.errors import ServerError, ServerGoneError
@@ -190,9 +189,7 @@ async def serve_line(
                 if not limit.expired():
                     # An unexpected error in the engine must fail only this line, not the job.
                     _log.exception("%s, line %d: the engine failed", request.batch_id, request.line)
-                    status = HTTPStatus.INTERNAL_SERVER_ERROR
-                    message = f"the engine failed: {error}"
-                    result = LineResult.refused(status, message, is_retryable=True)
+                    result = LineResult.refused(500, f"the engine failed: {error}")
         if result is None:
             continue  # It was taken out.
         if backend.model != model or (result.is_retryable and backend.is_changing):

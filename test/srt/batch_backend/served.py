@@ -44,8 +44,6 @@ class Served:
         body: dict[str, Any],
         on_tokens: Callable[[Sequence[int]], None] = lambda _: None,
         generated: Sequence[int] = (),
-        *,
-        backend: Any = None,
     ) -> Any:
         """The coroutine that serves a line."""
         line = LineRequest(
@@ -56,7 +54,7 @@ class Served:
             generated=tuple(generated),
             deadline_s=time.time() + 3600,
         )
-        return (backend or self.backend).run(line, on_tokens)
+        return self.backend.run(line, on_tokens)
 
     def serve(
         self, endpoint: str, body: dict[str, Any], generated: Sequence[int] = ()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.srt.batch_backend import BatchBackend
+from sglang_coserve.srt.batch_backend import line_manager
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -50,23 +50,19 @@ def test_cancelling_a_running_line_leaves_nothing_behind(
     served.assert_nothing_left()
 
 
-def quiet_backend(served: Served) -> BatchBackend:
-    """A backend that hears of tokens only when a line ends."""
-    return BatchBackend(
-        served.manager,
-        served.engine.template_manager,
-        fingerprint="small",
-        stream_interval_tokens=10_000,
-    )
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend hears of tokens only when a line ends."""
+    monkeypatch.setattr(line_manager, "_STREAM_INTERVAL_TOKENS", 10_000)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_cancelled_line_has_told_of_all_its_tokens(served: Served) -> None:
     """Without a stream of them, as after an interval that is not over: they come with the end."""
     heard: list[int] = []
-    quiet = quiet_backend(served)
 
     async def begin_and_cancel() -> None:
-        line = asyncio.create_task(served.run(COMPLETIONS, LONG, heard.extend, backend=quiet))
+        line = asyncio.create_task(served.run(COMPLETIONS, LONG, heard.extend))
         await served.until(lambda counts: counts["offline"]["running"] > 0)
         beside = {**GREEDY, "prompt": "Beside it", "max_tokens": 40}
         await served.run(COMPLETIONS, beside)
@@ -81,10 +77,10 @@ def test_a_cancelled_line_has_told_of_all_its_tokens(served: Served) -> None:
     served.assert_nothing_left()
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_retracted_line_that_is_cancelled_has_told_of_all_its_tokens(served: Served) -> None:
     """It waits, and no step will ever end for it."""
     heard: list[list[int]] = [[] for _ in range(4)]
-    quiet = quiet_backend(served)
 
     async def online(number: int) -> None:
         params = {"max_new_tokens": 60, "ignore_eos": True}
@@ -93,7 +89,7 @@ def test_a_retracted_line_that_is_cancelled_has_told_of_all_its_tokens(served: S
     async def begin_and_cancel() -> None:
         bodies = [{**LONG, "prompt": f"{number} {PROMPT}"} for number in range(4)]
         lines = [
-            asyncio.create_task(served.run(COMPLETIONS, body, tokens.extend, backend=quiet))
+            asyncio.create_task(served.run(COMPLETIONS, body, tokens.extend))
             for body, tokens in zip(bodies, heard, strict=True)
         ]
         await served.until(lambda counts: counts["offline"]["running"] == 4)

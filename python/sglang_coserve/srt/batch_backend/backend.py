@@ -31,7 +31,7 @@ from sglang_coserve.lines.backend import (
     TokenRate,
 )
 from sglang_coserve.srt.batch_backend.endpoints import Endpoint, HandlerThread, model_endpoints
-from sglang_coserve.srt.batch_backend.line_manager import LineManager, LineTask
+from sglang_coserve.srt.batch_backend.line_manager import LineManager
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_in_use,
     model_in_use,
@@ -39,10 +39,6 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 )
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave, sum_of_delays_s
-
-_STREAM_INTERVAL_TOKENS = 16
-"""Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
-a message between processes."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,26 +57,6 @@ def line_result(request_id: str, answer: Any) -> LineResult:
         request_id,
         {"error": fields},
         is_retryable=answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR,
-    )
-
-
-def invalid_request(request_id: str, message: str) -> LineResult:
-    """Return the result for a body that cannot be served, now or later."""
-    return _failed(request_id, HTTPStatus.BAD_REQUEST, "invalid_request_error", message)
-
-
-def engine_failure(request_id: str, message: str) -> LineResult:
-    """Return the result for a line that may succeed another time."""
-    return _failed(request_id, HTTPStatus.SERVICE_UNAVAILABLE, "server_error", message)
-
-
-def _failed(request_id: str, status: HTTPStatus, kind: str, message: str) -> LineResult:
-    error = {"message": message, "type": kind, "param": None, "code": status.value}
-    return LineResult(
-        status.value,
-        request_id,
-        {"error": error},
-        is_retryable=status >= HTTPStatus.INTERNAL_SERVER_ERROR,
     )
 
 
@@ -135,7 +111,6 @@ class BatchBackend(Backend):
         fingerprint: str,
         moves_kv: bool = False,
         expected_tokens_per_s: float | None = None,
-        stream_interval_tokens: int = _STREAM_INTERVAL_TOKENS,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._fingerprint = fingerprint
@@ -145,7 +120,6 @@ class BatchBackend(Backend):
 
         self._departures = LineDepartures(tokenizer_manager)
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
-        self._stream_interval_tokens = stream_interval_tokens
         self._thread = HandlerThread("coserve-lines")
         self._rate = TokenRate(time.monotonic, expected_per_s=expected_tokens_per_s)
 
@@ -228,7 +202,7 @@ class BatchBackend(Backend):
         if endpoint is None:
             known = ", ".join(sorted(self._endpoints))
             message = f"this model does not serve {request.endpoint}: use one of {known}"
-            return invalid_request(request_id, message)
+            return LineResult.refused(400, message, request_id)
         asked, names = request.body.get("model"), self.model_names
         name = served_name(asked, names)
         if name is None:
@@ -246,25 +220,31 @@ class BatchBackend(Backend):
             self._rate.add(len(token_ids))
             on_tokens(token_ids)
 
-        kv_model = kv_in_use(self._tokenizer_manager, self._fingerprint)
-        task = LineTask(request, request_id, kv_model, self._moves_kv, report)
-        manager = LineManager(self._tokenizer_manager, task, self._stream_interval_tokens)
+        manager = LineManager(
+            self._tokenizer_manager,
+            request,
+            request_id,
+            report,
+            kv_model=kv_in_use(self._tokenizer_manager, self._fingerprint),
+            takes_kv=self._moves_kv,
+        )
         self._managers[id(request)] = manager
         with self._rate.in_flight():
             try:
                 result = await self._thread.run(_served(endpoint, request, manager, request_id))
             except RequestError as error:
-                return invalid_request(request_id, str(error))
+                return LineResult.refused(400, str(error), request_id)
             except Exception as error:
                 logger.exception("line %d of %s failed", request.line, request.batch_id)
-                result = engine_failure(request_id, f"{type(error).__name__}: {error}")
+                failure = f"{type(error).__name__}: {error}"
+                result = LineResult.refused(503, failure, request_id)
             finally:
                 del self._managers[id(request)]
             if manager.tokens_left is not None:
                 kv = MovedKv(request_id, manager.tokens_left) if manager.tokens_left else None
                 raise LineHandedBackError(kv)
             if manager.failure is not None:
-                return engine_failure(request_id, manager.failure)
+                return LineResult.refused(503, manager.failure, request_id)
             usage = result.body.get("usage") or {}
             self._rate.add(max(0, usage.get("total_tokens", 0) - num_reported))
         return result

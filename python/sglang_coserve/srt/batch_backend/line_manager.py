@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -29,26 +28,9 @@ its step, and no step that was measured takes so long."""
 _PROMPT_ENDS_TOKENS: Final = 16
 """What a request may generate of which only the prompt is wanted. It leaves after the first."""
 
-
-@dataclass(frozen=True, slots=True)
-class LineTask:
-    """What a line brings along beside its body, which SGLang's handler has."""
-
-    line: LineRequest
-
-    request_id: str
-    """Its name in the engine."""
-
-    kv_model: str
-    """Whose KV the request's is."""
-
-    takes_kv: bool
-    """Whether to go on with what another engine has left of the request."""
-
-    on_tokens: Callable[[Sequence[int]], None]
-    """Called with the output tokens after the line's as they come, but for the last ones: those
-    are in the answer. So it never gets a complete generation. When the line is cancelled, it gets
-    what the engine has generated until then."""
+_STREAM_INTERVAL_TOKENS: Final = 16
+"""Interval in tokens at which a line's new tokens are reported. SGLang's own is 50; each report is
+a message between processes."""
 
 
 class LineManager:
@@ -57,10 +39,34 @@ class LineManager:
     Everything else is SGLang's manager's. The handler runs in a ``HandlerThread``.
     """
 
-    def __init__(self, inner: Any, task: LineTask, stream_interval_tokens: int) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        line: LineRequest,
+        request_id: str,
+        on_tokens: Callable[[Sequence[int]], None],
+        *,
+        kv_model: str,
+        takes_kv: bool,
+    ) -> None:
+        """Prepare to serve ``line``.
+
+        Args:
+            inner: SGLang's tokenizer manager.
+            line: What is served; SGLang's handler has its body.
+            request_id: Its name in the engine.
+            on_tokens: Called with the output tokens after the line's as they come, but for the last
+                ones: those are in the answer. So it never gets a complete generation. When the line
+                is cancelled, it gets what the engine has generated until then.
+            kv_model: Whose KV the request's is.
+            takes_kv: Whether to go on with what another engine has left of the request.
+        """
         self._inner = inner
-        self._task = task
-        self._stream_interval_tokens = stream_interval_tokens
+        self._line = line
+        self.request_id = request_id
+        self._on_tokens = on_tokens
+        self.kv_model = kv_model
+        self._takes_kv = takes_kv
 
         self.failure: str | None = None
         """Why the engine failed on the request; None when it did not."""
@@ -78,16 +84,6 @@ class LineManager:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    @property
-    def request_id(self) -> str:
-        """The request's name in the engine."""
-        return self._task.request_id
-
-    @property
-    def kv_model(self) -> str:
-        """Whose KV the request's is."""
-        return self._task.kv_model
 
     @property
     def can_leave(self) -> bool:
@@ -177,7 +173,7 @@ class LineManager:
         Without the last one: SGLang takes it from the step under way, and does not look any more
         whether it ends the generation.
         """
-        state = self._inner.rid_to_state.get(self._task.request_id)
+        state = self._inner.rid_to_state.get(self.request_id)
         if state is None:
             return []  # The engine never had it.
         with suppress(TimeoutError):
@@ -191,8 +187,7 @@ class LineManager:
         """Mark a request as one of a line; return the receiver of its tokens, and its marks. There
         is no receiver if the request cannot be continued.
         """
-        task = self._task
-        line = task.line
+        line = self._line
         is_embedding = isinstance(request, EmbeddingReqInput)
         if line.only_prompt:
             self.is_leaving = True
@@ -208,29 +203,36 @@ class LineManager:
             job=line.batch_id,
             generated=line.generated if is_continuable else (),
             expected_output_tokens=line.expected_output_tokens,
-            moved_kv=_kv_mark(task) if is_continuable else None,
+            moved_kv=self._kv_mark() if is_continuable else None,
         )
         if line.only_prompt:
-            marks = prompt_marks(task.kv_model)
+            marks = prompt_marks(self.kv_model)
         self._is_continuable = is_continuable
         if is_continuable:
             request.stream = True
             params = dict(request.sampling_params or {})
-            request.sampling_params = {**params, "stream_interval": self._stream_interval_tokens}
+            request.sampling_params = {**params, "stream_interval": _STREAM_INTERVAL_TOKENS}
         if not is_embedding:
             request.extra_key = _extended(request.extra_key, self._inner.coserve_weights.cache_key)
         # A client's id could be that of another line. For several inputs, an embedding request
         # takes no single id.
-        request.rid = None if is_embedding else task.request_id
-        return (_TokenFeed(task) if is_continuable else None), marks
+        request.rid = None if is_embedding else self.request_id
+        feed = _TokenFeed(line.generated, self._on_tokens) if is_continuable else None
+        return feed, marks
+
+    def _kv_mark(self) -> tuple[str, int, str] | None:
+        kv = self._line.kv if self._takes_kv else None
+        return None if kv is None else (kv.name, kv.tokens, self.kv_model)
 
 
 class _TokenFeed:
     """Reports new output tokens."""
 
-    def __init__(self, task: LineTask) -> None:
-        self._generated = list(task.line.generated)
-        self._on_tokens = task.on_tokens
+    def __init__(
+        self, generated: Sequence[int], on_tokens: Callable[[Sequence[int]], None]
+    ) -> None:
+        self._generated = list(generated)
+        self._on_tokens = on_tokens
         self._num_reported = len(self._generated)
         self._is_checked = False
 
@@ -245,11 +247,6 @@ class _TokenFeed:
         self._num_reported = len(output_ids)
         if new_ids:
             self._on_tokens(new_ids)
-
-
-def _kv_mark(task: LineTask) -> tuple[str, int, str] | None:
-    kv = task.line.kv if task.takes_kv else None
-    return None if kv is None else (kv.name, kv.tokens, task.kv_model)
 
 
 def _extended(extra_key: Any, cache_key: str) -> Any:
