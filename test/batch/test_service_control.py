@@ -13,7 +13,8 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import (
     ConflictError,
 )
-from sglang_coserve.batch.schemas import BatchAction, BatchObject
+from sglang_coserve.batch.schemas import BatchObject
+from sglang_coserve.batch.state import BatchAction
 
 
 async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from batch.manual_clock import ManualClock
 from batch.scenarios import FINAL, OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer, failure
 from sglang_coserve.batch.errors import ConflictError
-from sglang_coserve.batch.schemas import BatchAction, BatchObject, RequestCounts
+from sglang_coserve.batch.schemas import BatchObject, RequestCounts
+from sglang_coserve.batch.state import BatchAction
 
 T = TypeVar("T")
 

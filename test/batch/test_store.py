@@ -22,7 +22,7 @@ from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.render import file_object, page_of
 from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
-    CancelAsked,
+    Asked,
     Failed,
     Finalized,
     LinesFinished,
@@ -115,7 +115,7 @@ def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
 def test_an_event_in_an_unexpected_state_does_nothing(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file())
     batch_rows.create(connection, a_batch(), 0.0, 10)
-    cancelling = batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0, owner="o")
+    cancelling = batch_rows.apply(connection, "batch_1", Asked("cancel"), 1.0, owner="o")
     late = Validated(1, 1)
     expected = Status.VALIDATING
     assert batch_rows.apply(connection, "batch_1", late, 2.0, expected=expected) == cancelling
@@ -159,7 +159,7 @@ def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connec
         file_rows.delete(connection, "o", "file-1")
     assert file_rows.expired(connection, 15.0, 10) == []
     assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
-    batch_rows.apply(connection, "batch_1", CancelAsked(), 1.0)
+    batch_rows.apply(connection, "batch_1", Asked("cancel"), 1.0)
     batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
     assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
     file_rows.delete(connection, "o", "file-1")

@@ -23,7 +23,7 @@ from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.schemas import CreateResponse
-from sglang_coserve.batch.state import CancelAsked
+from sglang_coserve.batch.state import Asked
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import mended_json
@@ -270,7 +270,7 @@ class BackgroundResponses:
         """Cancel a response; one that is answered or has ended stays as it is."""
         await self.retrieve(owner, response_id)
         try:
-            batch = await self._runner.change(batch_id_of(response_id), CancelAsked(), owner)
+            batch = await self._runner.change(batch_id_of(response_id), Asked("cancel"), owner)
         except ConflictError:
             return await self.retrieve(owner, response_id)
         return await self._shown(batch)

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from sglang_coserve.batch.record import Status
 from sglang_coserve.jsonl.check_file import LineFault
 
-BatchAction = Literal["cancel", "pause", "resume"]
-
 
 class ExpiresAfter(BaseModel):
     """When a file is deleted, counted from its creation."""

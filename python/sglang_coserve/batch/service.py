@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Servi
 from sglang_coserve.batch.render import batch_object, file_object, page_of
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
-    BatchAction,
     BatchList,
     BatchObject,
     CreateBatch,
@@ -33,7 +32,7 @@ from sglang_coserve.batch.schemas import (
     FileList,
     FileObject,
 )
-from sglang_coserve.batch.state import CancelAsked, Event, PauseAsked, ResumeAsked
+from sglang_coserve.batch.state import Asked, BatchAction
 from sglang_coserve.batch.store import Store, batch_rows, file_rows
 from sglang_coserve.batch.uploads import Uploads
 from sglang_coserve.errors import StartupError, StorageError
@@ -46,11 +45,6 @@ from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy
 
 _FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
-_EVENTS: Final[Mapping[BatchAction, Event]] = {
-    "cancel": CancelAsked(),
-    "pause": PauseAsked(),
-    "resume": ResumeAsked(),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +310,7 @@ class BatchService:
         Raises:
             ConflictError: its state forbids it.
         """
-        return self._shown(await self._runner.change(batch_id, _EVENTS[action], owner))
+        return self._shown(await self._runner.change(batch_id, Asked(action), owner))
 
     @property
     def body_limits(self) -> BodyLimits:

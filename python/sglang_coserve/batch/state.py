@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.record import JobRecord, Status
@@ -68,32 +68,18 @@ class Finalized:
     """Nothing of the batch is in the engine any more, and its files are complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAsked:
-    """The owner wants no more of it."""
+BatchAction = Literal["cancel", "pause", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class PauseAsked:
-    """The owner wants it to wait."""
+class Asked:
+    """The owner wants no more of it, wants it to wait, or to go on."""
 
-
-@dataclass(frozen=True, slots=True)
-class ResumeAsked:
-    """The owner wants it to go on."""
+    action: BatchAction
 
 
 Event: TypeAlias = (
-    Validated
-    | Failed
-    | Progressed
-    | ServedBy
-    | LinesFinished
-    | DeadlinePassed
-    | Finalized
-    | CancelAsked
-    | PauseAsked
-    | ResumeAsked
+    Validated | Failed | Progressed | ServedBy | LinesFinished | DeadlinePassed | Finalized | Asked
 )
 
 _S = Status
@@ -108,16 +94,10 @@ _LEGAL_FROM: Final = MappingProxyType(
         LinesFinished: frozenset({_S.IN_PROGRESS}),
         DeadlinePassed: frozenset({_S.IN_PROGRESS}),
         Finalized: frozenset({_S.FINALIZING, _S.CANCELLING}),
-        CancelAsked: _PENDING | {_S.CANCELLING},
-        PauseAsked: _PENDING,
-        ResumeAsked: _PENDING,
+        Asked: _PENDING,
     }
 )
 """The states in which each event may happen."""
-
-_USER_VERBS: Final = MappingProxyType(
-    {CancelAsked: "cancel", PauseAsked: "pause", ResumeAsked: "resume"}
-)
 
 
 def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
@@ -127,11 +107,13 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
         ConflictError: a user asks for what the state forbids. Any other illegal
             event is a bug of the caller, hence an ``AssertionError``.
     """
+    if event == Asked("cancel") and record.status is _S.CANCELLING:
+        return record
     if record.status not in _LEGAL_FROM[type(event)]:
-        verb = _USER_VERBS.get(type(event))
-        assert verb is not None, f"{type(event).__name__} while {record.status}"
+        assert isinstance(event, Asked), f"{type(event).__name__} while {record.status}"
         raise ConflictError(
-            f"cannot {verb} batch {record.id}: it is {record.status}", code="invalid_batch_status"
+            f"cannot {event.action} batch {record.id}: it is {record.status}",
+            code="invalid_batch_status",
         )
     match event:
         case Validated(total_lines, estimated_tokens, model_name):
@@ -161,13 +143,11 @@ def transition(record: JobRecord, event: Event, now_s: float) -> JobRecord:
             )
         case Finalized():
             return _finalized(record, now_s)
-        case CancelAsked():
-            if record.status is _S.CANCELLING:
-                return record
+        case Asked("cancel"):
             return replace(record, status=_S.CANCELLING, cancelling_at_s=now_s)
-        case PauseAsked():
+        case Asked("pause"):
             return replace(record, is_paused=True, forecast_s=None)
-        case ResumeAsked():
+        case Asked():
             return replace(record, is_paused=False)
 
 

@@ -12,14 +12,13 @@ import logging
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import orjson
 
@@ -81,74 +80,51 @@ async def to_its_end(work: Awaitable[_T]) -> _T:
         raise
 
 
-_POLL_S: Final = 0.01
-"""A tenth of the time that a process takes to start."""
-
-
-async def run_module(
-    what: str, module: str, *arguments: str, source: BinaryIO | None = None
-) -> Any:
+async def run_module(what: str, module: str, *arguments: str) -> Any:
     """Run ``python -m module`` and return the JSON that it prints.
 
-    ``source`` is its standard input, empty for None. Cancelling the call ends the process.
+    Cancelling the call ends the process.
 
     Raises:
         StorageError: the process failed; the message begins with ``what``.
     """
     command = (sys.executable, "-m", module, *arguments)
+    started: list[subprocess.Popen[bytes]] = []
+    is_wanted = True
+
+    def run() -> tuple[int, bytes, bytes]:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            # A new session, so that Ctrl-C in the terminal reaches only the server.
+            start_new_session=True,
+        ) as process:
+            started.append(process)
+            if not is_wanted:
+                process.kill()
+            found, said = process.communicate()
+        return process.returncode, found, said
+
+    # Not as an asyncio subprocess: uvloop forks, which blocks the event loop for 40 ms per
+    # GiB of the server's memory. From a thread it takes half a millisecond.
+    running = asyncio.get_running_loop().run_in_executor(None, run)
     try:
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaint:
-            status = await _run(command, source, output, complaint)
-            output.seek(0)
-            complaint.seek(0)
-            found, said = output.read(), complaint.read()
+        status, found, said = await asyncio.shield(running)
     except OSError as error:
         raise StorageError(f"{what} could not begin: {error.strerror}") from error
+    except asyncio.CancelledError:
+        is_wanted = False
+        for process in started:
+            process.kill()
+        await asyncio.wait({running})
+        raise
     if status:
         lines = said.decode(errors="replace").strip().splitlines() or ["no message"]
         raise StorageError(f"{what} ended with {status}: {lines[-1]}")
     return orjson.loads(found)
-
-
-async def _run(
-    command: tuple[str, ...], source: BinaryIO | None, output: Any, complaint: Any
-) -> int:
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if source is None else source,
-            stdout=output,
-            stderr=complaint,
-            # A new session, so that Ctrl-C in the terminal reaches only the server.
-            start_new_session=True,
-        )
-
-    # Not as an asyncio subprocess: uvloop forks, which blocks the event loop for 40 ms per
-    # GiB of the server's memory. From a thread it takes half a millisecond.
-    starting = asyncio.get_running_loop().run_in_executor(None, start)
-    try:
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        # The process must end even if a second cancellation interrupts the wait.
-        starting.add_done_callback(_end)
-        await asyncio.wait({starting})
-        raise
-    try:
-        while (status := process.poll()) is None:
-            await asyncio.sleep(_POLL_S)
-        return status
-    finally:
-        if process.returncode is None:
-            process.kill()
-            process.wait()
-
-
-def _end(starting: asyncio.Future[subprocess.Popen[bytes]]) -> None:
-    """Kill a process whose caller was cancelled."""
-    if starting.exception() is None:
-        process = starting.result()
-        process.kill()
-        process.wait()
 
 
 _FIRST_PAUSE_S: Final = 0.5

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Response
 from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.routes.caller import Owner, Service, caller_owner, operator_router
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, JsonRoute
-from sglang_coserve.batch.schemas import BatchAction, BatchList, BatchObject, CreateBatch
+from sglang_coserve.batch.schemas import BatchList, BatchObject, CreateBatch
+from sglang_coserve.batch.state import BatchAction
 
 router = APIRouter(
     prefix="/v1/batches", tags=["batches"], route_class=JsonRoute, responses=ERROR_RESPONSES
