@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -220,48 +218,6 @@ async def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Pa
         await (await client.submit_jsonl(source, output)).wait()
     assert server.authorization == ["Bearer key"]
     assert server.paths == ["/v1/completions"]
-
-
-def test_an_output_of_an_older_version_is_continued(
-    server: FaultServer, source: Path, output: Path
-) -> None:
-    write_lines(source, [line("a"), "bad", line("b"), line("c", faults=["400"])])
-    digests = [
-        blake2b(text.encode(), digest_size=8).hexdigest() for text in source.read_text().split("\n")
-    ]
-    served = {"status_code": 200, "request_id": "r", "body": {"choices": [{"text": "a"}]}}
-    refused = {"status_code": 400, "request_id": "r", "body": {"message": "no"}}
-    older = [
-        {"id": f"batch_req_1_{digests[0]}", "custom_id": "a", "response": served, "error": None},
-        {
-            "id": f"batch_req_2_{digests[1]}",
-            "custom_id": None,
-            "response": None,
-            "error": {"code": "invalid_json_line", "message": "expected value"},
-            "line": 2,
-        },
-        {
-            "id": f"batch_req_4_{digests[3]}",
-            "custom_id": "c",
-            "response": refused,
-            "error": {"code": "http_400", "message": "no"},
-            "line": 4,
-        },
-    ]
-    ok, *failed = (json.dumps(record, separators=(",", ":")) + "\n" for record in older)
-    output.write_text(ok + '{"id":"batch_req_3_00')
-    output.with_name("out.errors.jsonl").write_text("".join(failed))
-
-    status = submit(server.base_url, source)
-    assert (status.ok, status.failed, status.resumed) == (2, 2, 3)
-    assert server.prompts() == {"b": 1}
-    assert output.read_text().startswith(ok + '{"id":"batch_req_00000000')
-    results = results_by_line(output)
-    codes = {n: each.error.code if each.error else each.text for n, each in results.items()}
-    assert codes == {1: "a", 2: "invalid_json_line", 3: "b", 4: "http_400"}
-    again = submit(server.base_url, source, retry_failed=True)
-    assert (again.ok, again.failed, again.resumed) == (2, 2, 2)
-    assert server.prompts() == {"b": 1, "c": 1}
 
 
 def test_closing_the_client_stops_its_jobs_and_frees_the_output(

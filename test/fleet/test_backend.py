@@ -94,7 +94,7 @@ async def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> No
         await a.kill()
         await b.holds(12)
         moved = [e.request for e in b.backend.in_flight if e.request.generated]
-        assert len(moved) == num_lost == fleet.lines_lost
+        assert len(moved) == num_lost == fleet.ends["lost"]
         assert all(r.generated == tuple(tokens_of(r.body["prompt"], 2)) for r in moved)
         assert {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DOWN
         finish_all(b)
@@ -126,7 +126,7 @@ async def test_what_an_engine_has_left_of_a_line_goes_to_whichever_goes_on() -> 
         assert third.backend.held("a").request.kv == kv
         finish_all(third)
         assert (await served.results())["a"] == answer(request("a"))
-        assert fleet.lines_moved == 1
+        assert fleet.ends["moved"] == 1
 
 
 async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhere() -> None:
@@ -137,7 +137,7 @@ async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhe
         num_moved = len(a.backend.in_flight)
         a.lines.close("it drains")
         await b.holds(12)
-        assert (fleet.lines_moved, fleet.lines_lost) == (num_moved, 0)
+        assert (fleet.ends["moved"], fleet.ends["lost"]) == (num_moved, 0)
         await until(
             lambda: {e.state for e in fleet.engines} == {EngineState.UP, EngineState.DRAINING}
         )
@@ -181,7 +181,7 @@ async def test_a_line_that_engines_die_of_is_given_up_and_no_other() -> None:
         assert poison.body["error"]["code"] == "engine_failed"
         assert f"{DEATHS_BEFORE_ALONE + 1} engines ended" in poison.body["error"]["message"]
         assert all(result.is_ok for result in results.values())
-        assert fleet.lines_given_up == 1
+        assert fleet.ends["given_up"] == 1
 
 
 async def test_an_engine_that_answers_and_fails_does_not_get_every_line() -> None:
@@ -355,12 +355,12 @@ async def test_a_strict_engine_takes_running_lines_over_and_gives_them_back() ->
             assert entry.request.generated == tuple(tokens_of(name, 3))
             entry.generate(1)
         strict.wants = None
-        await until(lambda: fleet.lines_pulled == 2 and fleet.lines_moved == 0)
+        await until(lambda: fleet.ends["pulled"] == 2 and fleet.ends["moved"] == 0)
         assert {engine.state for engine in fleet.engines} == {EngineState.UP}
         strict.backend.leaves, strict.waiting = MovedKv("1" * 32, 16), 1
         await relaxed.holds(2)
         strict.waiting = 0
-        await until(lambda: fleet.lines_returned == 1)
+        await until(lambda: fleet.ends["returned"] == 1)
         (back,) = (e for e in relaxed.backend.in_flight if e.request.kv is not None)
         assert back.request.kv == strict.backend.leaves
         finish_all(relaxed, strict)
@@ -380,7 +380,7 @@ async def test_a_strict_engine_that_dies_loses_nothing_and_begins_lines_when_it_
         await strict.holds(2)
         await strict.kill()
         await relaxed.holds(2)
-        assert fleet.lines_lost == 2
+        assert fleet.ends["lost"] == 2
         assert all(len(e.request.generated) == 3 for e in relaxed.backend.in_flight)
         async with LiveEngine(port=strict.port, pool="strict") as again:
             relaxed.backend.leaves = None

@@ -49,6 +49,10 @@ _DELAYS: Final = "online_delays"
 
 _NO_MORE: Final = "it is none of the fleet any more"
 
+ENDS: Final = ("moved", "pulled", "returned", "lost", "given_up")
+"""Of attempts at lines that go on elsewhere, but for the last: without a loss; taken over by strict
+engines from relaxed ones; asked back, as strict engines had no room any more; with their engine."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -96,22 +100,11 @@ class FleetBackend(Backend):
         self._delays = FleetDelays()
         self._listeners = ChangeListeners()
         self._has_model = asyncio.Event()
-        self.lines_moved = 0
-        """Attempts that went on elsewhere, without a loss."""
-
-        self.lines_pulled = 0
-        """Those that strict engines took over from relaxed ones."""
-
-        self.lines_returned = 0
-        """Those that were asked back without that: strict engines had no room for them any more."""
+        self.ends = dict.fromkeys(ENDS, 0)
+        """Attempts by how they ended without an answer."""
 
         self.prompts_pushed = 0
         """Those of online requests that relaxed engines have computed for strict ones."""
-
-        self.lines_lost = 0
-        """Attempts that ended with an engine, and went on elsewhere."""
-
-        self.lines_given_up = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -258,15 +251,15 @@ class FleetBackend(Backend):
                     kv = error.kv or kv
                     move = self._pools.move_of(number)
                     if move is None:
-                        self.lines_moved += 1
+                        self.ends["moved"] += 1
                         self._close(engine, EngineState.DRAINING, str(error))
                 except EngineRefusesError as error:
                     has_died = False
-                    self.lines_moved += 1
+                    self.ends["moved"] += 1
                     self._close(engine, EngineState.REFUSING, str(error))
                 except EngineLostError as error:
                     has_died = error.had_the_line
-                    self.lines_lost += has_died
+                    self.ends["lost"] += has_died
                     engine.lines_lost += has_died
                     if has_died:
                         deaths.append(str(error))
@@ -276,7 +269,7 @@ class FleetBackend(Backend):
                 placed = self._place_again(number, move, engine_died=has_died)
                 if placed is None:
                     is_known = False
-                    self.lines_given_up += 1
+                    self.ends["given_up"] += 1
                     message = f"{len(deaths)} engines ended while they served this line, the last"
                     message += f" one alone; it is not tried again ({'; '.join(deaths)})"
                     _log.error("%s, line %d: %s", request.batch_id, request.line, message)
@@ -300,9 +293,9 @@ class FleetBackend(Backend):
         self, number: int, move: Move | None, *, engine_died: bool
     ) -> list[Placed] | None:
         if move is not None and move.to is not None and self._pools.takes_over(move.to):
-            self.lines_pulled += 1
+            self.ends["pulled"] += 1
             return self._placement.move(number, move.to)
-        self.lines_returned += move is not None
+        self.ends["returned"] += move is not None
         return self._placement.offer_again(number, engine_died=engine_died)
 
     async def _attempt(

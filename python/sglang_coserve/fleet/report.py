@@ -95,12 +95,8 @@ def fleet_status(fleet: FleetBackend) -> dict[str, Any]:
     return {
         "model": fleet.model or None,
         "lines_waiting": fleet.lines_waiting,
-        "lines_moved": fleet.lines_moved,
-        "lines_pulled": fleet.lines_pulled,
-        "lines_returned": fleet.lines_returned,
+        **{f"lines_{end}": count for end, count in fleet.ends.items()},
         "prompts_pushed": fleet.prompts_pushed,
-        "lines_lost": fleet.lines_lost,
-        "lines_given_up": fleet.lines_given_up,
         "left_out": fleet.left_out,
         "engines": [_engine_status(fleet, engine) for engine in fleet.engines],
     }
@@ -170,14 +166,8 @@ class FleetFamilies(Collector):
             "and returned, with pools.",
             labels=["end"],
         )
-        for end, count in (
-            ("moved", fleet.lines_moved),
-            ("pulled", fleet.lines_pulled),
-            ("returned", fleet.lines_returned),
-            ("engine_lost", fleet.lines_lost),
-            ("given_up", fleet.lines_given_up),
-        ):
-            attempts.add_metric([end], count)
+        for end, count in fleet.ends.items():
+            attempts.add_metric(["engine_lost" if end == "lost" else end], count)
         yield attempts
         waiting = "Lines for which no engine has room now."
         yield GaugeMetricFamily(f"{name}_lines_waiting", waiting, fleet.lines_waiting)

@@ -17,9 +17,6 @@ RECORD_START: Final = b'{"id":"batch_req_'
 
 _HEAD: Final = re.compile(RECORD_START + rb'([0-9a-f]{24})_([1-9][0-9]{0,17})",')
 
-_OLDER_HEAD: Final = re.compile(RECORD_START + rb'([1-9][0-9]{0,17})_([0-9a-f]{16})",')
-"""The format of ``coserve submit`` before it shared the server's format."""
-
 _ESCAPED: Final = tuple(
     (char.encode(), f"\\u{ord(char):04x}".encode()) for char in ("\u2028", "\u2029", "\x85")
 )
@@ -67,13 +64,10 @@ def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult
 
 def record_identity(record: bytes) -> tuple[int, int] | None:
     """Return (tag, line) of a whole record; None when it is not one."""
-    if not record.endswith(b"}\n"):
+    match = _HEAD.match(record)
+    if match is None or not record.endswith(b"}\n"):
         return None
-    if match := _HEAD.match(record):
-        return int(match[1], 16), int(match[2])
-    if match := _OLDER_HEAD.match(record):
-        return int(match[2], 16), int(match[1])
-    return None
+    return int(match[1], 16), int(match[2])
 
 
 def error_message(body: object) -> str:

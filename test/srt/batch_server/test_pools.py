@@ -167,7 +167,7 @@ def test_running_lines_go_on_in_the_strict_server_after_a_page_at_most(servers: 
         await asyncio.to_thread(flush, servers.relaxed)
         results = await watched.results(numbers)
         assert {n: result.body["choices"] for n, result in results.items()} == texts
-        assert watched.fleet.lines_pulled > 0
+        assert watched.fleet.ends["pulled"] > 0
         ways = {n: [url for url, _ in attempts] for n, attempts in watched.attempts.items()}
         first = Counter(way[0] for way in ways.values())
         assert first == {servers.relaxed.base_url: NUM_LINES}
@@ -187,10 +187,10 @@ def test_lines_go_back_when_online_requests_need_the_memory(servers: Two) -> Non
         serving = asyncio.ensure_future(watched.results(numbers))
         await until(lambda: watched.has_pulled(servers.strict, 4))
         async with httpx.AsyncClient(base_url=servers.strict.base_url, timeout=GIVE_UP_S) as http:
-            while not watched.fleet.lines_returned and not serving.done():
+            while not watched.fleet.ends["returned"] and not serving.done():
                 await asyncio.gather(*(online(http, n) for n in range(8)))
         results = await serving
-        assert watched.fleet.lines_returned > 0
+        assert watched.fleet.ends["returned"] > 0
         assert any(watched.came_back(servers.relaxed, n) for n in numbers)
         moved = [n for n in numbers if len(watched.attempts[n]) > 1]
         again = {n: computed_again(results[n], watched.attempts[n][-1][1]) for n in moved}
@@ -210,7 +210,7 @@ def test_the_end_of_the_strict_server_loses_nothing(servers: Two) -> None:
         assert not serving.done()
         servers.strict.kill()
         results = await serving
-        assert watched.fleet.lines_lost > 0
+        assert watched.fleet.ends["lost"] > 0
         assert {n: result.body["choices"] for n, result in results.items()} == texts
 
     try:
