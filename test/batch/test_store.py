@@ -215,22 +215,6 @@ def test_pages_add_up_to_everything_of_one_owner(
     connection.close()
 
 
-def test_events_wait_until_they_are_settled(connection: sqlite3.Connection) -> None:
-    for number in (1, 2):
-        file_rows.insert(connection, a_file(f"file-{number}"))
-        batch = a_batch(id=f"batch_{number}", input_file_id=f"file-{number}")
-        batch_rows.create(connection, batch, 0.0, 10)
-        failed = Failed((LineFault("x", "y"),))
-        batch_rows.apply(connection, batch.id, failed, 10.0, outbox_id=f"evt_{number}")
-    first, second = batch_rows.due_events(connection, 10.0, 10)
-    assert [first.id, second.id] == ["evt_1", "evt_2"]
-    batch_rows.postpone_event(connection, "evt_1", 30.0)
-    assert batch_rows.due_events(connection, 29.0, 10) == [second]
-    assert batch_rows.due_events(connection, 30.0, 10) == [replace(first, attempts=1), second]
-    batch_rows.settle_event(connection, "evt_1")
-    assert batch_rows.due_events(connection, 99.0, 10) == [second]
-
-
 class TestOpening:
     def test_a_damaged_database_is_refused_and_left_alone(self, tmp_path: Path) -> None:
         path = tmp_path / "db"
