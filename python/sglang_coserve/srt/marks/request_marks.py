@@ -54,6 +54,9 @@ _MOST_MS: Final = 1e9
 _MOST_S: Final = 1e9
 """31 years."""
 
+_MOST_TOKENS: Final = 1 << 31
+"""More than any context has, and an integer that reaches the scheduler."""
+
 _BOUNDS: Final[Mapping[str, Bound]] = {
     TTFT_KEY: Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
     TPOT_KEY: Bound(_LEAST_MS, _MOST_MS, "milliseconds"),
@@ -168,7 +171,9 @@ def check_marks(custom_params: object) -> None:
         if key not in _MARKS and key != KV_KEY:
             raise RequestError(f"unknown field {key!r}: co-serving knows {', '.join(_MARKS)}")
     match marks.get(KV_KEY):
-        case None | [str(), int()]:
+        case None:
+            pass
+        case [str(name), int(tokens)] if name.isascii() and 0 < tokens < _MOST_TOKENS:
             pass
         case _:
             raise RequestError(f"{KV_KEY} is set by a gateway only: leave it out")
