@@ -33,7 +33,6 @@ from interference_bench.load import TRAFFIC, load_parser
 from interference_bench.report import table
 from interference_bench.session import measured
 from interference_bench.systems import ALONE, SYSTEMS
-from sglang_coserve.bench_serving import stock
 
 
 def main() -> None:
@@ -67,19 +66,9 @@ def parse_options() -> argparse.Namespace:
     add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
     add("--out", type=Path, help="write the figures as JSON")
     known = [name for name in SYSTEMS if name != ALONE]
-    interleaved = {name for name in known if "prefill_decode_interval" in SYSTEMS[name].flags}
-    usual = [
-        name
-        for name in known
-        if not name.startswith("coserve, ")
-        and (name not in interleaved or stock.has_decode_interval())
-    ]
+    usual = [name for name in known if not name.startswith("coserve, ")]
     add("--systems", nargs="+", choices=known, default=usual)
-    options = parser.parse_args()
-    if not stock.has_decode_interval():
-        for name in interleaved.intersection(options.systems):
-            parser.error(f"{name!r} needs --prefill-decode-interval: SGLang 0.5.22 or later")
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     **{
         f"stock, decodes between chunks of {tokens}": EngineSystem(flags=stock.interleaved(tokens))
         for tokens in stock.CHUNK_TOKENS
+        if stock.has_decode_interval()
     },
 }
 """By name; latencies are divided by those of ``ALONE``."""
