@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from client.batch_files import line, results_by_line, write_lines
 from sglang_coserve.client.output_files import (
@@ -185,25 +189,68 @@ def test_a_full_disk_leaves_no_torn_record(output: Path, source: Path) -> None:
     assert list(results_by_line(output)) == [1]
 
 
-def test_a_killed_run_goes_on_and_what_failed_is_retried(output: Path, source: Path) -> None:
-    write_all(output, source)
-    for path, result in ((output, served(2)), (errors_path(output), failed(4))):
-        with path.open("ab") as file:
-            file.write(record_of(result, digests(source)[result.line])[:-1])
-    files = open_files(output, source)
-    assert [number in files.finished for number in range(7)] == [False, *[True] * 5, False]
-    files.close()
-    files = open_files(output, source, retry_failed=True)
-    assert [number in files.finished for number in range(1, 6)] == [True, False] * 2 + [True]
-    for result in (served(2), failed(4)):
-        append(files, result, digests(source)[result.line])
-    files.close()
-    found = {number: failed(4) if number == 4 else served(number) for number in range(1, 6)}
-    assert results_by_line(output) == found
-    with output.open("ab") as file:
-        file.write(record_of(served(2), digests(source)[2]))
-    with pytest.raises(InputFileError, match="has a second result for line 2"):
-        open_files(output, source)
+class CrashingRun(RuleBasedStateMachine):
+    """A run that is killed while it writes, continued, and killed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        folder = Path(self.directory.name)
+        self.source = write_lines(folder / "in.jsonl", [line(f"id-{n}") for n in range(1, 31)])
+        self.digests = digests(self.source)
+        self.output = folder / "out.jsonl"
+        self.files = open_files(self.output, self.source)
+        self.expected: dict[int, BatchResult] = {}
+
+    def teardown(self) -> None:
+        self.files.close()
+        self.directory.cleanup()
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [number for number in self.digests if number not in self.expected]
+
+    @precondition(lambda self: self.unfinished)
+    @rule(ok=st.booleans(), data=st.data())
+    def finish_a_line(self, ok: bool, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.unfinished))
+        result = served(number) if ok else failed(number)
+        append(self.files, result, self.digests[number])
+        self.expected[number] = result
+
+    @precondition(lambda self: self.unfinished)
+    @rule(ok=st.booleans(), cut=st.floats(0, 1, exclude_max=True), data=st.data())
+    def be_killed_in_the_middle_of_a_record(
+        self, ok: bool, cut: float, data: st.DataObject
+    ) -> None:
+        number = data.draw(st.sampled_from(self.unfinished))
+        result = served(number) if ok else failed(number)
+        record = record_of(result, self.digests[number])
+        self.files.close()
+        with (self.output if ok else errors_path(self.output)).open("ab") as file:
+            file.write(record[: int(cut * len(record))])
+        self.files = open_files(self.output, self.source)
+
+    @rule()
+    def be_killed_between_records(self) -> None:
+        self.files.close()
+        self.files = open_files(self.output, self.source)
+
+    @rule()
+    def retry_what_failed(self) -> None:
+        self.files.close()
+        self.files = open_files(self.output, self.source, retry_failed=True)
+        self.expected = {number: each for number, each in self.expected.items() if each.ok}
+
+    @invariant()
+    def every_finished_line_has_exactly_its_record(self) -> None:
+        assert results_by_line(self.output) == self.expected
+        assert len(self.files.finished) == len(self.expected)
+        assert all(number in self.files.finished for number in self.expected)
+
+
+TestCrashingRun = CrashingRun.TestCase
+TestCrashingRun.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_a_copy_in_a_process_that_is_being_started_holds_no_lock(tmp_path: Path) -> None:
