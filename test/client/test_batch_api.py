@@ -9,12 +9,10 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from starlette.routing import Mount
 
 from batch.live_app import LiveApp
 from batch.scenarios import line, lines
@@ -22,11 +20,9 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, failure, n
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch.routes.caller import set_not_ready
 from sglang_coserve.client import (
-    BatchApi,
     BatchOptions,
     CoserveClient,
     JobState,
-    RetryPolicy,
     read_results,
 )
 from sglang_coserve.errors import CoserveError, InputFileError, ServerError
@@ -308,46 +304,6 @@ def test_a_server_that_starts_is_waited_for(
         code, stdout, _ = end(process)
     assert (code, "20 ok" in stdout) == (0, True)
     assert 'batch_id": "batch_' in output.with_name("out.batch.json").read_text()
-
-
-class Interrupted:
-    """Sends a file in so many parts of 1,000 bytes, and breaks the connection after each."""
-
-    def __init__(self, content: bytes, *, knows_ranges: bool) -> None:
-        self._content = content
-        self._knows_ranges = knows_ranges
-        self.calls = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.calls += 1
-        (range_header,) = (value for name, value in scope["headers"] if name == b"range")
-        start = int(range_header.removeprefix(b"bytes=").removesuffix(b"-"))
-        begins_at = start if self._knows_ranges else 0
-        length = len(self._content) - begins_at
-        headers = [(b"content-length", str(length).encode())]
-        status = 206 if self._knows_ranges else 200
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        part = self._content[begins_at : start + 1000]
-        is_last = begins_at + len(part) == len(self._content)
-        await send({"type": "http.response.body", "body": part, "more_body": not is_last})
-        if not is_last:
-            raise ConnectionError("as a proxy that restarts")
-
-
-@pytest.mark.parametrize("knows_ranges", [True, False])
-async def test_a_download_goes_on_for_as_long_as_something_comes(
-    output: Path, knows_ranges: bool
-) -> None:
-    """Eight interruptions with pauses of 0.1 s take longer than the 0.5 s without a byte."""
-    content = bytes(range(250)) * 34
-    sender = Interrupted(content, knows_ranges=knows_ranges)
-    policy = RetryPolicy(retry_for_s=0.5, first_delay_s=0.1)
-    with LiveApp(None) as app:
-        app.app.router.routes.insert(0, Mount("/v1/files/file", sender))
-        async with BatchApi(app.base_url, None, policy) as api:
-            await api.fetch("file", output)
-    assert output.read_bytes() == content
-    assert sender.calls == 9
 
 
 def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(

@@ -95,19 +95,18 @@ class TestRule:
 
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-Handler = Callable[[Reader, Writer, int], Awaitable[None]]
+Handler = Callable[[Reader, Writer, list[bytes]], Awaitable[None]]
+"""Gets the heads of all requests so far."""
 
 
 def play(handle: Handler, call: Callable[[str], Awaitable[None]]) -> int:
     """Run ``call`` beside a server of raw sockets; return how many requests that has got."""
-    count = 0
+    heads: list[bytes] = []
 
     async def serve(reader: Reader, writer: Writer) -> None:
-        nonlocal count
-        count += 1
-        await reader.readuntil(b"\r\n\r\n")
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
         try:
-            await handle(reader, writer, count)
+            await handle(reader, writer, heads)
             writer.close()
         except (ConnectionError, asyncio.CancelledError):
             pass
@@ -124,7 +123,7 @@ def play(handle: Handler, call: Callable[[str], Awaitable[None]]) -> int:
                 await call(f"http://127.0.0.1:{port}")
 
     asyncio.run(scenario())
-    return count
+    return len(heads)
 
 
 async def answer(writer: Writer, body: bytes, status: str = "200 OK") -> None:
@@ -161,8 +160,8 @@ class TestUploads:
     def test_one_that_breaks_again_and_again_goes_on(self, source: Path) -> None:
         """Each attempt takes longer than the second that may pass without a byte."""
 
-        async def handle(reader: Reader, writer: Writer, count: int) -> None:
-            if count <= 3:
+        async def handle(reader: Reader, writer: Writer, heads: list[bytes]) -> None:
+            if len(heads) <= 3:
                 await take(reader, 640 * KIB, 0.03)
             else:
                 await take(reader, 8192 * KIB)
@@ -172,8 +171,8 @@ class TestUploads:
         assert play(handle, upload(source, policy)) == 4
 
     def test_one_that_stalls_is_begun_anew(self, source: Path) -> None:
-        async def handle(reader: Reader, writer: Writer, count: int) -> None:
-            if count == 1:
+        async def handle(reader: Reader, writer: Writer, heads: list[bytes]) -> None:
+            if len(heads) == 1:
                 await take(reader, 128 * KIB)
                 await asyncio.sleep(GIVE_UP_S)
             await take(reader, 8192 * KIB)
@@ -183,7 +182,7 @@ class TestUploads:
 
     @pytest.mark.parametrize("taken_kib", [0, 128, 8192])
     def test_a_server_that_hangs_is_an_error(self, source: Path, taken_kib: int) -> None:
-        async def handle(reader: Reader, _writer: Writer, _count: int) -> None:
+        async def handle(reader: Reader, _writer: Writer, _heads: list[bytes]) -> None:
             await take(reader, taken_kib * KIB)
             await asyncio.sleep(GIVE_UP_S)
 
@@ -194,7 +193,7 @@ class TestUploads:
     def test_a_slow_one_that_moves_is_left_alone(self, source: Path) -> None:
         """With the system's own buffers, none of its chunks would be taken for 5 s."""
 
-        async def handle(reader: Reader, writer: Writer, _count: int) -> None:
+        async def handle(reader: Reader, writer: Writer, _heads: list[bytes]) -> None:
             await take(reader, 512 * KIB, 0.1)
             await take(reader, 7680 * KIB)
             await answer(writer, b'{"id": "file-1"}')
@@ -202,9 +201,9 @@ class TestUploads:
         assert play(handle, upload(source, RetryPolicy(), stall_s=2.0)) == 1
 
     def test_the_server_may_say_that_it_was_too_slow(self, source: Path) -> None:
-        async def handle(reader: Reader, writer: Writer, count: int) -> None:
+        async def handle(reader: Reader, writer: Writer, heads: list[bytes]) -> None:
             await take(reader, 8192 * KIB)
-            if count == 1:
+            if len(heads) == 1:
                 await answer(writer, b'{"error": {"message": "slow"}}', "408 Request Timeout")
             await answer(writer, b'{"id": "file-1"}')
 
@@ -212,26 +211,32 @@ class TestUploads:
 
 
 class TestDownloads:
-    def test_bytes_that_are_skipped_show_that_the_server_is_there(self, tmp_path: Path) -> None:
-        """It knows no ranges, is slow, and breaks twice before what is still missing."""
+    @pytest.mark.parametrize("knows_ranges", [True, False])
+    def test_one_that_breaks_again_and_again_goes_on(
+        self, tmp_path: Path, knows_ranges: bool
+    ) -> None:
+        """Without ranges, bytes that are skipped show that the server is there."""
         content = bytes(range(200)) * 50
         output = tmp_path / "out.jsonl"
-        output.write_bytes(content[:8000])
+        output.write_bytes(content[:6000])
 
-        async def handle(_reader: Reader, writer: Writer, count: int) -> None:
-            head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(content)}\r\n\r\n"
+        async def handle(_reader: Reader, writer: Writer, heads: list[bytes]) -> None:
+            range_header = heads[-1].lower().partition(b"\r\nrange: bytes=")[2]
+            start = int(range_header.partition(b"-")[0]) if knows_ranges else 0
+            status = "206 Partial Content" if knows_ranges else "200 OK"
+            head = f"HTTP/1.1 {status}\r\ncontent-length: {len(content) - start}\r\n\r\n"
             writer.write(head.encode())
-            for begins_at in range(0, 7000 if count <= 2 else len(content), 500):
+            for begins_at in range(start, min(len(content), 6000 + 1000 * len(heads)), 500):
                 writer.write(content[begins_at : begins_at + 500])
                 await writer.drain()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.3 if knows_ranges else 0.1)
 
         async def fetch(base_url: str) -> None:
             policy = RetryPolicy(retry_for_s=1.0, first_delay_s=0.02)
             async with BatchApi(base_url, None, policy) as api:
                 await api.fetch("file-1", output)
 
-        assert play(handle, fetch) == 3
+        assert play(handle, fetch) == 4
         assert output.read_bytes() == content
 
     @pytest.mark.parametrize("knows_ranges", [True, False])
@@ -241,7 +246,7 @@ class TestDownloads:
         output = tmp_path / "out.jsonl"
         output.write_bytes(bytes(5000))
 
-        async def handle(_reader: Reader, writer: Writer, _count: int) -> None:
+        async def handle(_reader: Reader, writer: Writer, _heads: list[bytes]) -> None:
             if knows_ranges:
                 status = "416 Range Not Satisfiable\r\ncontent-range: bytes */4000"
                 await answer(writer, b"", status)
@@ -259,7 +264,7 @@ class TestDownloads:
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"[]", b'{"detail": "ok"}'])
 def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body: bytes) -> None:
-    async def handle(_reader: Reader, writer: Writer, _count: int) -> None:
+    async def handle(_reader: Reader, writer: Writer, _heads: list[bytes]) -> None:
         await answer(writer, body)
 
     async def ask(base_url: str) -> None:
