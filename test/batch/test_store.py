@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batch.records import a_batch, a_file
 from sglang_coserve.batch.errors import (
@@ -19,8 +17,6 @@ from sglang_coserve.batch.errors import (
     TooManyError,
 )
 from sglang_coserve.batch.record import Status
-from sglang_coserve.batch.render import file_object, page_of
-from sglang_coserve.batch.schemas import FileList
 from sglang_coserve.batch.state import (
     Asked,
     Failed,
@@ -138,19 +134,6 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
         batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
 
 
-def test_idempotency_keys_belong_to_an_owner(connection: sqlite3.Connection) -> None:
-    for owner in ("o", "p"):
-        file_rows.insert(connection, a_file(f"file-{owner}", owner))
-    first = a_batch(input_file_id="file-o", idempotency_key="k", fingerprint="f")
-    assert batch_rows.create(connection, first, 0.0, 1) == (first, True)
-    again = replace(first, id="batch_2", created_at_s=9.0)
-    assert batch_rows.create(connection, again, 9.0, 1) == (first, False)
-    with pytest.raises(ConflictError, match="batch_1"):
-        batch_rows.create(connection, replace(again, fingerprint="g"), 9.0, 1)
-    other = replace(first, id="batch_3", owner="p", input_file_id="file-p")
-    assert batch_rows.create(connection, other, 0.0, 2) == (other, True)
-
-
 def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file(expires_at_s=10.0))
     file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
@@ -164,55 +147,6 @@ def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connec
     assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
     file_rows.delete(connection, "o", "file-1")
     assert not file_rows.exists(connection, "file-1")
-
-
-@settings(deadline=None)
-@given(
-    owners=st.lists(st.sampled_from("ab"), max_size=12),
-    limit=st.integers(1, 5),
-    is_ascending=st.booleans(),
-)
-def test_pages_add_up_to_everything_of_one_owner(
-    tmp_path_factory: pytest.TempPathFactory, owners: list[str], limit: int, is_ascending: bool
-) -> None:
-    connection = open_database(tmp_path_factory.mktemp("pages") / "db")
-    for number, owner in enumerate(owners):
-        file_rows.insert(connection, a_file(f"file-{number}", owner))
-        batch_rows.create(
-            connection,
-            a_batch(id=f"batch_{number}", owner=owner, input_file_id=f"file-{number}"),
-            0.0,
-            100,
-        )
-    mine = [number for number, owner in enumerate(owners) if owner == "a"]
-
-    files: list[str] = []
-    has_more = True
-    while has_more:
-        found = file_rows.page(
-            connection,
-            "a",
-            0.0,
-            after=files[-1] if files else None,
-            limit=limit + 1,
-            is_ascending=is_ascending,
-            purpose=None,
-        )
-        page = page_of(FileList, [*map(file_object, found)], limit)
-        assert len(page.data) <= limit
-        ids = [file.id for file in page.data]
-        assert (page.first_id, page.last_id) == (ids[0], ids[-1]) if ids else (None, None)
-        files += ids
-        has_more = page.has_more
-    assert files == [f"file-{n}" for n in (mine if is_ascending else reversed(mine))]
-
-    batches: list[str] = []
-    while found := batch_rows.page(
-        connection, "a", after=batches[-1] if batches else None, limit=limit
-    ):
-        batches += [batch.id for batch in found]
-    assert batches == [f"batch_{n}" for n in reversed(mine)]
-    connection.close()
 
 
 class TestOpening:
