@@ -127,19 +127,8 @@ def test_an_engine_that_is_silent_is_told() -> None:
 
 
 def test_values_are_shown() -> None:
-    slo = {
-        "slo": "ttft p99 <= 500ms",
-        "measured_ms": 241.0,
-        "online_alone_ms": 210.0,
-        "added_ms": 31.0,
-        "limit_ms": 500.0,
-        "met": True,
-        "feasible": True,
-    }
-    bill = {"requests": 5.0, "mean_ms": 34.0, "ttft_ms": 31.0, "gaps_ms": 3.0}
-    users = {"level": "ok", "text": "Fine.", "requests": 5, "slos": [slo], "bill": bill}
     history = {"at": [1.0, 2.0], "offline_share": [None, 0.5], "offline_tokens_per_s": [0.0, 1500]}
-    known = view(online_users=users, history=history)
+    known = view(**SERVER | {"history": history})
     line = as_line(known)
     assert "ttft p99 241 ms (+31 ms)" in line
     assert "delayed by 34 ms a request" in line
