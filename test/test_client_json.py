@@ -51,7 +51,6 @@ PLACES: Final[dict[str, str]] = {
     "batch/routes/files.py::create_file": "a form, read by UploadForm as it comes",
     "batch/routes/files.py::delete_file": NO_BODY,
     "batch/routes/responses.py::create_response": "what _says_background has measured",
-    "batch/routes/responses.py::create_chat": "what _says_background has measured",
     "batch/routes/responses.py::_says_background": "check_body with the backend's limits",
     "batch/routes/responses.py::cancel_response": NO_BODY,
     "batch/routes/responses.py::delete_response": NO_BODY,

@@ -25,7 +25,7 @@ _ENDPOINTS: Final = {
     "/v1/batches": batches.list_batches,
     "/coserve/batches": batches.list_all_batches,
     f"{RESPONSES}/resp_{0:024x}": responses.retrieve_response,
-    f"{CHATS}/chatcmpl-{0:024x}": responses.retrieve_chat,
+    f"{CHATS}/chatcmpl-{0:024x}": responses.retrieve_response,
 }
 
 

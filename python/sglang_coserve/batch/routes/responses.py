@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Final
 
 import orjson
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.routing import Router
@@ -80,37 +80,22 @@ ResponseId = Annotated[str, Path(max_length=64)]
 router = APIRouter(tags=["responses"], route_class=_Route, responses=ERROR_RESPONSES)
 
 
+@router.post(CHATS, response_model=None)
 @router.post(RESPONSES, response_model=None, responses=_STREAMED)
 async def create_response(
+    request: Request,
     service: Service,
     owner: Owner,
     body: CreateResponse,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Response:
-    """Begin a response in the background; the same key and body again return the same one."""
-    created = await service.responses.create(owner, body, idempotency_key)
+    """Begin it in the background; the same key and body again return the same one."""
+    endpoint = request.scope["path"]
+    created = await service.responses.create(owner, body, idempotency_key, endpoint)
     return await _answer(service.responses, owner, created, streams=bool(body.stream))
 
 
-@router.post(CHATS, response_model=None)
-async def create_chat(
-    service: Service,
-    owner: Owner,
-    body: CreateResponse,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-) -> Response:
-    """Begin a chat completion in the background, likewise."""
-    created = await service.responses.create(owner, body, idempotency_key, CHATS)
-    return await _answer(service.responses, owner, created)
-
-
 @router.get(f"{CHATS}/{{response_id}}", response_model=None)
-async def retrieve_chat(service: Service, owner: Owner, response_id: ResponseId) -> Response:
-    """Look at a chat completion in the background."""
-    found = await service.responses.retrieve(owner, response_id)
-    return await _answer(service.responses, owner, found)
-
-
 @router.get(f"{RESPONSES}/{{response_id}}", response_model=None, responses=_STREAMED)
 async def retrieve_response(
     service: Service,
@@ -120,9 +105,10 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """Look at a response, or follow it, after the event ``starting_after``."""
+    """Look at it, or follow a response, after the event ``starting_after``."""
     found = await service.responses.retrieve(owner, response_id)
-    return await _answer(service.responses, owner, found, streams=stream, after=starting_after)
+    streams = stream and endpoint_of(response_id) == RESPONSES
+    return await _answer(service.responses, owner, found, streams=streams, after=starting_after)
 
 
 @router.post(f"{CHATS}/{{response_id}}/cancel", response_model=None)
