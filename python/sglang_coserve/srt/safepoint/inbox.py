@@ -35,11 +35,9 @@ class Inbox:
 
     def arrivals(self) -> list[RequestInfo]:
         """Receive what has come; return the online requests that the event loop has not read."""
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        # Cheaper than an exception at each safepoint where nothing has come.
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            data = self._socket.recv(zmq.NOBLOCK)
             if io_struct._USE_PICKLE_IPC:
                 message = payload = pickle.loads(data)
             else:
