@@ -21,6 +21,8 @@ from paper.experiment import Experiment, to_markdown
 
 EXPERIMENTS: Final = {
     "conserve_fig6": Experiment("ConServe Fig. 6: online load and SLO scale", conserve.fig6, 240.0),
+    "conserve_fig8": Experiment("ConServe Fig. 8: burstiness and lengths", conserve.fig8),
+    "conserve_table2": Experiment("ConServe Table 2: 70B on four H100", conserve.table2),
     "conserve_ablation": Experiment("ConServe §6.5: two mechanisms", conserve.ablation, 600.0),
     "hygen_fig6": Experiment("HyGen Fig. 6: prefix sharing maximization", hygen.fig6),
     "hygen_fig15": Experiment("HyGen Fig. 15: offline throughput over online load", hygen.fig15),

@@ -1,4 +1,4 @@
-"""ConServe Fig. 6 and §6.5: offline throughput over the online load and the SLO scale; mechanisms.
+"""ConServe Fig. 6 and 8, Table 2, §6.5: load, SLO scale, burstiness, lengths, 70B; mechanisms.
 
 Llama-3.1-8B on one H100; Gamma arrivals, CV 0.5, 4096 prompt and 256 output tokens (§6.2); offline
 a mix of the three datasets of Table 1, as the text does not name the one it used. No prompts share
@@ -40,14 +40,16 @@ from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload, simulate
 
 ONLINE: Final = Lengths(4096, 4096, 256, 256)
-DATASETS: Final = (
-    Lengths(21776, 29306, 166, 754),  # DuReader
-    Lengths(6916, 12084, 394, 788),  # MultiNews
-    Lengths(18803, 32768, 337, 510),  # VCSUM
-)
+BURSTGPT: Final = Lengths(2747, 3446, 267, 481)
+DATASETS: Final = {
+    "DuReader": Lengths(21776, 29306, 166, 754),
+    "MultiNews": Lengths(6916, 12084, 394, 788),
+    "VCSUM": Lengths(18803, 32768, 337, 510),
+}
 CHUNK_TOKENS: Final = 8192
-"""The baselines' token budget. The text does not state it; this one comes nearest to the P99
-TBT of 375 ms that §6.5 gives for Sarathi-P."""
+CHUNK_TOKENS_70B: Final = 4096
+"""The baselines' token budgets. The text does not state them; these come nearest to the P99 TBTs
+that it gives for Sarathi-P: 375 ms with the small model (§6.5), 212 to 453 with the large one."""
 
 Results = Mapping[str, SimulationResult]
 ALONE: Final = "Online-Only"
@@ -55,32 +57,58 @@ PLAIN: Final = Testbed(SimulatedMachine.named("llama-3.1-8b", "h100"), prefix_ca
 FULL: Final = replace(PLAIN, safepoint_layers=4, checkpoint_byte_per_s=37e9)
 """With ConServe's safepoints and checkpoints, as in §6.5."""
 
-SYSTEMS: Final[Mapping[str, tuple[Testbed, Callable[[], Policy]]]] = {
-    ALONE: (PLAIN, OnlineOnlyPolicy),
-    "Non-Preemptive": (PLAIN, partial(NonPreemptivePolicy, CHUNK_TOKENS)),
-    "Sarathi-P": (PLAIN, partial(SarathiPolicy, CHUNK_TOKENS)),
-    "ConServe": (FULL, ConservePolicy),
-    "coserve": (FULL, CoservePolicy),
-}
+Systems = Mapping[str, tuple[Testbed, Callable[[], Policy]]]
 
+
+def systems(machine: SimulatedMachine, chunk_tokens: int) -> Systems:
+    """Return what is compared; the baselines compute so many tokens in a step."""
+    plain, full = replace(PLAIN, machine=machine), replace(FULL, machine=machine)
+    return {
+        ALONE: (plain, OnlineOnlyPolicy),
+        "Non-Preemptive": (plain, partial(NonPreemptivePolicy, chunk_tokens)),
+        "Sarathi-P": (plain, partial(SarathiPolicy, chunk_tokens)),
+        "ConServe": (full, ConservePolicy),
+        "coserve": (full, CoservePolicy),
+    }
+
+
+SYSTEMS: Final = systems(PLAIN.machine, CHUNK_TOKENS)
+LARGE: Final = systems(SimulatedMachine.named("llama-3.1-70b", "h100", tp_size=4), CHUNK_TOKENS_70B)
 
 GIVEN: Final = SloTargets(ttft_s=0.5, tpot_s=0.07)
 
 
-def workload(rate_per_s: float, seconds: float) -> Workload:
+def workload(
+    rate_per_s: float,
+    seconds: float,
+    cv: float = 0.5,
+    online: Lengths = ONLINE,
+    datasets: Sequence[Lengths] = tuple(DATASETS.values()),
+) -> Workload:
     """Return Gamma arrivals beside an offline backlog."""
     return Workload(
-        online=gamma_arriving(rate_per_s, 0.5, ONLINE, seconds),
-        offline=offline_backlog(lambda: mixed(DATASETS, seed=2)),
+        online=gamma_arriving(rate_per_s, cv, online, seconds),
+        offline=offline_backlog(lambda: mixed(datasets, seed=2)),
         backlog_depth=64,
         interval_s=seconds,
     )
 
 
-def run_system(load: Workload, name: str, targets: SloTargets) -> SimulationResult:
+def run_system(
+    load: Workload, name: str, targets: SloTargets, among: Systems = SYSTEMS
+) -> SimulationResult:
     """Run one of the systems with these targets."""
-    testbed, policy = SYSTEMS[name]
+    testbed, policy = among[name]
     return simulate(load, testbed.setup(targets), policy())
+
+
+def compare(
+    load: Workload, names: Sequence[str], among: Systems = SYSTEMS
+) -> dict[str, SimulationResult]:
+    """Run online requests alone, then systems with the targets that follow from them."""
+    alone = run_system(load, ALONE, SloTargets(), among)
+    targets = own_targets(alone)
+    return {ALONE: alone} | {name: run_system(load, name, targets, among) for name in names}
 
 
 def own_targets(alone: SimulationResult, scale: float = 1.0) -> SloTargets:
@@ -120,11 +148,7 @@ def fig6(seconds: float) -> Iterator[Findings]:
     """Latency and offline throughput over the online load (a) and the SLO scale (b)."""
     by_rate: dict[float, dict[str, SimulationResult]] = {}
     for rate in (1.0, 2.0, 3.0, 4.0):
-        load = workload(rate, seconds)
-        alone = run_system(load, ALONE, SloTargets())
-        by_rate[rate] = {ALONE: alone}
-        for name in list(SYSTEMS)[1:]:
-            by_rate[rate][name] = run_system(load, name, own_targets(alone))
+        by_rate[rate] = compare(workload(rate, seconds), list(SYSTEMS)[1:])
     many = list(by_rate.values())
     ttft, tbt = (ratios(many, of, ALONE) for of in (p99_ttft_ms, p99_itl_ms))
     kept = ratios(many, offline_per_s, "Non-Preemptive")
@@ -165,6 +189,80 @@ def fig6(seconds: float) -> Iterator[Findings]:
             ("offline at scale 1.5, of Non-Preemptive", "93%", f"{shares[1.5, 'ConServe']:.1%}"),
         ],
     )
+
+
+def fig8(seconds: float) -> Iterator[Findings]:
+    """Burstiness (a), prompt length (b), output length (c); the rate falls with the length."""
+
+    def of(prompt_tokens: int, output_tokens: int) -> Workload:
+        lengths = Lengths(prompt_tokens, prompt_tokens, output_tokens, output_tokens)
+        rate_per_s = 2.0 * (4096 + 256) / (prompt_tokens + output_tokens)
+        return workload(rate_per_s, seconds, online=lengths)
+
+    loads = {f"(a) CV {cv:g} ": workload(2.0, seconds, cv) for cv in (0.5, 1.0, 2.0, 4.0)}
+    loads |= {f"(b) prompt {tokens} ": of(tokens, 256) for tokens in (1024, 2048, 8192, 16384)}
+    loads |= {f"(c) output {tokens} ": of(4096, tokens) for tokens in (64, 128, 512, 1024)}
+    found = {
+        name: compare(load, ("Sarathi-P", "ConServe", "coserve")) for name, load in loads.items()
+    }
+    bursty = [results for name, results in found.items() if name.startswith("(a)")]
+    ttft, tbt, offline = (
+        geometric_mean(ratios(bursty, of, "Sarathi-P"))
+        for of in (p99_ttft_ms, p99_itl_ms, offline_per_s)
+    )
+    yield Findings(
+        "Fig. 8",
+        ("case, policy", *COLUMNS),
+        [row for name, results in found.items() for row in rows(results, name)],
+        [
+            ("(a) P99 TTFT, best baseline's ÷ its", "1.68x", f"{1 / ttft:.2f}x"),
+            ("(a) P99 TBT, the same", "2.38x", f"{1 / tbt:.2f}x"),
+            ("(a) offline, times the best baseline's", "3.62x", f"{offline:.2f}x"),
+        ],
+    )
+
+
+TABLE_2: Final = {
+    # P99 TTFT in s, P99 TBT in ms, offline tokens/s: Non-Preemptive, Sarathi-P, ConServe.
+    "Mixed": ((15.2, 450, 1995), (2.91, 441, 895), (1.14, 201, 1553)),
+    "DuReader": ((38.7, 659, 1276), (2.98, 400, 715), (1.67, 204, 1187)),
+    "MultiNews": ((11.0, 305, 2765), (2.11, 212, 1698), (1.04, 194, 2281)),
+    "VCSUM": ((46.2, 566, 1218), (3.01, 453, 255), (1.68, 208, 1064)),
+}
+TABLE_2_ALONE: Final = (1.08, 184, 0)
+TABLE_2_RATE_PER_S: Final = 3.2
+
+
+def table2(seconds: float) -> Iterator[Findings]:
+    """A model of 70B on four GPUs, BurstGPT's lengths, each dataset offline."""
+    names = ("Non-Preemptive", "Sarathi-P", "ConServe")
+    cells: list[tuple[Cell, ...]] = []
+    claims = []
+    for dataset, stated in TABLE_2.items():
+        datasets = [DATASETS[dataset]] if dataset in DATASETS else list(DATASETS.values())
+        load = workload(TABLE_2_RATE_PER_S, seconds, 1.0, BURSTGPT, datasets)
+        results = compare(load, (*names, "coserve"), LARGE)
+        if not cells:
+            cells.append((ALONE, *_beside(TABLE_2_ALONE, results[ALONE])))
+        for name, figures in zip((*names, "coserve"), (*stated, "---"), strict=True):
+            cells.append((f"{dataset}, {name}", *_beside(figures, results[name])))
+        theirs = [per_s for _, _, per_s in stated]
+        ours = [offline_per_s(results[name]) for name in names]
+        paper, found = (
+            f"{conserve / most:.0%}, {conserve / sarathi:.2f}x"
+            for most, sarathi, conserve in (theirs, ours)
+        )
+        claims.append((f"{dataset}: offline, of Non-Preemptive, times Sarathi-P", paper, found))
+    head = ("P99 TTFT s", "P99 TBT ms", "offline tok/s")
+    yield Findings("Table 2, paper / ours", ("offline, policy", *head), cells, claims)
+
+
+def _beside(paper: Sequence[object], result: SimulationResult) -> list[str]:
+    ours = (p99_ttft_ms(result) / 1e3, p99_itl_ms(result), offline_per_s(result))
+    return [
+        f"{stated} / {found:,.2f}" if place == 0 else f"{stated} / {found:,.0f}"
+        for place, (stated, found) in enumerate(zip(paper, ours, strict=True))
+    ]
 
 
 def ablation(seconds: float) -> Iterator[Findings]:

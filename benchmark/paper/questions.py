@@ -47,7 +47,9 @@ def questions(seconds: float) -> Iterator[Findings]:
     wrong = replace(setup, model=other, true_model=setup.model)
     refined = replace(wrong, scheduler=SchedulerConfig(refine=True))
     busy = workload(3.0, seconds)
-    limited = replace(busy, offline=offline_backlog(partial(mixed, DATASETS, 2), 16_384))
+    limited = replace(
+        busy, offline=offline_backlog(partial(mixed, tuple(DATASETS.values()), 2), 16_384)
+    )
     rates = (3.0, 4.0, 4.5, 5.0)
     runs = {f"{rate:g} req/s": (workload(rate, seconds), setup, CoservePolicy) for rate in rates}
     alone = {f"{name}, alone": (*one[:2], OnlineOnlyPolicy) for name, one in runs.items()}
