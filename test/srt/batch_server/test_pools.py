@@ -292,6 +292,10 @@ def test_prompts_of_online_requests_are_pushed_to_the_strict_server(
                 else:
                     assert [text for text, _ in pushed] == texts
                     assert max(computed for _, computed in pushed) <= PAGE, pushed
+            # Several choices would all ask for the one file.
+            answer = (await http.post(CHAT, json=chat(0, n=2))).raise_for_status().json()
+            assert [choice["message"]["content"] for choice in answer["choices"]] == [texts[0]] * 2
+            assert (await fleet_of(http))["prompts_pushed"] == 2 * NUM_LINES
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * GIVE_UP_S))
 

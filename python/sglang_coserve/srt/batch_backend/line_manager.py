@@ -191,7 +191,12 @@ class LineManager:
         is_embedding = isinstance(request, EmbeddingReqInput)
         if line.only_prompt:
             self.is_leaving = True
-            request.sampling_params = {"max_new_tokens": _PROMPT_ENDS_TOKENS, "ignore_eos": True}
+            choices = (request.sampling_params or {}).get("n", 1)
+            request.sampling_params = {
+                "max_new_tokens": _PROMPT_ENDS_TOKENS,
+                "ignore_eos": True,
+                "n": choices,
+            }
         is_continuable = not is_embedding and can_continue(
             request, self._inner.preferred_sampling_params
         )
