@@ -29,7 +29,7 @@ from sglang_coserve.workload.trace import TraceRequest
 pytestmark = pytest.mark.heavy
 
 EMULATED = Emulation.of("llama-3.1-8b", "h100", noise=0.0)
-ALONE = Load(OnlineTraffic((512, 2048), (64, 256)), rate_per_s=8.0, seconds=20.0, seed=1)
+ALONE = Load(OnlineTraffic((512, 2048), (64, 256)), rate_per_s=8.0, seconds=60.0, seed=1)
 BESIDE = replace(
     ALONE, offline_prompt_tokens=2048, offline_output_tokens=128, offline_in_flight=200
 )
