@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batch.records import a_batch
 from batch.scenarios import line, lines
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch.context import FileProcesses
+from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.state import Failed, Validated
 from sglang_coserve.errors import StorageError

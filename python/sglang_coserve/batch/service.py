@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import new_batch
-from sglang_coserve.batch.context import FileProcesses, JobContext, new_id, open_engine_lines
+from sglang_coserve.batch.context import JobContext, new_id, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
 from sglang_coserve.batch.errors import RangeError
+from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor

@@ -21,18 +21,14 @@ from sglang_coserve.batch.data_directory import InUseError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.batch.routes.caller import (
-    PAGE_PATH,
-    VIEW_PATH,
-    Keys,
     batch_api_status,
     find_service,
     set_admin_key,
     set_not_ready,
     set_service,
-    shown_batches,
-    view_answer,
 )
 from sglang_coserve.batch.routes.errors import BatchApiOffError
+from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError

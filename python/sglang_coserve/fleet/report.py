@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from sglang_coserve.batch.record import EXPORTED_STATES, ServiceStatus
-from sglang_coserve.batch.routes.caller import VIEW_PATH
+from sglang_coserve.batch.routes.view import VIEW_PATH
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState, RemoteEngine

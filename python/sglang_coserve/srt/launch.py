@@ -20,7 +20,8 @@ from typing import Any, Final
 from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import BATCH_PREFIXES, missing_routes
-from sglang_coserve.batch.routes.caller import PAGE_PATH, Keys, batch_api_status
+from sglang_coserve.batch.routes.caller import batch_api_status
+from sglang_coserve.batch.routes.view import PAGE_PATH, Keys
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import one_setting, with_settings

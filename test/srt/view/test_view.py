@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from sglang_coserve.batch.owners import owner_of
-from sglang_coserve.batch.routes.caller import Caller, Keys
+from sglang_coserve.batch.routes.view import Caller, Keys
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
 from waiting import eventually
 

@@ -1,16 +1,13 @@
-"""Who calls: owners, operators, and whoever looks at the page; and the service that is called."""
+"""Who calls, owners and operators, and the service that is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
-import orjson
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.responses import Response
 
 from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.owners import owner_of
@@ -23,9 +20,8 @@ from sglang_coserve.batch.routes.errors import (
     JsonRoute,
     NoAdminKeyError,
 )
-from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.errors import RequestError, StorageError
+from sglang_coserve.errors import StorageError
 
 _STATE: Final = "coserve_batch_service"
 _OFF: Final = (
@@ -87,79 +83,6 @@ Service = Annotated[BatchService, Depends(_service)]
 
 Owner = Annotated[str, Depends(caller_owner)]
 """The owner who calls, from the request's key."""
-
-
-PAGE_PATH: Final = "/coserve"
-VIEW_PATH: Final = "/coserve/view"
-
-_BATCHES: Final = 50
-"""So many of the newest are looked at; what is unfinished comes first."""
-
-_SHOWN: Final = ("id", "endpoint", "status", "created_at", "expires_at", "completed_at", "metadata")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """On whose behalf the view is asked for."""
-
-    owner: str | None
-    """Whose batches are shown; None: everybody's."""
-
-    batches_path: str | None
-    """Where they can be changed; None: they are not shown."""
-
-    is_operator: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """What opens the view."""
-
-    api_key: str | None
-    admin_api_key: str | None
-    is_open: bool = False
-    """Who brings no key sees the figures, and no batches."""
-
-    def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
-        """Return who sends ``headers`` (of an ASGI scope); None: nobody whom the view is for."""
-        try:
-            key = bearer_key(headers)
-        except RequestError:
-            return None
-        if self.admin_api_key and is_same_key(key, self.admin_api_key):
-            return Caller(None, "/coserve/batches", is_operator=True)
-        if not self.api_key or is_same_key(key, self.api_key):
-            return Caller(owner_of(key), "/v1/batches")
-        return Caller(None, None) if self.is_open and not key else None
-
-
-def view_answer(status: int, content: dict[str, Any]) -> Response:
-    """Return an answer that no cache keeps."""
-    headers = {"cache-control": "no-store"}
-    return Response(orjson.dumps(content), status, headers, "application/json")
-
-
-async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
-    """Return the caller's batches and what could be added to all; null while there is no Batch
-    API, and the reason in ``error`` while there is none yet."""
-    try:
-        service = find_service(app)
-        found = []
-        if caller.batches_path is not None:
-            found = (await service.list_batches(caller.owner, limit=_BATCHES)).data
-        return {
-            "batches": {"path": caller.batches_path, "data": [_shown(each) for each in found]},
-            "headroom": asdict(service.headroom()),
-        }
-    except (BatchApiNotReadyError, StorageError) as error:
-        return {"batches": {"path": None, "data": [], "error": str(error)}, "headroom": None}
-    except BatchApiOffError:
-        return {"batches": None, "headroom": None}
-
-
-def _shown(batch: BatchObject) -> dict[str, Any]:
-    fields = batch.model_dump(mode="json", include={*_SHOWN, "request_counts", "coserve"})
-    return fields | {"total_tokens": batch.usage.total_tokens}
 
 
 _ADMIN_KEY: Final = "coserve_admin_key"
