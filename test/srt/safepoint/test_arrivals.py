@@ -41,7 +41,7 @@ LIVE = {
     "startup_profile_seconds": 0.0,
     "safepoint_interval": 2,
 }
-LAYER_S = 0.05
+LAYER_S = 0.2
 
 
 def start_live(start_engine: Any, **settings: Any) -> EngineProcess:
@@ -69,7 +69,7 @@ def run_arrival_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
             talker.wait_for_end(message.rid)
         begun.clear()
         talker.send(long_offline(engine, "off"))
-        talker.wait(lambda: 1 in begun, "a long pass")
+        talker.wait(lambda: 0 in begun, "a long pass")
         talker.send(online(engine, "on"))
         for rid in ("on", "off"):
             talker.wait_for_end(rid)
@@ -111,7 +111,7 @@ def run_arrivals_with_targets(engine: ScriptedEngine) -> dict[float, tuple[int, 
             begun.clear()
             off, on = f"off {target_ms}", f"on {target_ms}"
             talker.send(long_offline(engine, off))
-            talker.wait(lambda: 1 in begun, "a long pass")
+            talker.wait(lambda: 0 in begun, "a long pass")
             talker.send(online(engine, on, {"coserve_slo_ttft_ms": target_ms}))
             for rid in (on, off):
                 talker.wait_for_end(rid)
