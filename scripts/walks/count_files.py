@@ -1,8 +1,8 @@
 """How many of our files a request runs through: an online one, a batch line, a suspended step.
 
-    python benchmark/count_files.py
+    python scripts/walks/count_files.py
 
-A real server with a small model. In all of its processes a profile function (``walk_bench``) notes
+A real server with a small model. In all of its processes a profile function (``tracer``) notes
 the files of each Python function of ours that is called. Counted are those that ran in the phase of
 a request, and of these the ones that do not also run while the server is idle. A phase also has the
 calls by which the script sees that it is over, and what happens once a second.
@@ -24,12 +24,11 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from common.results import write_results
 from sglang_coserve.local_server import LocalServer
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
 
-_TRACER: Final = Path(__file__).parent / "walk_bench" / "tracer"
+_TRACER: Final = Path(__file__).parent / "tracer"
 _SETTLE_S: Final = 2.0
 """Between phases: each process looks 20 times a second which one it is."""
 
@@ -58,7 +57,8 @@ def main() -> None:
                 run(client, walks)
         counts = walks.counts()
     print(markdown_table(_COLUMNS, [(name, *map(str, row)) for name, row in counts.items()]))
-    write_results(options.out, options, counts=counts, files=walks.files)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"counts": counts, "files": walks.files}, indent=1))
 
 
 class Walks:

@@ -1,1 +1,0 @@
-"""Which of our files a request runs through."""
