@@ -26,7 +26,7 @@ EXPERIMENTS: Final = {
     "conserve_ablation": Experiment("ConServe §6.5: two mechanisms", conserve.ablation, 600.0),
     "hygen_fig6": Experiment("HyGen Fig. 6: prefix sharing maximization", hygen.fig6),
     "hygen_fig15": Experiment("HyGen Fig. 15: offline throughput over online load", hygen.fig15),
-    "hygen_budgets": Experiment("HyGen Fig. 3, 4, 10: budgets", hygen_budgets.budgets, 110.0),
+    "hygen_budgets": Experiment("HyGen Fig. 3, 4, 7, 10: budgets", hygen_budgets.budgets, 110.0),
     "bros_fig9_10": Experiment("BROS Fig. 9, 10 and 12: hybrid workloads", bros.fig9_10),
     "ooco_fig6": Experiment("OOCO Fig. 6: two instances", ooco.fig6, 60.0),
     "questions": Experiment("Questions of HyGen's reviewers", questions.questions, 60.0),

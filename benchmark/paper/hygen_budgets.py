@@ -1,4 +1,4 @@
-"""HyGen Fig. 3, 4 and 10: budgets searched beside one half of a trace, and tried beside the other.
+"""HyGen Fig. 3, 4, 7 and 10: budgets searched beside half of a trace, tried beside the other.
 
 Llama-2-7B on an A100 of 40 GB, the bundled trace at a rate, offline requests of 2,000 + 128 tokens.
 The search is that of ``coserve simulate --find-budget``.
@@ -76,6 +76,15 @@ def above(slo: str, alone: LatencyReport, beside: LatencyReport) -> float:
     return 100 * (after / before - 1)
 
 
+def tried(asked: Half, slo: str, budget_s: float) -> tuple[float, float]:
+    """Return by how many percent a budget exceeds online requests alone beside the other half, and
+    the offline tokens/s there."""
+    other = replace(asked, begin_s=asked.duration or 0.0)
+    alone, beside = other.run("online_only"), other.run("hygen", budget_s)
+    over = above(slo, latency_report(alone.online), latency_report(beside.online))
+    return over, offline_per_s(beside)
+
+
 def searched(slo: str, qps: float, seconds: float) -> tuple[tuple[Cell, ...], bool | None]:
     """Return a row; whether the budget keeps the target beside the other half, None without one."""
     asked = half(slo, qps, seconds)
@@ -86,17 +95,22 @@ def searched(slo: str, qps: float, seconds: float) -> tuple[tuple[Cell, ...], bo
     if search.budget_s is not None:
         best = next(one for one in search.trials if one.budget_s == search.budget_s)
     assert best.budget_s is not None
-    other = replace(asked, begin_s=seconds)
-    alone, beside = other.run("online_only"), other.run("hygen", best.budget_s)
-    reached = [
-        above(slo, search.online_only.latency, best.latency),
-        above(slo, latency_report(alone.online), latency_report(beside.online)),
-    ]
+    over, per_s = tried(asked, slo, best.budget_s)
     limit = 100 * (parse_slo(slo).tolerance or 0.0)
-    is_kept = None if search.budget_s is None else reached[1] <= limit
+    is_kept = None if search.budget_s is None else over <= limit
     verdict = {None: "no budget; best:", True: "yes", False: "no"}[is_kept]
-    cells = (1e3 * best.budget_s, *reached, offline_per_s(beside))
-    return (f"{qps:g} QPS, {slo}", verdict, *cells), is_kept
+    first = above(slo, search.online_only.latency, best.latency)
+    return (f"{qps:g} QPS, {slo}", verdict, 1e3 * best.budget_s, first, over, per_s), is_kept
+
+
+def simple(percent: int, qps: float, seconds: float) -> tuple[Cell, ...]:
+    """Return a row of Fig. 7: the mean TBT that is allowed is the budget."""
+    slo = f"tbt mean <= +{percent}%"
+    asked = half(slo, qps, seconds)
+    alone_s = latency_report(asked.run("online_only").online).itl.mean_s
+    assert alone_s is not None
+    budget_s = parse_slo(slo).limit_over_value(alone_s)
+    return f"{qps:g} QPS, {slo}", 1e3 * budget_s, *tried(asked, slo, budget_s)
 
 
 def budgets(seconds: float) -> Iterator[Findings]:
@@ -113,6 +127,11 @@ def budgets(seconds: float) -> Iterator[Findings]:
             ("targets for which there is a budget", "all", f"{len(kept)} of {len(found)}"),
             ("of these, kept beside the other half", "all", f"{sum(kept)}"),
         ],
+    )
+    yield Findings(
+        "Fig. 7: the simple strategy",
+        ("target", "budget ms", "other half: +%", "offline tok/s"),
+        [simple(percent, 1.5, seconds) for percent in (5, 20, 50)],
     )
     yield Findings("Why mean TTFT is out of reach, 1.5 QPS", *why(seconds))
 
