@@ -13,7 +13,6 @@ from sglang_coserve import __version__
 from sglang_coserve.srt.cpu import defaults as cpu
 
 _PACKAGES: Final = ("sglang", "torch", "transformers", "numpy")
-_GIT_TIMEOUT_S = 10
 
 
 def describe_machine() -> dict[str, Any]:
@@ -57,7 +56,7 @@ def commit() -> str | None:
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
-            timeout=_GIT_TIMEOUT_S,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -17,8 +17,7 @@ from sglang_coserve.errors import ConfigError
 
 def settings_of(options: Any) -> dict[str, Any]:
     """Return a command line's options, but for ``out``, as JSON values."""
-    is_parsed = isinstance(options, Namespace)
-    values = vars(options) if is_parsed else asdict(options)
+    values = vars(options) if isinstance(options, Namespace) else asdict(options)
     return {name: _plain(value) for name, value in values.items() if name != "out"}
 
 
@@ -40,17 +39,10 @@ def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def write_results(path: Path | None, options: Any, **figures: Any) -> None:
-    """Write figures with the command, the machine and the settings; nothing where no path was
-    asked for.
-    """
+    """Write figures with the command, the machine and the settings; nothing without a path."""
     if path is not None:
-        command = shlex.join(["python", *sys.argv])
-        record = {
-            "command": command,
-            "machine": describe_machine(),
-            "settings": settings_of(options),
-        }
-        write_json(path, {**record, **figures})
+        record = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine()}
+        write_json(path, {**record, "settings": settings_of(options), **figures})
 
 
 def measure_missing(
