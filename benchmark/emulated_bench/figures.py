@@ -43,16 +43,15 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
 def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:
     """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
-    steps = max(1, outcome.num_steps)
-    online = max(1, len(outcome.requests))
     return {
         **figures(outcome),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
-        "host_ms_per_step": 1e3 * outcome.host_s / steps,
+        "host_ms_per_step": 1e3 * outcome.host_s / max(1, outcome.num_steps),
         "suspended": outcome.num_suspended,
         "retracted": outcome.num_retracted,
-        "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted) / online,
+        "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted)
+        / max(1, len(outcome.requests)),
         "from_prefixes": outcome.from_prefixes,
         "recomputed": outcome.recomputed,
         "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},

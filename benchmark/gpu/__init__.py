@@ -1,2 +1,1 @@
-"""Parts of ``bench_gpu``: the steps as command lines (``steps``), what runs them (``driver``), and
-the measurement of one of them: ``safepoint``."""
+"""Parts of ``bench_gpu``: the steps, what runs them, and the measurement of one of them."""
