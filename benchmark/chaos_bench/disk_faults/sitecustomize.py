@@ -21,9 +21,8 @@ def _noting(sync: Callable[[Any], None]) -> Callable[[Any], None]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         found = os.fstat(file if isinstance(file, int) else file.fileno())
         sync(file)
-        note = f"{found.st_ino} {found.st_size}\n".encode()
         notes = os.open(f"{_FOLDER}/synced", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(notes, note)
+        os.write(notes, f"{found.st_ino} {found.st_size}\n".encode())
         os.close(notes)
 
     return noting
