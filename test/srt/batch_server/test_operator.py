@@ -18,7 +18,7 @@ def call(deployment: Deployment, method: str, path: str, key: str | None) -> htt
 def test_the_admin_key_opens_the_operators_routes_and_no_others(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
-    batch_id = create(client, lines(40, 200)).id
+    batch_id = create(client, lines(100, 500)).id  # Until it is cancelled.
     until(client, batch_id, "in_progress")
     listed = call(deployment, "GET", "/coserve/batches?status=in_progress", ADMIN_KEY)
     assert batch_id in [batch["id"] for batch in listed.json()["data"]]
