@@ -11,7 +11,7 @@ import pytest
 
 from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
-from sglang_coserve.batch import context
+from sglang_coserve.batch import file_processes
 
 
 async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ async def test_owners_take_turns_at_validation(
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
     is_open = asyncio.Event()
-    run = context.run_module
+    run = file_processes.run_module
 
     async def noted(what: str, module: str, *arguments: str) -> Any:
         begun.append(Path(arguments[0]).name)
         await is_open.wait()
         return await run(what, module, *arguments)
 
-    monkeypatch.setattr(context, "run_module", noted)
+    monkeypatch.setattr(file_processes, "run_module", noted)
     scene = await opened(tmp_path, ScriptedBackend(holds=True))
     async with scene.service:
         for _ in range(5):
