@@ -73,18 +73,20 @@ class RequestMoves:
 
         The KV of each is left under its rid.
         """
-        known = [] if self._kv is None else [rid for rid in rids if self._can_leave(rid)]
+        known = [] if self._kv is None else [rid for rid in rids if self._leaving(rid) is not None]
         self._asked |= dict.fromkeys(known, model)
         return known
 
-    def _can_leave(self, rid: str) -> bool:
-        if (live := self._ledger.get(rid)) is None:
-            return False
-        return not live.req.finished() and live.req.to_finish is None
+    def _leaving(self, rid: str) -> Req | None:
+        """Return a request that can leave; None if it has ended, or is about to."""
+        live = self._ledger.get(rid)
+        if live is None or live.req.finished() or live.req.to_finish is not None:
+            return None
+        return live.req
 
     def come(self, req: Req) -> bool:
         """Begin to fetch the KV that was left for a new request; False if there is none to wait
-        for."""
+        for. Note it if the request is to leave after its prompt."""
         moved = take_moved_kv(req)
         if self._kv is None:
             return False
@@ -141,8 +143,8 @@ class RequestMoves:
         An online one goes once its prompt is computed.
         """
         assert self._kv is not None
-        self._asked = {rid: model for rid, model in self._asked.items() if self._can_leave(rid)}
-        reqs = (live.req for rid in self._asked if (live := self._ledger.get(rid)) is not None)
+        reqs = [req for rid in self._asked if (req := self._leaving(rid)) is not None]
+        self._asked = {req.rid: self._asked[req.rid] for req in reqs}
         asked = dict.fromkeys(req.rid for req in reqs if is_offline(req) or req.output_ids)
         if not asked:
             return
