@@ -16,7 +16,7 @@ DRY_RUN_NOTE: Final = (
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
 _MIXED: Final = "stock-priority --enable-mixed-chunk --chunked-prefill-size"
 _ALL_SYSTEMS: Final = (
-    *("alone", "coserve-slo", "coserve", f"{_MIXED} 1024", "stock-priority", "stock"),
+    *("alone", "coserve", f"{_MIXED} 1024", "coserve-slo", "stock-priority", "stock"),
     *(f"{_MIXED} 512", f"{_MIXED} 2048"),
 )
 _GPU_TESTS: Final = _BENCHMARKS.parent / "test" / "srt" / "safepoint_cuda"
