@@ -8,8 +8,9 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_coserve.batch.errors import BatchApiNotReadyError
 from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, OpenAIRoute
+from sglang_coserve.batch.routes.errors import OpenAIRoute
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
     LINES_PATH,
