@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Self
@@ -115,7 +114,7 @@ class PromptPush:
         engine = min(relaxed, key=lambda each: self._under_way[each.url])
         left_out = {name for name in fields if name.startswith(_MARK)}.union(_NOT_OF_A_PROMPT)
         body = {name: value for name, value in fields.items() if name not in left_out}
-        prompt = LineRequest("", 0, path, body, (), math.inf, only_prompt=True)
+        prompt = LineRequest("", 0, path, body, only_prompt=True)
         self._under_way[engine.url] += 1
         try:
             async with asyncio.timeout(_PUSH_TIMEOUT_S):
