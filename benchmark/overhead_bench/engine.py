@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +13,9 @@ from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
 from sglang_coserve.srt.cpu import defaults as cpu
 
-ONLINE_SHARE: Final = 1 / 4
-"""Of the requests that run."""
+RUNNING: Final = 32
+NUM_ONLINE: Final = 8
+"""Of the requests that run; they decode all the time."""
 
 ONLINE_OUTPUT_TOKENS: Final = 3000
 """Longer than the benchmark."""
@@ -24,8 +24,7 @@ PREFIXES: Final = 100
 """Half of an offline prompt is one of these."""
 
 WARM_UP_PASSES: Final = 8
-
-_AROUND: Final = ("around", "metrics", "load")
+LEAST_PASSES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -51,53 +50,46 @@ SYSTEMS: Final = {
 class Pass:
     """One scheduling pass, and the step after it."""
 
-    spent_s: dict[str, float]
-    """What its parts took, each without the others: "stock" (SGLang's own code), "account" (for the
-    last step), "snapshot", "plan", and "rest", what carries the plan out."""
+    pass_s: float
+    stock_s: float
+    """Of it, in SGLang's own code."""
 
-    around_s: dict[str, float] = field(default_factory=dict)
-    """What ours takes of the step outside of the pass: "around", "metrics" to gather them and
-    publish them where they are wanted, and the whole "load", with SGLang's part of it."""
-
-    iteration_s: float = 0.0
+    step_s: float = 0.0
+    """From the begin of this pass to that of the next."""
 
 
 class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(
-        self, system: OverheadSystem, model: Path, running: int, online_waits: bool = False
-    ) -> None:
-        """``running`` requests run at a time; ``online_waits``: online ones wait, not offline."""
-        self._online_waits = online_waits
-        num_online = int(running * ONLINE_SHARE)
-        self.scheduler = start(system, model, running, num_online)
+    def __init__(self, system: OverheadSystem, model: Path) -> None:
+        self.scheduler = start(system, model)
         self._is_stock = system.policy is None
-        self._is_planned = system.policy not in (None, "fifo")
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
         self._rng = random.Random(0)
         self._prefixes = [self._tokens(32) for _ in range(PREFIXES)]
         self._num_sent = 0
         self._passes: list[Pass] = []
         self._pass_started_s = self._away_s = 0.0
-        self._spent_s: dict[str, float] = defaultdict(float)
-        self._part, self._since_s = "", 0.0
+        self._stock_s = 0.0
+        self._is_in_stock = False
         self._pending: list[Any] = []
         self._time_passes()
-        for _ in range(num_online):
+        for _ in range(NUM_ONLINE):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
 
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
     def fill(self, num_waiting: int) -> None:
-        """Let so many requests wait."""
-        for _ in range(num_waiting - self._num_waiting()):
+        """Let so many offline requests wait."""
+        waiting = (
+            len(self.scheduler.waiting_queue)
+            if self._is_stock
+            else self.scheduler.parts.admission.num_waiting()
+        )
+        for _ in range(num_waiting - waiting):
             prompt = self._rng.choice(self._prefixes) + self._tokens(32)
-            self._send(prompt, self._rng.randint(16, 48), is_offline=not self._online_waits)
-        if self._online_waits and not self._is_stock and not self._num_offline():
-            # Passes are planned only beside offline requests.
-            self._send(self._tokens(64), 16, is_offline=True)
+            self._send(prompt, self._rng.randint(16, 48), is_offline=True)
 
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""
@@ -112,7 +104,7 @@ class TimedEngine:
             done = len(self._passes) - first
             # Of the last pass nobody sees the end of the step.
             self.scheduler.gracefully_exit = done > num_passes or (
-                time.perf_counter() > end_s and done > 8
+                time.perf_counter() > end_s and done > LEAST_PASSES
             )
             self.fill(num_waiting)
             self._away_s += self._clock_s() - started_s
@@ -127,73 +119,36 @@ class TimedEngine:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.managers.scheduler import Scheduler
 
-        scheduler, around = self.scheduler, "get_next_batch_to_run process_batch_result run_batch"
-        for name in around.split():
-            self._time("", Scheduler, name)
-            if not self._is_stock:
-                self._time("around", scheduler, name)
-        self._time("stock", Scheduler, "get_new_batch_prefill")
-        self._time("stock", ScheduleBatch, "filter_batch")
-        if self._is_planned:
-            admission = scheduler.parts.admission
-            self._time("account", admission, "_learn")
-            self._time("snapshot", admission, "_snapshot")
-            self._time("plan", admission.core, "plan")
-        if not self._is_stock:
-            from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
-
-            self._time("load", ReportingLoadInquirer, "get_loads")
-            self._time("metrics", scheduler.parts.status, "launched")
-            self._time("metrics", scheduler.parts.status, "processed")
-        whole = self._timed("rest", scheduler.get_new_batch_prefill)
+        self._time_stock(Scheduler, "get_new_batch_prefill")
+        self._time_stock(ScheduleBatch, "filter_batch")
+        whole = self.scheduler.get_new_batch_prefill
 
         def one_pass(running_batch: Any) -> Any:
             now_s = self._clock_s()
             if self._passes:
-                last = self._passes[-1]
-                last.iteration_s = now_s - self._pass_started_s - self._away_s
-                last.around_s = {part: self._spent_s[part] for part in _AROUND}
-            self._pass_started_s, self._away_s = now_s, 0.0
-            self._spent_s.clear()
+                self._passes[-1].step_s = now_s - self._pass_started_s - self._away_s
+            self._pass_started_s, self._away_s, self._stock_s = now_s, 0.0, 0.0
             result = whole(running_batch)
-            spent_s = dict(self._spent_s)
-            spent_s.pop("", None)
-            spent_s.pop("around", None)  # The begin of the round, which is the last one's.
-            self._passes.append(Pass(spent_s))
-            self._spent_s.clear()
+            self._passes.append(Pass(self._clock_s() - now_s, self._stock_s))
             return result
 
-        scheduler.get_new_batch_prefill = one_pass
+        self.scheduler.get_new_batch_prefill = one_pass
 
-    def _time(self, part: str, owner: Any, name: str) -> None:
-        setattr(owner, name, self._timed(part, getattr(owner, name)))
-
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add what ``function`` takes to a part, without what it spends in other parts."""
-
-        def switch(part: str) -> str:
-            now_s = self._clock_s()
-            last, self._part = self._part, part
-            self._spent_s[last] += now_s - self._since_s
-            self._since_s = now_s
-            return last
+    def _time_stock(self, owner: type, name: str) -> None:
+        """Add what a method of SGLang's takes to the pass, once where one calls another."""
+        function = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            outer = switch(part)
+            if self._is_in_stock:
+                return function(*arguments, **named)
+            self._is_in_stock, started_s = True, self._clock_s()
             try:
                 return function(*arguments, **named)
             finally:
-                switch(outer)
+                self._is_in_stock = False
+                self._stock_s += self._clock_s() - started_s
 
-        return timed
-
-    def _num_waiting(self) -> int:
-        if self._is_stock or self._online_waits:
-            return len(self.scheduler.waiting_queue)
-        return self._num_offline()
-
-    def _num_offline(self) -> int:
-        return int(self.scheduler.parts.admission.num_waiting())
+        setattr(owner, name, timed)
 
     def _tokens(self, count: int) -> list[int]:
         return self._rng.choices(range(10, self.scheduler.model_config.vocab_size), k=count)
@@ -207,11 +162,11 @@ class TimedEngine:
         self.scheduler.process_input_requests([request])
 
 
-def start(system: OverheadSystem, model: Path, running: int, num_online: int) -> Any:
+def start(system: OverheadSystem, model: Path) -> Any:
     """Return a scheduler with as many places as run at a time, and KV for all of them."""
     settings = {
-        "max_running_requests": running,
-        "max_total_tokens": 256 * running + (ONLINE_OUTPUT_TOKENS + 72) * num_online,
+        "max_running_requests": RUNNING,
+        "max_total_tokens": 256 * RUNNING + (ONLINE_OUTPUT_TOKENS + 72) * NUM_ONLINE,
         "chunked_prefill_size": 512,
         **({} if cpu.has_cuda() else {"sleep_on_idle": False}),
         **system.flags,
