@@ -1,1 +1,1 @@
-"""Parts of ``bench_gpu``: the steps, what runs them, and the measurement of one of them."""
+"""Parts of ``bench_gpu``: the steps, and what runs them."""

@@ -19,6 +19,12 @@ _ALL_SYSTEMS: Final = (
     *("alone", "coserve", f"{_MIXED} 1024", "coserve-slo", "stock-priority", "stock"),
     *(f"{_MIXED} 512", f"{_MIXED} 2048"),
 )
+_PREFILL_GRAPHS: Final = tuple(
+    f" --cuda-graph-backend-prefill {kind}" for kind in ("breakable", "disabled")
+)
+_COMPARED: Final = ("results.json", "table.md")
+"""Written by bench_serving."""
+
 _GPU_TESTS: Final = _BENCHMARKS.parent / "test" / "srt" / "safepoint_cuda"
 
 
@@ -84,13 +90,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CoLoad:
-    """Online requests of one co-serving step: Poisson arrivals, ConServe §6.2's lengths."""
+    """Both classes on a server of each system: Poisson arrivals, by default ConServe §6.2's."""
 
     rate_per_s: float
     systems: tuple[str, ...] = ("alone", "coserve-slo", "coserve", "stock-priority")
     """In this order: what is stopped early has what matters most, and goes on with the rest."""
 
     window_s: int = 40
+    online_lengths: tuple[int, int] = (4096, 256)
+    """Prompt and output tokens."""
+
+    offline_lengths: tuple[int, int] = (4096, 128)
+    concurrency: int = 96
+    """Offline requests at a time."""
+
+    targets: tuple[str, ...] = ("--slo-scale", "1.2")
+    """Flags of bench_serving."""
+
     kv_tokens: int | None = None
     """Of every server, where its memory is not to be used up."""
 
@@ -109,18 +125,18 @@ class CoLoad:
             for system in self.systems
         ]
         command = [sys.executable, "-m", "sglang_coserve.bench_serving", "--out", str(folder)]
-        command += ["--model-path", setting.model_path, "--slo-scale", "1.2"]
+        command += ["--model-path", setting.model_path, *self.targets]
         command += ["--warmup-s", "1" if dry else "5", "--ready-timeout-s", "400"]
         command += ["--systems", *systems, "--server", *setting.server_flags()]
         if self.kv_tokens is not None and not dry:
             command += ["--max-total-tokens", str(self.kv_tokens)]
         command += ["--online", "--request-rate", str(self.rate_per_s)]
         command += ["--num-prompts", str(round(self.rate_per_s * window_s))]
-        command += _random_ids(*((64, 8) if dry else (4096, 256)))
-        command += ["--offline", "--max-concurrency", "4" if dry else "96"]
+        command += _random_ids(*((64, 8) if dry else self.online_lengths))
+        command += ["--offline", "--max-concurrency", str(4 if dry else self.concurrency)]
         # Far more than run in the time; the more there are, the longer their prompts take to make.
         command += ["--num-prompts", "2000" if dry else "800"]
-        return [[*command, *_random_ids(*((128, 8) if dry else (4096, 128)))]]
+        return [[*command, *_random_ids(*((128, 8) if dry else self.offline_lengths))]]
 
 
 def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
@@ -129,21 +145,31 @@ def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
     return [*flags, "--random-output-len", str(output_tokens)]
 
 
+def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
+    """Each way to run prefills that has safepoints, with and without them.
+
+    An arrival that would have its first token after 50 ms suspends.
+    """
+    prefills = [""] if setting.dry_run else _PREFILL_GRAPHS
+    systems = [f"coserve-slo --safepoint-interval {n}{how}" for how in prefills for n in (4, 0)]
+    load = CoLoad(
+        4.0,
+        systems=("alone", *systems),
+        window_s=15,
+        online_lengths=(512, 4),
+        offline_lengths=(8192, 1),
+        concurrency=8,
+        targets=("--slo-ttft-ms", "50", "--slo-tpot-ms", "50"),
+    )
+    return load.commands(setting, folder)
+
+
 def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
     command = [sys.executable, "-m", "sglang_coserve", "profile"]
     command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
     command += ["--quiet", "--time-limit", "12" if setting.dry_run else "75"]
     command += ["--max-shapes", "30" if setting.dry_run else "400"]
     return [[*command, "--log-level", "error", *setting.server_flags()]]
-
-
-def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
-    flags = {"model-path": setting.model_path, "out": folder / "safepoint_gpu.json"}
-    command = [sys.executable, "-m", "gpu.safepoint"]
-    if setting.dry_run:
-        return [[*command, *_words(flags), "--tiny"]]
-    flags |= {"load-format": setting.load_format, "attention-backend": setting.attention_backend}
-    return [[*command, *_words(flags)]]
 
 
 def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
@@ -176,7 +202,7 @@ def _words(flags: Mapping[str, object]) -> list[str]:
 
 
 def _coload(name: str, question: str, load: CoLoad, least_s: float = 200) -> Step:
-    return Step(name, question, least_s, load.commands, "results.json", "table.md")
+    return Step(name, question, least_s, load.commands, *_COMPARED)
 
 
 STEPS: Final = (
@@ -195,10 +221,9 @@ STEPS: Final = (
     Step(
         "safepoint",
         "What safepoints cost, and how soon they free the GPU",
-        90,
+        200,
         _safepoint,
-        "safepoint_gpu.json",
-        "safepoint_gpu.md",
+        *_COMPARED,
     ),
     Step(
         "overlap",

@@ -94,6 +94,8 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
     # Gaps may differ: SGLang leaves those out that several tokens had to the first text.
     ttft_ms = online["latencies"]["ttft_ms"]
     assert ttft_ms["p99"] == pytest.approx(online["bench_serving"]["p99_ttft_ms"], rel=1e-6)
+    (status,) = online["coserve"]
+    assert status["offline"]["received"] > 0
     # The offline load was there before and after, ended when told, and its reports agree.
     assert offline["began_s"] < online["began_s"] < online["ended_s"]
     assert online["ended_s"] <= offline["ended_s"]

@@ -185,7 +185,8 @@ def _failed(load: LoadResult) -> int:
 
 
 def _record(load: LoadResult) -> dict[str, Any]:
-    """Return what SGLang reports, and the same latencies by our definitions."""
+    """Return what SGLang reports, the same latencies by our definitions, and our own status."""
+    states = (load.report.get("server_info") or {}).get("internal_states") or ()
     return {
         "bench_serving": {
             # An infinite rate is no JSON.
@@ -198,4 +199,5 @@ def _record(load: LoadResult) -> dict[str, Any]:
         "ended_s": load.ended_s,
         "unsent": load.unsent,
         "latencies": latency_report(load.timelines).to_dict(),
+        "coserve": [state["coserve"] for state in states if "coserve" in state],
     }

@@ -7,12 +7,10 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-
-from msgspec.structs import replace
 
 from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult

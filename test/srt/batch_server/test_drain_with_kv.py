@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def request(
 ) -> LineRequest:
     body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
     body |= {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS, **extra}
-    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), kv=kv)
+    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), math.inf, None, kv)
 
 
 def post(server: Deployment, path: str, method: str = "POST") -> None:
