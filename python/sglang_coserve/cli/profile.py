@@ -37,7 +37,7 @@ class ModelFlags:
         metavar="MODEL",
         group=_EMULATED,
     )
-    hardware: str = flag("h100", "a100, h100, h200, b200 or ascend-910c.", group=_EMULATED)
+    hardware: str = flag("h100", "a40, a100, h100, h200, b200 or ascend-910c.", group=_EMULATED)
     tp: int = flag(1, "GPUs that compute together.", group=_EMULATED)
     profile: Path | None = flag(
         None,

@@ -130,7 +130,7 @@ class DemoOptions:
     )
     emulate: str | None = setting(
         None,
-        "at the pace of Llama-3.1-8B on a GPU that is emulated: h100, a100, h200, b200 or "
+        "at the pace of Llama-3.1-8B on a GPU that is emulated: h100, h200, b200, a100, a40 or "
         "ascend-910c",
         metavar="HARDWARE",
     )

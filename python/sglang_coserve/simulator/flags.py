@@ -35,7 +35,7 @@ class SimulationFlags:
         min=0,
         group=_WORKLOAD,
     )
-    hardware: str = flag("h100", "a100, h100, h200, b200 or ascend-910c.", group=_MACHINE)
+    hardware: str = flag("h100", "a40, a100, h100, h200, b200 or ascend-910c.", group=_MACHINE)
     model: str = flag(
         "llama-3.1-8b", "A known name such as llama-3.1-70b, or a config.json.", group=_MACHINE
     )

@@ -245,5 +245,7 @@ def test_optional_dimensions_of_a_config_have_the_usual_defaults() -> None:
 
 def test_unknown_hardware_names_the_known_ones() -> None:
     assert find_hardware("H100") is HARDWARE["h100"]
-    with pytest.raises(ConfigError, match="'b300': use one of a100, h100, h200, b200, ascend-910c"):
+    with pytest.raises(
+        ConfigError, match="'b300': use one of a40, a100, h100, h200, b200, ascend-910c"
+    ):
         find_hardware("b300")

@@ -36,6 +36,15 @@ HARDWARE: Final = MappingProxyType(
         hardware.name: hardware
         for hardware in (
             Hardware(
+                name="a40",
+                bf16_flop_per_s=149.7e12,
+                memory_byte_per_s=696e9,
+                # The NVLink bridge of two: 112.5 GB/s counts both directions.
+                link_byte_per_s=56.25e9,
+                memory_bytes=48e9,
+                source="NVIDIA A40 datasheet",
+            ),
+            Hardware(
                 name="a100",
                 bf16_flop_per_s=312e12,
                 memory_byte_per_s=2.039e12,

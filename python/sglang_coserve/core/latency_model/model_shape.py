@@ -211,11 +211,14 @@ MODELS: Final = MappingProxyType(
         "llama-2-7b": ModelShape(4096, 32, 32, 32, 128, 11008, 32000),
         "llama-3.1-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256),
         "llama-3.1-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256),
+        "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14336, 32000),
         "mixtral-8x7b": ModelShape(4096, 32, 32, 8, 128, 14336, 32000, 8, 2),
+        "qwen-14b": ModelShape(5120, 40, 40, 40, 128, 13696, 152064),
         "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152064),
         "qwen2.5-14b": ModelShape(5120, 48, 40, 8, 128, 13824, 152064),
         "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27648, 152064),
         "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29568, 152064),
+        "yi-34b": ModelShape(7168, 60, 56, 8, 128, 20480, 64000),
     }
 )
 """The models known by name, with weights of 16 bits; no embedding is tied."""
