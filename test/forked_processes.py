@@ -36,6 +36,7 @@ PRELOADED: Final = (
     "sglang_coserve.srt.cpu.attention",
     "sglang_coserve.srt.scheduler.scheduler",
     "sglang_coserve.srt.launch",
+    "sglang_coserve.srt.server_app",
     "sglang.srt.managers.detokenizer_manager",
 )
 """What servers and engines import."""

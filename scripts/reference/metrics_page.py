@@ -15,8 +15,7 @@ from prometheus_client import REGISTRY
 from sglang_coserve.batch.record import ServiceStatus
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.report import FleetFamilies
-from sglang_coserve.srt.monitoring.exporter import Exporter
-from sglang_coserve.srt.routes.batch_api import BatchExporter
+from sglang_coserve.srt.monitoring.exporter import REPLICA_METRICS, SERVER_METRICS, Exporter
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "prometheus.md"
 
@@ -43,8 +42,7 @@ _GATEWAY: Final = """\
 
 def page() -> str:
     """Return the text of the page; once a process, since it registers the metrics."""
-    Exporter("model")
-    BatchExporter("model")
+    Exporter({**REPLICA_METRICS, **SERVER_METRICS}, {"model_name": "model"})
     registered = [each for each in REGISTRY._collector_to_names if hasattr(each, "_labelnames")]
     server = [(family, each._labelnames) for each in registered for family in each.collect()]
     status = ServiceStatus({}, 0, 0, 0, 0, 0, 0, "model")

@@ -9,7 +9,10 @@ import math
 from prometheus_client import generate_latest
 from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.monitoring.exporter import Exporter
+from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
+from sglang_coserve.srt.monitoring.exporter import (
+    REPLICA_METRICS, Exporter, load_values, state_values
+)
 
 load = ReplicaLoad(
     online=ClassLoad(running=4, waiting=1, outstanding_tokens=700),
@@ -18,12 +21,15 @@ load = ReplicaLoad(
     reclaim_s=0.02, headroom_tokens_per_s=None, max_lines=6,
 )
 
-def state(running):
+def state(running, retracted):
     return {
         "slo": {"attainment": 0.75, "measured": [
             {"slo": "ttft p99 <= 300ms", "measured_ms": 250.0, "online_alone_ms": None}]},
         "online": {"waiting": 1, "running": running, "shed": 3 * running},
-        "offline": {"waiting": 100000, "running": 2},
+        "offline": {
+            "waiting": 100000, "running": 2,
+            **dict.fromkeys(OFFLINE_EVENTS, 0), "retracted": retracted,
+        },
         "unnoticed_ends": running // 4,
         "prediction": {"mape": 0.04, "bias": 0.0},
         "background": {"kv_expiry": {"failures": running}},
@@ -39,12 +45,10 @@ def state(running):
         },
     }
 
-exporter = Exporter("m")
-assert exporter.is_due(10.0)
-exporter.publish(state(3), {"retracted": 2}, 10.0)
-assert not exporter.is_due(10.5)
-exporter.publish(state(4), {"retracted": 5}, 11.5)
-exporter.publish_load(load, oldest_waiting_s={"offline": 30.0}, budget_s=math.inf)
+exporter = Exporter(REPLICA_METRICS, {"model_name": "m"})
+exporter.publish(state_values(state(3, 2)))
+exporter.publish(state_values(state(4, 5)) | load_values(load))
+exporter.publish({"oldest_waiting_seconds": {"offline": 30.0}, "budget_seconds": math.inf})
 print(generate_latest().decode())
 """
 

@@ -12,8 +12,9 @@ from fastapi import FastAPI
 
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
-from sglang_coserve.srt.launch import StartCheck, verify_app
+from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import replicas_info
+from sglang_coserve.srt.server_app import Lifespan, verify_app
 
 
 def answer() -> None:
@@ -45,46 +46,25 @@ def test_every_replica_must_be_ours() -> None:
         replicas_info([replica(1.0), {"memory_usage": {}}])
 
 
-def http_server(state: dict[str, Any], started: list[str]) -> Any:
-    """SGLang's module, as far as a check asks it, with one scheduler that has this state."""
-    app = complete_app()
+async def test_nothing_is_started_before_the_check() -> None:
+    started: list[str] = []
 
     @asynccontextmanager
     async def stock(app: FastAPI) -> AsyncIterator[None]:
         started.append("stock")
         yield
-        started.append("ended")
 
     async def states() -> list[dict[str, Any]]:
-        return [state]
+        return [{"memory_usage": {}}]
 
+    app = complete_app()
     app.router.lifespan_context = stock
-    manager = SimpleNamespace(get_internal_state=states)
-    return SimpleNamespace(
-        app=app, _global_state=SimpleNamespace(tokenizer_manager=manager, scheduler_info={})
-    )
-
-
-async def lived(app: Any) -> None:
-    async with app.router.lifespan_context(app):
-        pass
-
-
-async def test_nothing_is_started_before_the_check() -> None:
-    started: list[str] = []
-    server = http_server({"memory_usage": {}}, started)
-    check = StartCheck(server)
+    state = SimpleNamespace(tokenizer_manager=SimpleNamespace(get_internal_state=states))
+    server: Any = SimpleNamespace(app=app, _global_state=state)
+    view: Any = None
+    lifespan = Lifespan(server, view, TaskSupervisor())
     with pytest.raises(StartupError, match="scheduler 0"):
-        await lived(server.app)
+        async with app.router.lifespan_context(app):
+            pass
     assert started == []
-    assert isinstance(check.failure, StartupError)
-
-
-async def test_a_server_in_order_starts_and_tells_of_its_scheduler() -> None:
-    started: list[str] = []
-    server = http_server(replica(7.0), started)
-    check = StartCheck(server)
-    await lived(server.app)
-    assert started == ["stock", "ended"]
-    assert check.failure is None
-    assert server._global_state.scheduler_info["coserve"]["offline_policy"] == "hygen"
+    assert isinstance(lifespan.failure, StartupError)

@@ -162,16 +162,9 @@ class TaskSupervisor:
     """The long-lived tasks and threads of one process. ``note_failure`` and ``state`` may be called
     in any thread."""
 
-    def __init__(
-        self,
-        clock: Clock | None = None,
-        rng: random.Random | None = None,
-        count: Callable[[str, int], None] | None = None,
-    ) -> None:
-        """``count`` adds failures to a counter of each name: 0 when the first task is started."""
+    def __init__(self, clock: Clock | None = None, rng: random.Random | None = None) -> None:
         self._clock = clock or Clock()
         self._rng = rng or random.Random()
-        self._count = count or (lambda _name, _failures: None)
         self._lock = threading.Lock()
         self._states: dict[str, _TaskState] = {}
         self._logged: dict[tuple[str, str], tuple[str, float]] = {}
@@ -222,7 +215,6 @@ class TaskSupervisor:
                 if len(self._logged) >= _MOST_LOGGED:
                     self._logged.clear()
                 self._logged[name, subject] = (text, now_s)
-        self._count(name, 1)
         if is_new:
             what = f"{name} ({subject})" if subject else name
             # What is raised on purpose says all by itself.
@@ -265,8 +257,6 @@ class TaskSupervisor:
     def _add_running(self, name: str, number: int) -> None:
         with self._lock:
             self._states.setdefault(name, _TaskState()).running += number
-        if number > 0:
-            self._count(name, 0)
 
 
 def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random) -> float:

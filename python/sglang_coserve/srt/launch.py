@@ -12,94 +12,31 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
-from fastapi import FastAPI
-
-from sglang_coserve.batch.routes import BATCH_PREFIXES, missing_routes
-from sglang_coserve.batch.routes.caller import batch_api_status
-from sglang_coserve.batch.routes.view import PAGE_PATH, Keys
+from sglang_coserve.batch.routes.view import PAGE_PATH
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import one_setting, with_settings
 from sglang_coserve.errors import CoserveError, StartupError
-from sglang_coserve.guard.install import install_in_server
 from sglang_coserve.guard.process_health import (
     expect_end_of_processes,
-    freeze_imports,
     freeze_start_up_objects,
 )
-from sglang_coserve.http_lines.messages import LINES_PATH
-from sglang_coserve.lines.background import TaskSupervisor
-from sglang_coserve.logs import RequestIdMiddleware
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
-from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
-from sglang_coserve.srt.marks.wanted_model import (
-    WantedModelMiddleware,
-    check_models_of_forms,
-    set_model_names,
-)
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
-from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
-from sglang_coserve.srt.routes.drain import install_health
 from sglang_coserve.srt.start_defaults import (
     StartDefaults,
     check_settings,
     model_path_in,
     start_defaults,
 )
-
-STATUS_PATH: Final = "/coserve/status"
-
-
-class StartCheck:
-    """Checks a server at the beginning of its app's lifespan.
-
-    The schedulers are queried for their internal state, because the controller of several
-    replicas does not pass on their start-up information.
-    """
-
-    def __init__(self, http_server: Any) -> None:
-        """Install the check into the lifespan of SGLang's ``http_server`` module."""
-        self.failure: CoserveError | None = None
-        """The error that stopped the start; Uvicorn only logs it."""
-        router = http_server.app.router
-        inner = router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
-            async with AsyncExitStack() as stack:
-                try:
-                    verify_app(app)
-                    server = http_server._global_state
-                    states = await server.tokenizer_manager.get_internal_state()
-                    server.scheduler_info[STATE_KEY] = replicas_info(states)
-                    entered = await stack.enter_async_context(inner(app))
-                except CoserveError as error:
-                    self.failure = error
-                    raise
-                yield entered
-
-        router.lifespan_context = lifespan
-
-
-def verify_app(app: FastAPI) -> None:
-    """Check that no route of SGLang's comes before one of the Batch API's.
-
-    Raises:
-        StartupError: one does.
-    """
-    if problems := missing_routes(app):
-        raise StartupError(
-            "co-serving is not in place: another route answers at " + ", ".join(problems)
-        )
-
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +82,7 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_coserve.srt import processes
+    from sglang_coserve.srt.server_app import install_in_app
 
     is_ready = False
 
@@ -155,7 +93,7 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
         logger.info("to watch: http://%s:%s%s", server_args.host, server_args.port, PAGE_PATH)
 
     sys.setswitchinterval(_SWITCH_S)
-    _install_routes(http_server, server_args, defaults)
+    install_in_app(http_server, server_args, defaults)
     processes.watch_replicas()
     cores = cpu.cores_for(server_args) if defaults.on_cpu else nullcontext()
     try:
@@ -253,71 +191,8 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
             setattr(ServerArgs, name, method)
 
 
-def _install_routes(http_server: Any, server_args: Any, defaults: StartDefaults) -> None:
-    """Add our middleware and routes, and a check of them before the port is opened."""
-    from sglang_coserve.srt.batch_backend.loaded_model import model_names
-    from sglang_coserve.srt.monitoring.exporter import BackgroundFailures
-    from sglang_coserve.srt.routes.batch_api import install_batch_api, open_routes_warning
-    from sglang_coserve.srt.routes.engine_routes import View, install_load_route
-
-    async def status() -> dict[str, Any]:
-        """Return the state of each data-parallel replica and of the Batch API."""
-        manager = http_server._global_state.tokenizer_manager
-        states = await manager.get_internal_state()
-        return {
-            "replicas": [state["coserve"] for state in states],
-            "batch_api": await batch_api_status(app),
-            "background": background.state(),
-            "emulated": defaults.emulated,
-        }
-
-    app = http_server.app
-    config: CoserveConfig = server_args._coserve
-    settings = compat.settings_of(server_args)
-    counted = BackgroundFailures(settings.served_model_name) if settings.enable_metrics else None
-    background = TaskSupervisor(count=counted)
-    app.add_middleware(MarksMiddleware, offline_objectives=config.offline_objectives)
-    check_models_of_forms(app)
-    # The middleware added last runs first.
-    app.add_middleware(WantedModelMiddleware)
-    # Before our routes are there, which read little.
-    install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
-    compat.mend_routes()
-    install_health(http_server, background)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_api_route(STATUS_PATH, status, methods=["GET"])
-    install_load_route(http_server)
-    install_batch_api(http_server, server_args.admin_api_key, background)
-    keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
-    View(http_server, keys, background).install(app)
-    check = StartCheck(http_server)
-
-    def verify_and_serve(
-        server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        logger.info(compat.start_up_line())
-        open_routes = open_routes_warning(server_args.api_key, server_args.admin_api_key)
-        for warning in (defaults.warning, open_routes):
-            if warning is not None:
-                logger.warning(warning)
-        set_model_names(app, partial(model_names, tokenizer_manager))
-        # Again, because another process may have taken the port while the model was loaded.
-        check_listen_address(server_args.host, server_args.port)
-        freeze_imports()
-        try:
-            serve(server_args, tokenizer_manager, *args, **kwargs)
-        finally:
-            if check.failure is not None:
-                raise check.failure
-
-    serve = compat.replace(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", verify_and_serve
-    )
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``launch_server`` and return the exit status; print an error as one line each."""
-    from sglang_coserve.errors import CoserveError
 
     try:
         launch_server(argv)

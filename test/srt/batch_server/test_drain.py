@@ -107,7 +107,7 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
 def test_its_background_tasks_are_shown(deployment: Deployment) -> None:
     status = ask(deployment, "GET", "/coserve/status", API_KEY).raise_for_status().json()
     tasks = status["background"]
-    assert {"view_samples", "drain_at_stop", "batch_metrics", "file_expiry"} <= tasks.keys()
+    assert {"view_samples", "drain_at_stop", "metrics", "file_expiry"} <= tasks.keys()
     assert all(task["failures"] == 0 for task in tasks.values())
     assert all(task["running"] == 1 for name, task in tasks.items() if name != "batch")
     assert all(replica["background"] == {} for replica in status["replicas"])

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.monitoring.step_trace import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -70,6 +71,7 @@ class LatencyHistograms:
         self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.gaps = {name: Buckets(GAP_BUCKETS_S) for name in classes}
+        self.delays = {token: Buckets(DELAY_BUCKETS_S) for token in ("first", "last")}
         self.prompt_tokens = dict.fromkeys(classes, 0)
         self.cached_tokens = dict.fromkeys(classes, 0)
 
@@ -111,6 +113,12 @@ class LatencyHistograms:
                 self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
         for (is_online, before_s), count in gaps.items():
             self.gaps["online" if is_online else "offline"].add(now_s - before_s, count)
+
+    def billed(self, delays: Iterable[Delay]) -> None:
+        """Take in what was billed; early tokens are not delayed."""
+        for delay in delays:
+            self.delays["first"].add(max(0.0, delay.ttft_s))
+            self.delays["last"].add(max(0.0, delay.total_s))
 
     def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
         """Return how long the request has waited that came first, of those of a class that have

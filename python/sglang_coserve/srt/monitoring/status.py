@@ -9,13 +9,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang_coserve.core.control.bill import BillReport, Delay
+from sglang_coserve.core.control.bill import BillReport
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS, Admission
 from sglang_coserve.srt.forward_kind import kind_of
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.monitoring.exporter import Exporter
+from sglang_coserve.srt.monitoring.exporter import (
+    REPLICA_METRICS,
+    Exporter,
+    latency_values,
+    load_values,
+    state_values,
+)
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.scheduler_query import (
@@ -41,6 +47,9 @@ from sglang_coserve.srt.steps.request_ledger import BatchResults
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.monitoring.request_spans import RequestSpans
+
+_INTERVAL_S: Final = 1.0
+"""At which metrics and the spans of delays are published."""
 
 _MOST_NOTES: Final = 128
 """What has passed in some 40 steps; their requests are kept until it is taken in."""
@@ -76,6 +85,7 @@ class SchedulerStatus:
         self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
         self._exporter: Exporter | None = None
+        self._next_s = 0.0
         self._latencies: LatencyHistograms | None = None
         self._trace = StepTrace() if self._is_rank_0 else None
         self._notes: list[Note] = []
@@ -88,7 +98,10 @@ class SchedulerStatus:
 
             self._spans = RequestSpans(ledger)
         if args.enable_metrics and self._is_rank_0:
-            self._exporter = Exporter(args.served_model_name, dp_rank)
+            labels = {"model_name": args.served_model_name}
+            if dp_rank is not None:  # As in SGLang's own metrics.
+                labels["dp_rank"] = str(dp_rank)
+            self._exporter = Exporter(REPLICA_METRICS, labels)
             self._latencies = LatencyHistograms(ledger)
 
     def internal_state(self) -> dict[str, Any]:
@@ -163,7 +176,7 @@ class SchedulerStatus:
     def switched_off(self, part: str) -> None:
         """Publish that a part has failed and is off; at once, for it may be this one."""
         if self._exporter is not None:
-            self._exporter.switched_off(part)
+            self._exporter.publish({"advisory_off": {part: 1}})
 
     def launched(self, batch: Any) -> None:
         """Note the batch with which a pass ends; None if nothing is to run. To be called before
@@ -210,13 +223,31 @@ class SchedulerStatus:
             self._publish_if_due(time.perf_counter())
 
     def _publish_if_due(self, now_s: float) -> None:
-        """Publish Prometheus metrics, if enabled; log warnings."""
-        if self._exporter is not None and self._exporter.is_due(now_s):
-            self._publish(self._exporter, now_s)
-        elif self._exporter is None and self._spans is not None:
-            self._spans.billed(self._new_delays())
+        """Publish metrics and spans, if enabled; log warnings."""
+        if now_s >= self._next_s:
+            self._next_s = now_s + _INTERVAL_S
+            self._publish(now_s)
         for warning in self._admission.warnings(now_s):
             logger.warning("%s", warning)
+
+    def _publish(self, now_s: float) -> None:
+        bill, latencies = self._admission.interference.bill, self._latencies
+        delays = [] if bill is None else bill.take_delays()
+        if self._spans is not None:
+            self._spans.billed(delays)
+        if self._exporter is None or latencies is None:
+            return
+        self._take_in()
+        latencies.billed(delays)
+        self._exporter.publish(
+            {
+                **state_values(self.state()),
+                **load_values(self._load.recent().load),
+                **latency_values(latencies),
+                "oldest_waiting_seconds": latencies.oldest_waiting_s(now_s),
+                "budget_seconds": self._admission.budget_s,
+            }
+        )
 
     def _take_in(self) -> None:
         notes, self._notes = self._notes, []
@@ -224,26 +255,6 @@ class SchedulerStatus:
             self._trace.take(notes)
         if self._latencies is not None:
             self._latencies.take(notes)
-
-    def _publish(self, exporter: Exporter, now_s: float) -> None:
-        assert self._latencies is not None
-        self._take_in()
-        exporter.publish(self.state(), self._counted_events(), now_s)
-        exporter.publish_latencies(self._latencies)
-        delays = self._new_delays()
-        if self._admission.interference.bill is not None:
-            exporter.publish_delays(delays)
-        if self._spans is not None:
-            self._spans.billed(delays)
-        exporter.publish_load(
-            self._load.recent().load,
-            oldest_waiting_s=self._latencies.oldest_waiting_s(now_s),
-            budget_s=self._admission.budget_s,
-        )
-
-    def _new_delays(self) -> list[Delay]:
-        bill = self._admission.interference.bill
-        return [] if bill is None else bill.take_delays()
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.interference.bill

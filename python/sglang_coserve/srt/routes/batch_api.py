@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import EXPORTED_STATES
 from sglang_coserve.batch.routes import add_batch_routes, operator_endpoints
 from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set_service
 from sglang_coserve.batch.service import BatchService
@@ -29,9 +28,8 @@ from sglang_coserve.http_lines.line_server import (
     set_line_server,
 )
 from sglang_coserve.lines.background import TaskSupervisor
-from sglang_coserve.srt import compat
-from sglang_coserve.srt.routes.drain import Drain, install_drain_routes, set_drain
-from sglang_coserve.srt.routes.engine_routes import install_trace_route
+from sglang_coserve.srt.routes.drain import Drain, add_drain_routes, set_drain
+from sglang_coserve.srt.routes.engine_routes import add_trace_route
 
 if TYPE_CHECKING:
     from sglang_coserve.srt.batch_backend import BatchBackend
@@ -53,18 +51,13 @@ def check_batch_settings(config: CoserveConfig) -> None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
-def install_batch_api(
-    http_server: Any, admin_api_key: str | None, background: TaskSupervisor
-) -> None:
-    """Add the Batch API's routes to SGLang's app, and run its service while the server runs.
-
-    ``background`` runs the tasks of the service.
-    """
+def add_batch_api(http_server: Any, admin_api_key: str | None) -> None:
+    """Add the routes of batches, of lines and of the operator to SGLang's app; see ``served``."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
-    drain = install_drain_routes(app)
-    trace = install_trace_route(http_server)
+    drain = add_drain_routes(app)
+    trace = add_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -73,18 +66,6 @@ def install_batch_api(
         # routes say so themselves, and SGLang need not look at every request.
         for endpoint in (*operator_endpoints(), *line_endpoints(), *drain, trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
-    stock_lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
-        async with AsyncExitStack() as stack:
-            # The service starts first, so that its errors stop the start before the warm-up.
-            config: CoserveConfig = app.server_args._coserve  # type: ignore[attr-defined]
-            if config.coserve_data_dir is not None or admin_api_key:
-                await stack.enter_async_context(_served(http_server, config, background))
-            yield await stack.enter_async_context(stock_lifespan(app))
-
-    app.router.lifespan_context = lifespan
 
 
 def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str | None:
@@ -100,20 +81,25 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 
 
 @asynccontextmanager
-async def _served(
-    http_server: Any, config: CoserveConfig, background: TaskSupervisor
+async def served(
+    http_server: Any, background: TaskSupervisor, publish: Callable[[], Awaitable[None]] | None
 ) -> AsyncGenerator[None]:
-    backend = await _backend(http_server, config)
+    """Within it lines are served, and the Batch API is open, as far as settings ask for them.
+
+    ``background`` runs the tasks of the service. ``publish`` is to publish its metrics.
+    """
+    app, state = http_server.app, http_server._global_state
+    config: CoserveConfig = app.server_args._coserve
+    if config.coserve_data_dir is None and not app.server_args.admin_api_key:
+        yield
+        return
+    backend = await _backend(state, config)
     lines = LineServer(backend)
-    set_line_server(http_server.app, lines)
-    manager = http_server._global_state.tokenizer_manager
-    args = compat.settings_of(manager.server_args)
-    # Once: Prometheus takes no metric twice, and the service is opened again after a drain.
-    exporter = BatchExporter(args.served_model_name) if args.enable_metrics else None
-    open_service = partial(_open_service, http_server, config, backend, background, exporter)
-    drain = Drain(manager, lines, open_service)
+    set_line_server(app, lines)
+    open_service = partial(_open_service, http_server, config, backend, background, publish)
+    drain = Drain(state.tokenizer_manager, lines, open_service)
     await drain.end()
-    set_drain(http_server.app, drain)
+    set_drain(app, drain)
     stopping = background.start("drain_at_stop", partial(_drain_when_stopping, backend, drain))
     try:
         yield
@@ -124,11 +110,10 @@ async def _served(
         await drain.start()
 
 
-async def _backend(http_server: Any, config: CoserveConfig) -> BatchBackend:
+async def _backend(state: Any, config: CoserveConfig) -> BatchBackend:
     from sglang_coserve.srt.batch_backend import BatchBackend
     from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
 
-    state = http_server._global_state
     manager = state.tokenizer_manager
     return BatchBackend(
         manager,
@@ -144,7 +129,7 @@ async def _open_service(
     config: CoserveConfig,
     backend: BatchBackend,
     background: TaskSupervisor,
-    exporter: BatchExporter | None,
+    publish: Callable[[], Awaitable[None]] | None,
     stack: AsyncExitStack,
 ) -> None:
     """Open the Batch API for as long as ``stack``, if the server has one."""
@@ -161,11 +146,9 @@ async def _open_service(
         background=background,
     )
     set_service(http_server.app, service)
-    stack.push_async_callback(_close, http_server.app, service)
+    stack.push_async_callback(_close, http_server.app, service, publish)
     stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
     http_server._global_state.tokenizer_manager.coserve_on_death = service.note_engine_death
-    if exporter is not None:
-        await stack.enter_async_context(batches_exported(service, exporter))
     if target is not None:
         await stack.enter_async_context(Webhooks(service, target))
 
@@ -181,62 +164,10 @@ async def _drain_when_stopping(backend: BatchBackend, drain: Drain) -> None:
     await drain.start()
 
 
-async def _close(app: FastAPI, service: BatchService) -> None:
+async def _close(
+    app: FastAPI, service: BatchService, publish: Callable[[], Awaitable[None]] | None
+) -> None:
     set_not_ready(app, "the server is draining: its batches continue when it starts again")
+    if publish is not None:
+        await publish()  # At once: whoever opens their directory counts the batches.
     await service.close()
-
-
-_INTERVAL_S: Final = 1.0
-
-
-class BatchExporter:
-    """Publishes the state of the service; one exporter a process, that of the HTTP server."""
-
-    def __init__(self, model_name: str) -> None:
-        # SGLang sets where the processes of a server leave their metrics before the first import.
-        from prometheus_client import Gauge
-
-        def gauge(name: str, text: str, *labels: str) -> Any:
-            names = ("model_name", *labels)
-            return Gauge(f"coserve_{name}", text, names, multiprocess_mode="mostrecent")
-
-        self._model_name = model_name
-        states = ", ".join((*EXPORTED_STATES, "paused"))
-        self._batches = gauge(
-            "batches", f"Unfinished batches: {states}; 0 while the engine drains.", "state"
-        )
-        self._waiting = gauge(
-            "batch_lines_waiting", "Lines of batches that are not in the engine yet."
-        )
-        self._required = gauge(
-            "batch_required_tokens_per_second",
-            "What unfinished batches need to be complete within their windows.",
-        )
-
-    def publish(
-        self, states: Mapping[str, int], lines_waiting: int, required_tokens_per_s: float
-    ) -> None:
-        """Publish a moment of the service."""
-        name = self._model_name
-        for state in (*EXPORTED_STATES, "paused"):
-            self._batches.labels(name, state).set(states.get(state, 0))
-        self._waiting.labels(name).set(lines_waiting)
-        self._required.labels(name).set(required_tokens_per_s)
-
-
-@asynccontextmanager
-async def batches_exported(service: BatchService, exporter: BatchExporter) -> AsyncGenerator[None]:
-    """Within it, ``exporter`` publishes how ``service`` stands, once a second; then, nothing."""
-    try:
-        async with service.background.running("batch_metrics", lambda: _publish(service, exporter)):
-            yield
-    finally:
-        exporter.publish({}, 0, 0.0)  # Whoever opens their directory counts them.
-
-
-async def _publish(service: BatchService, exporter: BatchExporter) -> None:
-    while True:
-        status, headroom = await service.status(), service.headroom()
-        states = {**status.batches, "paused": status.paused_batches}
-        exporter.publish(states, status.lines_waiting, headroom.required_tokens_per_s)
-        await asyncio.sleep(_INTERVAL_S)

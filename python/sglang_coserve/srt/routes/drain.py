@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
@@ -27,7 +27,6 @@ from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 
 DRAIN_PATH: Final = "/coserve/drain"
@@ -134,7 +133,7 @@ def drain_of(app: Any) -> Drain | None:
     return drain
 
 
-def install_drain_routes(app: FastAPI) -> list[Any]:
+def add_drain_routes(app: FastAPI) -> list[Any]:
     """Add the routes; return their functions, which need the admin key."""
     router = operator_router(DRAIN_PATH)
 
@@ -211,20 +210,9 @@ class Heartbeat:
         return f"the engine's schedulers have not answered for {silent_s:.0f} s"
 
 
-def install_health(http_server: Any, background: TaskSupervisor) -> None:
-    """Have ``/health`` of SGLang's app answered by ``HealthMiddleware``."""
-    app: FastAPI = http_server.app
-    app.add_middleware(HealthMiddleware)
-    stock_lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
-        heartbeat = Heartbeat(http_server._global_state.tokenizer_manager)
-        setattr(app.state, _HEARTBEAT, heartbeat)
-        async with background.running("heartbeat", heartbeat.run), stock_lifespan(app) as state:
-            yield state
-
-    app.router.lifespan_context = lifespan
+def set_heartbeat(app: FastAPI, heartbeat: Heartbeat) -> None:
+    """Say by what ``HealthMiddleware`` of ``app`` judges."""
+    setattr(app.state, _HEARTBEAT, heartbeat)
 
 
 class HealthMiddleware:

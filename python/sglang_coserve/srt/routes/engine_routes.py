@@ -9,11 +9,8 @@ it is. The page itself holds nothing of the server.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, HTTPException, Query
@@ -28,7 +25,6 @@ from sglang_coserve.batch.routes.caller import operator_router
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
 from sglang_coserve.http_lines.messages import LOAD_PATH
-from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import (
     kv_fingerprint,
@@ -42,10 +38,8 @@ from sglang_coserve.srt.routes.drain import is_draining
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import History, standing
 
-logger = logging.getLogger(__name__)
 
-
-def install_load_route(http_server: Any) -> None:
+def add_load_route(http_server: Any) -> None:
     """Add the route to SGLang's app, behind the admin key where there is one."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -58,17 +52,6 @@ def install_load_route(http_server: Any) -> None:
         return await _engine_load(manager, is_draining=is_draining(app))
 
     app.add_api_route(LOAD_PATH, load, methods=["GET"])
-    stock_lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
-        # Now, while the files are still those that were loaded.
-        manager = http_server._global_state.tokenizer_manager
-        logger.info("the model's fingerprint is %s", await manager.coserve_fingerprint())
-        async with stock_lifespan(app) as state:
-            yield state
-
-    app.router.lifespan_context = lifespan
 
 
 async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
@@ -103,7 +86,7 @@ TRACE_PATH: Final = "/coserve/trace"
 _MOST_S: Final = 600.0
 
 
-def install_trace_route(http_server: Any) -> Any:
+def add_trace_route(http_server: Any) -> Any:
     """Add the route to SGLang's app; return its function."""
     app: FastAPI = http_server.app
     router = operator_router()
@@ -136,24 +119,12 @@ _ENGINE: Final = ("online", "offline", "kv_tokens", "work", "safepoints", "predi
 _INTERVAL_S: Final = 1.0
 
 
-async def sample(manager: Any, history: History) -> None:
-    """Let ``history`` follow the schedulers of SGLang's tokenizer ``manager``; for a task.
-
-    A scheduler that does not answer is waited for: the age of the last sample shows it.
-    """
-    while True:
-        states = await ask(manager, STANDING)
-        history.add(time.time(), states)
-        await asyncio.sleep(_INTERVAL_S)
-
-
 class View:
     """The two routes, and the samples behind them."""
 
-    def __init__(self, http_server: Any, keys: Keys, background: TaskSupervisor) -> None:
-        """``http_server`` is SGLang's module of that name; ``background`` runs the sampling."""
+    def __init__(self, http_server: Any, keys: Keys) -> None:
+        """``http_server`` is SGLang's module of that name."""
         self._http_server = http_server
-        self._background = background
         self._keys = keys
         self._page = Page.assemble()
         self._history = History()
@@ -166,25 +137,23 @@ class View:
         )
 
     def install(self, app: FastAPI) -> None:
-        """Have ``app`` serve the routes, before all middleware, and sample while it runs."""
+        """Have ``app`` serve the routes, before all middleware."""
         build_stack = app.build_middleware_stack
 
         def build_with_view() -> ASGIApp:
             return _InFront(self._router, build_stack())
 
         app.build_middleware_stack = build_with_view  # type: ignore[method-assign]
-        stock_lifespan = app.router.lifespan_context
 
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
-            async with AsyncExitStack() as stack:
-                entered = await stack.enter_async_context(stock_lifespan(app))
-                manager = self._http_server._global_state.tokenizer_manager
-                sampling = partial(sample, manager, self._history)
-                await stack.enter_async_context(self._background.running("view_samples", sampling))
-                yield entered
+    async def sample(self) -> None:
+        """Follow the schedulers, for ever.
 
-        app.router.lifespan_context = lifespan
+        One that does not answer is waited for: the age of the last sample shows it.
+        """
+        while True:
+            states = await ask(self._http_server._global_state.tokenizer_manager, STANDING)
+            self._history.add(time.time(), states)
+            await asyncio.sleep(_INTERVAL_S)
 
     async def _serve_page(self, _request: Request) -> Response:
         return Response(self._page.html, headers=self._page.headers)
