@@ -50,7 +50,7 @@ async def engines(found: GatewayOptions) -> list[str]:
 async def test_a_gateway_starts_from_a_file_alone(file: str) -> None:
     found = await options("--settings", file)
     assert (found.port, found.data, found.engine_admin_key) == (4000, Path("data"), "secret")
-    assert found.batch_api.batch_max_lines == 7
+    assert found.batch_max_lines == 7
     assert await engines(found) == ["http://a:1", "http://b:1"]
 
 

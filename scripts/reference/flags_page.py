@@ -62,7 +62,7 @@ def _of_gateway(shared: set[str]) -> Iterator[str]:
     for action in _parser()._actions:
         (name,) = action.option_strings[-1:]
         if name not in shared and action.dest != "help":
-            text = re.sub(r"(; )?default: %\(default\)s", "", action.help or "")
+            text = re.sub(r" \(default: %\(default\)s\)", "", action.help or "")
             yield _row(name, action.metavar, action.default, text)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Route
 
 from sglang_coserve.batch.routes import add_batch_routes
-from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.fleet.options import GatewayOptions
@@ -55,9 +54,8 @@ def page() -> str:
 
 
 def _gateway() -> FastAPI:
-    options: dict[str, Any] = dict.fromkeys(GatewayOptions.__dataclass_fields__)
-    options |= {"batch_api": BatchApiConfig(), "sources": (), "data": Path()}
-    return gateway_app(GatewayOptions(**options), print)
+    options = GatewayOptions("data", engine=["http://a:1"], engine_admin_key="key")
+    return gateway_app(options, print)
 
 
 def _rows(routes: Sequence[BaseRoute]) -> Iterator[tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def serve_gateway(options: GatewayOptions) -> None:
     """
     logging.config.dictConfig(log_settings(options.log_format, options.log_level))
     check_listen_address(options.host, options.port)
-    WebhookTarget.of(options.batch_api)
+    WebhookTarget.of(options)
     # One that is in use becomes free, perhaps: this is a standby then.
     with suppress(InUseError):
         asyncio.run(BatchService.check(options.data))

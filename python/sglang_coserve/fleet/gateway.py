@@ -135,7 +135,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
         background = app.state.background = TaskSupervisor()
         async with AsyncExitStack() as stack:
             fleet = app.state.fleet = await stack.enter_async_context(
-                FleetBackend(options.engine_admin_key, background=background)
+                FleetBackend(options.engine_key, background=background)
             )
             fleet.served = await asyncio.to_thread(remembered, options.data)
             if router is not None:
@@ -161,7 +161,7 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
     app.router.routes.extend(view_routes(Keys(options.api_key, options.admin_api_key)).routes)
     app.router.routes.extend(model_routes(lambda request: request.app.state.fleet.served).routes)
     # Last: whatever of these paths is served here comes before it.
-    app.router.routes.extend(online_routes(router, options.known_router))
+    app.router.routes.extend(online_routes(router, next(iter(options.engine_router), None)))
     if options.api_key:
         app.add_middleware(KeyCheck, api_key=options.api_key)
     # Those added last come first.
@@ -179,7 +179,7 @@ async def _open(
 ) -> None:
     """Open the Batch API as soon as that is possible, for as long as ``opened``."""
     try:
-        target = WebhookTarget.of(options.batch_api)
+        target = WebhookTarget.of(options)
         async with AsyncExitStack() as stack:
             service = await _open_when_free(app, options, fleet, records_events=target is not None)
             stack.push_async_callback(_close, app, service)
@@ -199,7 +199,7 @@ async def _open(
 async def _open_when_free(
     app: FastAPI, options: GatewayOptions, fleet: FleetBackend, *, records_events: bool
 ) -> BatchService:
-    limits, is_standby = BatchLimits.of(options.batch_api), False
+    limits, is_standby = BatchLimits.of(options), False
     while True:
         try:
             return await BatchService.open(

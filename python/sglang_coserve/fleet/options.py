@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.config import BatchApiConfig
-from sglang_coserve.config.flags import FlagParser
+from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
@@ -26,28 +26,95 @@ lines take of memory is bounded by their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """The settings of a gateway."""
+class GatewayOptions(BatchApiConfig):
+    """The settings of a gateway; every field is a flag.
 
-    host: str
-    port: int
-    data: Path
-    batch_api: BatchApiConfig
-    sources: tuple[EngineSource, ...]
-    router: str | None
-    """Where online requests go on to."""
+    Raises:
+        ConfigError: one cannot be used, or is missing.
+    """
 
-    push_prompts: bool
-    """Whether relaxed engines compute the prompts of online requests."""
+    host: str = setting("127.0.0.1", "where to listen; default: this machine alone")
+    port: int = setting(30000, "where to listen", type=int)
+    engine: Sequence[str] = setting(
+        (), "an engine, http://HOST:PORT; once for each", action="append", metavar="URL"
+    )
+    engine_dns: Sequence[str] = setting(
+        (),
+        "engines at all addresses of a name, looked up every 5 s",
+        action="append",
+        metavar="http://NAME:PORT",
+    )
+    engine_router: Sequence[str] = setting(
+        (),
+        "the workers of SGLang's router, asked for every 5 s; its API key is in the environment "
+        f"variable {_ROUTER_KEY_VARIABLE}",
+        action="append",
+        metavar="URL",
+    )
+    router: str | None = setting(
+        None,
+        "where online requests go on to, unchanged, so that clients need one address; by default "
+        "they are told to go to the router themselves",
+        metavar="URL",
+    )
+    push_prompts: bool = setting(
+        False,
+        "let relaxed engines compute the prompts of these requests, and leave their KV for the "
+        "strict ones behind the router (docs/fleet.md, pools)",
+        action="store_true",
+    )
+    engine_admin_key: str | None = setting(
+        None,
+        "the --admin-api-key of all engines; better in the environment variable "
+        f"{ENGINE_KEY_VARIABLE}, which other users of the machine cannot see",
+        metavar="KEY",
+    )
+    api_key: str | None = setting(
+        None, "what clients must bring; by default everybody may call", metavar="KEY"
+    )
+    admin_api_key: str | None = setting(
+        None, "opens the operator's routes, /coserve/batches", metavar="KEY"
+    )
+    log_level: str = setting(
+        "info", "the least that is logged", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = setting(
+        LOG_FORMATS[0], "json: each record as one line of JSON", choices=LOG_FORMATS
+    )
 
-    known_router: str | None
-    """The router that clients of online requests are told of."""
+    def __post_init__(self) -> None:
+        BatchApiConfig.__post_init__(self)
+        if not self.sources:
+            raise ConfigError("no engines: add --engine URL, --engine-dns or --engine-router")
+        if self.coserve_data_dir is None:
+            raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
+        if self.router:
+            http_address(self.router, "--router")
+        elif self.push_prompts:
+            raise ConfigError("--push-prompts is for online requests that go on: add --router URL")
+        if not self.engine_key:
+            raise ConfigError(
+                "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
+                f" and set {ENGINE_KEY_VARIABLE} to it, or add --engine-admin-key KEY"
+            )
 
-    engine_admin_key: str
-    api_key: str | None
-    admin_api_key: str | None
-    log_level: str
-    log_format: str
+    @property
+    def data(self) -> Path:
+        """The directory of the Batch API."""
+        return Path(self.coserve_data_dir or "")
+
+    @property
+    def engine_key(self) -> str:
+        """The admin key of all engines, given or from the environment."""
+        return self.engine_admin_key or os.environ.get(ENGINE_KEY_VARIABLE, "")
+
+    @property
+    def sources(self) -> list[EngineSource]:
+        """Who knows of engines."""
+        named: list[EngineSource] = [EngineList(self.engine)] if self.engine else []
+        router_key = os.environ.get(_ROUTER_KEY_VARIABLE)
+        routers = (Router(url, router_key) for url in self.engine_router)
+        return [*named, *map(DnsName, self.engine_dns), *routers]
 
 
 def parse_options(argv: Sequence[str]) -> GatewayOptions:
@@ -59,39 +126,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
     """
     parser = _parser()
     args = parser.parse_args(with_settings(argv, parser, "gateway"))
-    sources: list[EngineSource] = []
-    if args.engine:
-        sources.append(EngineList(args.engine))
-    sources += map(DnsName, args.engine_dns)
-    router_key = os.environ.get(_ROUTER_KEY_VARIABLE)
-    sources += (Router(url, router_key) for url in args.engine_router)
-    if not sources:
-        raise ConfigError("no engines: add --engine URL, --engine-dns or --engine-router")
-    if args.coserve_data_dir is None:
-        raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
-    if args.push_prompts and not args.router:
-        raise ConfigError("--push-prompts is for online requests that go on: add --router URL")
-    engine_key = args.engine_admin_key or os.environ.get(ENGINE_KEY_VARIABLE)
-    if not engine_key:
-        raise ConfigError(
-            "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
-            f" and set {ENGINE_KEY_VARIABLE} to it, or add --engine-admin-key KEY"
-        )
-    return GatewayOptions(
-        host=args.host,
-        port=args.port,
-        data=Path(args.coserve_data_dir),
-        batch_api=BatchApiConfig.from_mapping(vars(args)),
-        sources=tuple(sources),
-        router=str(http_address(args.router, "--router")) if args.router else None,
-        push_prompts=args.push_prompts,
-        known_router=next(iter(args.engine_router), None),
-        engine_admin_key=engine_key,
-        api_key=args.api_key,
-        admin_api_key=args.admin_api_key,
-        log_level=args.log_level,
-        log_format=args.log_format,
-    )
+    return GatewayOptions.from_mapping(vars(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,59 +135,11 @@ def _parser() -> argparse.ArgumentParser:
         description="One Batch API in front of many engines.",
         epilog="Example: coserve gateway --engine http://gpu-1:30001 --coserve-data-dir batches",
     )
-    add = parser.add_argument
-    add("--settings", metavar="FILE.toml", help="file of settings; flags win over it")
-    add("--host", default="127.0.0.1", help="where to listen; default: this machine alone")
-    add("--port", type=int, default=30000, help="where to listen; default: %(default)s")
-    add(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an engine, http://HOST:PORT; once for each",
+    parser.add_argument(
+        "--settings", metavar="FILE.toml", help="file of settings; flags win over it"
     )
-    add(
-        "--engine-dns",
-        action="append",
-        default=[],
-        metavar="http://NAME:PORT",
-        help="engines at all addresses of a name, looked up every 5 s",
-    )
-    add(
-        "--engine-router",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="the workers of SGLang's router, asked for every 5 s; its API key is in the"
-        f" environment variable {_ROUTER_KEY_VARIABLE}",
-    )
-    add(
-        "--router",
-        metavar="URL",
-        help="where online requests go on to, unchanged, so that clients need one address; by"
-        " default they are told to go to the router themselves",
-    )
-    add(
-        "--push-prompts",
-        action="store_true",
-        help="let relaxed engines compute the prompts of these requests, and leave their KV for the"
-        " strict ones behind the router (docs/fleet.md, pools)",
-    )
-    add(
-        "--engine-admin-key",
-        metavar="KEY",
-        help="the --admin-api-key of all engines; better in the environment variable"
-        f" {ENGINE_KEY_VARIABLE}, which other users of the machine cannot see",
-    )
-    add("--api-key", metavar="KEY", help="what clients must bring; by default everybody may call")
-    add("--admin-api-key", metavar="KEY", help="opens the operator's routes, /coserve/batches")
-    add(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="the least that is logged; default: %(default)s",
-    )
-    add("--log-format", default=LOG_FORMATS[0], choices=LOG_FORMATS, help="default: %(default)s")
+    shared = BatchApiConfig.__dataclass_fields__
+    add_flags(parser, (field for field in fields(GatewayOptions) if field.name not in shared))
     BatchApiConfig.add_cli_args(parser)
     parser.set_defaults(batch_max_in_flight=_MAX_IN_FLIGHT)
     return parser
