@@ -88,6 +88,21 @@ def error_content(status: int, message: str) -> dict[str, Any]:
     }
 
 
+def openai_error(
+    status: int, message: str, code: str, param: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON of an error in OpenAI's format, of routes that are ours."""
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        kind = "server_error"
+    elif code == "insufficient_quota":
+        kind = code  # As OpenAI says it.
+    elif status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 async def send_error(send: Send, status: int, message: str) -> None:
     """Send an error response in the format of SGLang's OpenAI routes."""
     await send_json(send, status, error_content(status, message))

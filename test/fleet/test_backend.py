@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,7 +28,7 @@ from waiting import GIVE_UP_S, until
 
 def request(name: str = "a", generated: Sequence[int] = ()) -> LineRequest:
     fields = {"prompt": name, "max_tokens": 6}
-    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated), math.inf)
+    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated))
 
 
 @asynccontextmanager

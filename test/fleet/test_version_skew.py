@@ -30,13 +30,12 @@ from sglang_coserve.fleet.report import Bill, OnlineUsers
 from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineDescription,
-    LineAttempt,
     LineCall,
     LineEvent,
     decode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import FailureKind, LineResult, MovedKv
+from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult, MovedKv
 from sglang_coserve.lines.result_record import encode_record
 
 KV = MovedKv("0" * 32, 48)
@@ -60,7 +59,9 @@ class Case:
         return msgspec.to_builtins(self.value)
 
 
-ATTEMPT = LineAttempt("batch_1", 3, "/v1/completions", {"prompt": "p"}, "m", (1, 2), 5.0, 7, KV)
+ATTEMPT = LineRequest(
+    "batch_1", 3, "/v1/completions", {"prompt": "p"}, (1, 2), 5.0, 7, KV, True, "m"
+)
 RESULT = LineResult(503, "id", {"error": {}}, True, FailureKind.UNAVAILABLE, 2.0)
 
 CASES = {
@@ -92,13 +93,13 @@ def objects(value: Any, fields: Any, path: tuple[Any, ...] = ()) -> Iterator[tup
     if isinstance(value, msgspec.Struct | BaseModel) or dataclasses.is_dataclass(value):
         yield path, value
         for name, inner in fields.items():
-            yield from objects(getattr(value, name), inner, (*path, name))
+            yield from objects(at(value, (name,)), inner, (*path, name))
 
 
 def defaults(value: Any) -> dict[str, Any]:
     """What may be missing of an object, and what it is then."""
     if isinstance(value, msgspec.Struct):
-        found = {f.name: f.default for f in msgspec.structs.fields(value)}
+        found = {f.encode_name: f.default for f in msgspec.structs.fields(value)}
     elif isinstance(value, BaseModel):
         kinds = type(value).model_fields
         found = {name: f.default for name, f in kinds.items() if not f.is_required()}
@@ -113,6 +114,9 @@ def defaults(value: Any) -> dict[str, Any]:
 
 def at(fields: Any, path: tuple[Any, ...]) -> Any:
     for name in path:
+        if isinstance(fields, msgspec.Struct):
+            said = {field.encode_name: field.name for field in msgspec.structs.fields(fields)}
+            name = said[name]
         fields = fields[name] if isinstance(fields, dict | list) else getattr(fields, name)
     return fields
 

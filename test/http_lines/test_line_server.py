@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +21,6 @@ from sglang_coserve.http_lines.messages import (
     LineCall,
     LineEvent,
     LineMovedError,
-    attempt_of,
     decode_message,
     encode_message,
 )
@@ -33,7 +31,7 @@ from waiting import until
 
 def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
     fields = {"prompt": name, **body}
-    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated), math.inf)
+    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated))
 
 
 def ignore(_tokens: Sequence[int]) -> None:
@@ -184,7 +182,7 @@ async def test_a_line_that_is_too_large_ends_no_other() -> None:
 
 
 async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
-    attempt = attempt_of(request(), "scripted", 0.0)
+    attempt = request().moved(0.0, "scripted")
     async with posting(engine := LiveEngine()) as post:
         answered = await post(2 * encode_message(LineCall(3, attempt)))
         assert "3 is in use" in answered.json()["fault"]
@@ -192,7 +190,7 @@ async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None
 
 
 async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
-    attempt = attempt_of(request(), "scripted", 0.0)
+    attempt = request().moved(0.0, "scripted")
     async with posting(LiveEngine(ScriptedBackend())) as post:
         content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
         answered = await post(content)
@@ -343,7 +341,7 @@ async def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_s
     stream = LineStream(backend, lambda _: None, backend.limits)
     nothing = unsent(stream)
     for number in range(1, 9):
-        call = encode_message(LineCall(number, attempt_of(request(f"{number}"), "scripted", 0)))
+        call = encode_message(LineCall(number, request(f"{number}").moved(0.0, "scripted")))
         stream._take({"type": "http.request", "body": call, "more_body": True})
         while not backend.in_flight:
             await asyncio.sleep(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -16,13 +15,10 @@ from hypothesis import strategies as st
 from sglang_coserve.errors import RequestError
 from sglang_coserve.http_lines.line_stream import BadCallError, CallReader
 from sglang_coserve.http_lines.messages import (
-    LineAttempt,
     LineCall,
     LineEvent,
-    attempt_of,
     decode_message,
     encode_message,
-    request_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult, MovedKv
@@ -43,33 +39,28 @@ BODIES = st.dictionaries(TEXT, VALUES, max_size=4)
 @given(
     body=BODIES,
     generated=st.lists(st.integers(0, 1 << 31), max_size=5),
-    left_s=st.floats(-1e6, 1e6) | st.just(math.inf),
+    left_s=st.floats(-1e6, 1e6) | st.none(),
     expected=st.none() | st.integers(0, 10_000),
     kv=st.none() | st.builds(MovedKv, TEXT, st.integers(0, 1 << 20)),
 )
 def test_a_request_keeps_all_but_the_clock(
     body: dict[str, Any],
     generated: list[int],
-    left_s: float,
+    left_s: float | None,
     expected: int | None,
     kv: MovedKv | None,
 ) -> None:
     here_s, there_s = 1_000.0, 77_000.0
+    deadline_s = None if left_s is None else here_s + left_s
     request = LineRequest(
-        "batch_1", 3, "/v1/completions", body, tuple(generated), here_s + left_s, expected, kv
+        "batch_1", 3, "/v1/completions", body, tuple(generated), deadline_s, expected, kv
     )
-    content = encode_message(attempt_of(request, "model", here_s))
+    content = encode_message(request.moved(-here_s, "model"))
     assert content.count(b"\n") == 1
-    attempt = decode_message(content, LineAttempt)
-    there = request_of(attempt, there_s)
-    assert attempt.model == "model"
-    assert (there.body, there.generated) == (body, tuple(generated))
-    assert there.expected_output_tokens == expected
-    assert there.kv == kv
-    if math.isinf(left_s):
-        assert math.isinf(there.deadline_s)
-    else:
-        assert there.deadline_s - there_s == pytest.approx(left_s, abs=1e-3)
+    there = decode_message(content, LineRequest).moved(there_s, "model")
+    due_s = None if left_s is None else pytest.approx(there_s + left_s, abs=1e-3)
+    assert there.deadline_s == due_s
+    assert msgspec.structs.replace(there, deadline_s=deadline_s, model="") == request
 
 
 @given(
@@ -89,8 +80,8 @@ def test_a_result_comes_over_whole(
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"batch_id":1}', b"\xff"])
 def test_something_else_is_told_apart(content: bytes) -> None:
-    with pytest.raises(RequestError, match="LineAttempt"):
-        decode_message(content, LineAttempt)
+    with pytest.raises(RequestError, match="LineRequest"):
+        decode_message(content, LineRequest)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ LIMITS = BodyLimits(max_bytes=400)
 
 def call(number: int, prompt: str = "a") -> LineCall:
     body = {"prompt": prompt}
-    return LineCall(number, LineAttempt("batch_1", number, "/v1/completions", body, "model"))
+    return LineCall(number, LineRequest("batch_1", number, "/v1/completions", body, model="model"))
 
 
 def read(pieces: Iterable[bytes]) -> list[LineCall | BadCallError]:

@@ -1,6 +1,10 @@
-"""What callers of the Batch API cannot have. ``routes.errors`` says how each is answered."""
+"""What callers of the Batch API cannot have, and the HTTP status of each."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from types import MappingProxyType
 
 from sglang_coserve.errors import RequestError
 
@@ -8,11 +12,16 @@ from sglang_coserve.errors import RequestError
 class BatchRequestError(RequestError):
     """One call of the Batch API cannot be served as asked."""
 
-    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        """The error's ``code``, as in OpenAI's error objects."""
+    status = HTTPStatus.BAD_REQUEST
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Of the answer, beside those of every error."""
 
+    code = ""
+    """The error's ``code``, as in OpenAI's error objects."""
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.code
         self.param = param
         """The parameter at fault; None if there is not exactly one."""
 
@@ -20,27 +29,76 @@ class BatchRequestError(RequestError):
 class NotFoundError(BatchRequestError):
     """There is no such object, or it belongs to another owner: the two look the same."""
 
+    status = HTTPStatus.NOT_FOUND
+
 
 class RangeError(BatchRequestError):
     """A part of a file is asked for that begins behind its end."""
 
+    status, code = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "invalid_range"
+
     def __init__(self, start: int, size_bytes: int) -> None:
         message = f"the file has {size_bytes} bytes: there is nothing from byte {start}"
-        super().__init__(message, code="invalid_range", param="Range")
-        self.size_bytes = size_bytes
+        super().__init__(message, param="Range")
+        self.headers = {"content-range": f"bytes */{size_bytes}"}
 
 
 class ConflictError(BatchRequestError):
     """The state of the object forbids the call."""
 
+    status = HTTPStatus.CONFLICT
+
 
 class TooLargeError(BatchRequestError):
     """An upload is larger than allowed."""
+
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 class TooManyError(BatchRequestError):
     """There are as many unfinished batches, uploads or downloads as allowed."""
 
+    status = HTTPStatus.TOO_MANY_REQUESTS
 
-class QuotaError(BatchRequestError):
+
+class QuotaError(TooManyError):
     """The files of the caller take as much of the disk as they may."""
+
+    code = "insufficient_quota"
+
+
+class SlowClientError(BatchRequestError):
+    """A body has stopped coming, or comes too slowly."""
+
+    status, code = HTTPStatus.REQUEST_TIMEOUT, "upload_too_slow"
+    # What is still to come of the body would be waited for.
+    headers = MappingProxyType({"connection": "close"})
+
+
+class BatchApiOffError(BatchRequestError):
+    """There is no service: the server has no data directory.
+
+    Gateways such as LiteLLM serve batches themselves where 404 is the answer.
+    """
+
+    status, code = HTTPStatus.NOT_FOUND, "batch_api_off"
+
+
+class BatchApiNotReadyError(BatchApiOffError):
+    """There is no service now: it is being started, or the server drains."""
+
+    status, code = HTTPStatus.SERVICE_UNAVAILABLE, "not_ready"
+    headers = MappingProxyType({"retry-after": "1", "x-should-retry": "true"})
+
+
+class NoAdminKeyError(BatchRequestError):
+    """The server has no admin key, so nobody can be its operator."""
+
+    status, code = HTTPStatus.FORBIDDEN, "no_admin_key"
+
+
+class AdminKeyError(BatchRequestError):
+    """The caller does not bring the admin key."""
+
+    status, code = HTTPStatus.UNAUTHORIZED, "invalid_api_key"
+    headers = MappingProxyType({"www-authenticate": "Bearer"})

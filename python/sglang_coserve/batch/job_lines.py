@@ -54,7 +54,7 @@ class JobLines:
     ) -> None:
         self.id = batch.id
         self.share = share
-        self.deadline_s = batch.expires_at_s
+        self.deadline_s: float | None = batch.expires_at_s
         self.model = batch.model
         self.context_tokens = context.backend.limits.context_tokens
         self._batch = batch

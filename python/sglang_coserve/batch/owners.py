@@ -97,10 +97,7 @@ def raise_if_too_many(files: int, max_files: int) -> None:
         QuotaError: it is more than allowed.
     """
     if files > max_files:
-        raise QuotaError(
-            f"this key may have {max_files:,} files, results included: delete files",
-            code="insufficient_quota",
-        )
+        raise QuotaError(f"this key may have {max_files:,} files, results included: delete files")
 
 
 def raise_if_over(used_bytes: int, max_bytes: int | None, free_bytes: int) -> None:
@@ -115,6 +112,5 @@ def raise_if_over(used_bytes: int, max_bytes: int | None, free_bytes: int) -> No
     allowed = "as much as is still free on the server's disk" if max_bytes is None else "allowed"
     raise QuotaError(
         f"this key has {used_bytes:,} bytes of files, and {limit_bytes:,} bytes are {allowed}:"
-        " delete files",
-        code="insufficient_quota",
+        " delete files"
     )

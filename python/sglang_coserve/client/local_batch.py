@@ -133,7 +133,7 @@ class LocalBatch:
     """One input as a job of the line engine (``LineJob``)."""
 
     id = ""
-    deadline_s = math.inf
+    deadline_s: float | None = None
     model: str | None = ""
     context_tokens = COMMON_CONTEXT_TOKENS
 

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final, Self
+
+from msgspec.structs import replace
 
 from sglang_coserve.core.line_placement.engines import FAILURES_IN_A_ROW, LINES_AHEAD, model_of_most
 from sglang_coserve.core.line_placement.placement import LinePlacement, Placed

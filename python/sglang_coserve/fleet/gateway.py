@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve.asgi import UnreadBodyMiddleware, bearer_key, is_same_key, send_error
 from sglang_coserve.batch.data_directory import InUseError
+from sglang_coserve.batch.errors import BatchApiOffError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.batch.routes.caller import (
@@ -27,7 +28,6 @@ from sglang_coserve.batch.routes.caller import (
     set_not_ready,
     set_service,
 )
-from sglang_coserve.batch.routes.errors import BatchApiOffError
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from http import HTTPStatus
 from typing import Any, Final, Self
 
 import aiohttp
@@ -21,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from sglang_coserve.asgi import ENGINE_PATHS, send_json
+from sglang_coserve.asgi import ENGINE_PATHS, openai_error, send_json
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.messages import LineMovedError
@@ -116,7 +114,7 @@ class PromptPush:
         engine = min(relaxed, key=lambda each: self._under_way[each.url])
         left_out = {name for name in fields if name.startswith(_MARK)}.union(_NOT_OF_A_PROMPT)
         body = {name: value for name, value in fields.items() if name not in left_out}
-        prompt = LineRequest("", 0, path, body, (), math.inf, only_prompt=True)
+        prompt = LineRequest("", 0, path, body, only_prompt=True)
         self._under_way[engine.url] += 1
         try:
             async with asyncio.timeout(_PUSH_TIMEOUT_S):
@@ -217,7 +215,8 @@ class RouterConnection:
                 raise _BrokenAnswerError(f"{url} broke its answer off: {reason}") from None
             _log.warning("%s cannot be reached: %s", self.url, reason)
             message = f"the router {self.url} cannot be reached now: {reason}"
-            await _refuse(send, 503, "router_unreachable", message, {"retry-after": "1"})
+            refusal = openai_error(503, message, "router_unreachable")
+            await send_json(send, 503, refusal, {"retry-after": "1"})
 
 
 class _RequestBody:
@@ -270,7 +269,7 @@ class _NoRouter:
         )
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        await _refuse(send, 404, "not_found", self._message)
+        await send_json(send, 404, openai_error(404, self._message, "not_found"))
 
 
 def online_routes(router: RouterConnection | None, known_router: str | None) -> list[Route]:
@@ -293,11 +292,3 @@ def _kept(scope: Any, *also: bytes) -> list[tuple[bytes, bytes]]:
     }
     dropped = _OF_ONE_CONNECTION | named | frozenset(also)
     return [(name, value) for name, value in scope["headers"] if name.lower() not in dropped]
-
-
-async def _refuse(
-    send: Send, status: int, code: str, message: str, headers: dict[str, str] | None = None
-) -> None:
-    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    await send_json(send, status, {"error": error}, headers)

@@ -24,11 +24,9 @@ from sglang_coserve.http_lines.messages import (
     EngineDescription,
     EngineLostError,
     EngineRefusesError,
-    LineAttempt,
     LineCall,
     LineEvent,
     LineMovedError,
-    attempt_of,
     decode_message,
     encode_message,
     refusal_text,
@@ -136,7 +134,7 @@ class EngineConnection:
         """
         if self._stream is None or self._stream.has_ended:
             self._stream = EngineStream(self._session, self.url)
-        attempt = attempt_of(request, model, time.time())
+        attempt = request.moved(-time.time(), model)
         return await self._stream.run(request, attempt, on_tokens, on_prompt)
 
     def ask_back(self, request: LineRequest) -> None:
@@ -206,7 +204,7 @@ class EngineStream:
     async def run(
         self,
         request: LineRequest,
-        attempt: LineAttempt,
+        attempt: LineRequest,
         on_tokens: Callable[[Sequence[int]], None],
         on_prompt: Callable[[int], None],
     ) -> LineResult:

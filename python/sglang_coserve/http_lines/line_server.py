@@ -8,19 +8,19 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_coserve.batch.errors import BatchApiNotReadyError
 from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, OpenAIRoute
+from sglang_coserve.batch.routes.errors import OpenAIRoute
 from sglang_coserve.http_lines.line_stream import LineStream
 from sglang_coserve.http_lines.messages import (
     LINES_PATH,
     EngineDelays,
     EngineDescription,
-    LineAttempt,
     LineCall,
     encode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import Backend, MovedKv
+from sglang_coserve.lines.backend import Backend, LineRequest, MovedKv
 
 HEARTBEAT_S: Final = 5.0
 """How long an engine that has nothing to say is silent."""
@@ -62,7 +62,7 @@ class LineServer:
         """What one call may be: a line, and the tokens that it goes on after."""
         limits = self._backend.limits
         kv = MovedKv.__dataclass_fields__
-        names = (*LineCall.__struct_fields__, *LineAttempt.__struct_fields__, *kv)
+        names = (*LineCall.__struct_fields__, *LineRequest.__struct_fields__, *kv)
         return BodyLimits(
             2 * limits.max_bytes + _FRAME_BYTES,
             2 * limits.max_values,
@@ -108,7 +108,7 @@ class LineServer:
         finally:
             self._streams.remove(stream)
 
-    def _refusal(self, attempt: LineAttempt) -> str | None:
+    def _refusal(self, attempt: LineRequest) -> str | None:
         """Return why an attempt is not made here now."""
         model = self._backend.model
         if self.refuses is None and attempt.model != model:

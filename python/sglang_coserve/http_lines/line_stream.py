@@ -16,13 +16,11 @@ from sglang_coserve.errors import RequestError
 from sglang_coserve.http_lines.messages import (
     GATHER_S,
     HEARTBEAT,
-    LineAttempt,
     LineCall,
     LineEvent,
     call_id,
     decode_message,
     encode_message,
-    request_of,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
 from sglang_coserve.lines.backend import Backend, LineHandedBackError, LineRequest, LineResult
@@ -129,7 +127,7 @@ class LineStream:
     def __init__(
         self,
         backend: Backend,
-        refusal: Callable[[LineAttempt], str | None],
+        refusal: Callable[[LineRequest], str | None],
         limits: BodyLimits,
     ) -> None:
         """``refusal`` says why an attempt is not made now, ``limits`` what one call may be."""
@@ -261,13 +259,13 @@ class LineStream:
         result = LineResult.refused(413 if bad.is_too_large else 400, str(bad))
         self._ends.append(encode_message(LineEvent(bad.call, result=result)))
 
-    def _begin(self, number: int, attempt: LineAttempt) -> None:
+    def _begin(self, number: int, attempt: LineRequest) -> None:
         if number in self._attempts:
             self._fault = f"the id {number} is in use: each attempt needs its own"
         elif (why := self._refusal(attempt)) is not None:
             self._ends.append(encode_message(LineEvent(number, moved=why)))
         else:
-            request = request_of(attempt, time.time())
+            request = attempt.moved(time.time(), attempt.model)
             on_tokens = partial(self._add_tokens, number)
             task = asyncio.ensure_future(self._backend.run(request, on_tokens))
             self._attempts[number] = _RunningAttempt(request, task)

@@ -8,10 +8,9 @@ end without an answer, none of it the line's fault.
 from __future__ import annotations
 
 import json
-import math
 import re
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -75,30 +74,6 @@ side the cost is that of a message, however much there is in it."""
 _CALL_ID: Final = re.compile(rb'\{"id":([1-9][0-9]{0,17})[,}]')
 
 
-class LineAttempt(msgspec.Struct, frozen=True):
-    """One attempt at one line, as ``LineRequest`` has it, for an engine elsewhere."""
-
-    batch_id: str
-    line: int
-    endpoint: str
-    body: dict[str, Any]
-
-    model: str
-    """What ``generated`` belongs to, and the answer is to be of."""
-
-    generated: tuple[int, ...] = ()
-
-    due_in_s: float | None = None
-    """Time left until the batch should be complete: the two machines may have different clocks.
-    None for no time."""
-
-    expected_output_tokens: int | None = None
-
-    kv: MovedKv | None = None
-
-    only_prompt: bool = False
-
-
 class LineCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message to the engine."""
 
@@ -106,7 +81,7 @@ class LineCall(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names the attempt on its stream, from 1. First, and of a fixed form: ``call_id`` reads it
     where the rest cannot be read."""
 
-    attempt: LineAttempt | None
+    attempt: LineRequest | None
     """What is to begin; None to end what has begun."""
 
     is_wanted: bool = False
@@ -163,37 +138,6 @@ class EngineDelays(msgspec.Struct, frozen=True):
 
     online_delays_s: dict[str, float] | None = None
     """See ``Backend.online_delays_s``."""
-
-
-def attempt_of(request: LineRequest, model: str, now_s: float) -> LineAttempt:
-    """Return ``request`` as it is sent; ``now_s`` is in seconds since the epoch."""
-    return LineAttempt(
-        request.batch_id,
-        request.line,
-        request.endpoint,
-        request.body,
-        model,
-        request.generated,
-        None if math.isinf(request.deadline_s) else request.deadline_s - now_s,
-        request.expected_output_tokens,
-        request.kv,
-        request.only_prompt,
-    )
-
-
-def request_of(attempt: LineAttempt, now_s: float) -> LineRequest:
-    """Return what the engine's backend is asked for; ``now_s`` as of ``attempt_of``."""
-    return LineRequest(
-        attempt.batch_id,
-        attempt.line,
-        attempt.endpoint,
-        attempt.body,
-        attempt.generated,
-        math.inf if attempt.due_in_s is None else now_s + attempt.due_in_s,
-        attempt.expected_output_tokens,
-        attempt.kv,
-        attempt.only_prompt,
-    )
 
 
 def call_id(content: bytes) -> int | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol, Self
 
+import msgspec
+
 from sglang_coserve.errors import ServerError
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
@@ -34,9 +36,8 @@ class LineHandedBackError(ServerError):
         self.kv = kv
 
 
-@dataclass(frozen=True, slots=True)
-class LineRequest:
-    """One line of a batch, ready for the engine."""
+class LineRequest(msgspec.Struct, frozen=True):
+    """One attempt at one line of a batch. It goes over the wire as it is, but for the clock."""
 
     batch_id: str
 
@@ -49,11 +50,12 @@ class LineRequest:
     body: dict[str, Any]
     """A copy for this attempt only, which the backend may change."""
 
-    generated: tuple[int, ...]
+    generated: tuple[int, ...] = ()
     """Token ids that an interrupted attempt had generated: continue after them."""
 
-    deadline_s: float
-    """When the batch should be complete, in seconds since the epoch; infinity for no deadline."""
+    deadline_s: float | None = msgspec.field(default=None, name="due_in_s")
+    """When the batch should be complete, in seconds since the epoch; None for no deadline. On the
+    wire, in seconds from now: the two machines may have different clocks."""
 
     expected_output_tokens: int | None = None
     """Estimate from finished lines of the batch; None before there are any."""
@@ -64,6 +66,14 @@ class LineRequest:
     only_prompt: bool = False
     """Whether it is no line, but the prompt of an online request: it is computed like one, and
     handed back with its KV."""
+
+    model: str = ""
+    """On the wire, what ``generated`` belongs to, and the answer is to be of."""
+
+    def moved(self, by_s: float, model: str) -> Self:
+        """Return the same with its deadline so much later: on the wire, or from it."""
+        due_s = None if self.deadline_s is None else self.deadline_s + by_s
+        return msgspec.structs.replace(self, deadline_s=due_s, model=model)
 
 
 class FailureKind(Enum):

@@ -75,8 +75,8 @@ class LineJob(Protocol):
     share: JobShare
     """Its share of the slots."""
 
-    deadline_s: float
-    """When it should be complete, in seconds since the epoch."""
+    deadline_s: float | None
+    """When it should be complete, in seconds since the epoch; None for no deadline."""
 
     model: str | None
     """The model of its latest result; None before there is one."""
@@ -191,7 +191,6 @@ class LineRun:
             line=line.number,
             endpoint=request.url,
             body=request.body,
-            generated=(),
             deadline_s=self._job.deadline_s,
             expected_output_tokens=self._lengths.expected(limit),
         )

@@ -7,10 +7,12 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
+
+from msgspec.structs import replace
 
 from sglang_coserve.errors import ServerError, ServerGoneError
 from sglang_coserve.lines.backend import FailureKind, LineBackend, LineRequest, LineResult

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -135,8 +134,6 @@ class FleetLines:
             line=next(self._numbers),
             endpoint=request.url,
             body=request.body,
-            generated=(),
-            deadline_s=math.inf,
         )
         received = LineTokens(self._fleet.model)
         result, _ = await serve_line(line, fresh_body, received, self._context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ NUM_LINES, NUM_TOKENS = 5, 300
 def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
     body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
     body |= {"prompt": f"The {number}th mill by the river", "max_tokens": NUM_TOKENS}
-    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), math.inf)
+    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated))
 
 
 def ask(deployment: Deployment, method: str, path: str, key: str = ADMIN_KEY) -> httpx.Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def request(
 ) -> LineRequest:
     body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
     body |= {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS, **extra}
-    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), math.inf, None, kv)
+    return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), kv=kv)
 
 
 def post(server: Deployment, path: str, method: str = "POST") -> None:

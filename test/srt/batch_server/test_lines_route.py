@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +29,7 @@ GREEDY = {"model": "small", "temperature": 0, "ignore_eos": True}
 
 def request(max_tokens: int, generated: Sequence[int] = (), **extra: Any) -> LineRequest:
     body = {**GREEDY, "prompt": "The id of the old mill", "max_tokens": max_tokens, **extra}
-    return LineRequest("batch_1", 1, COMPLETIONS, body, tuple(generated), math.inf)
+    return LineRequest("batch_1", 1, COMPLETIONS, body, tuple(generated))
 
 
 def running(deployment: Deployment) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +69,7 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def request(number: int) -> LineRequest:
     body: dict[str, Any] = {"model": "small", "temperature": 1.0, "seed": 7, "ignore_eos": True}
     body |= {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS}
-    return LineRequest("batch_1", number, COMPLETIONS, body, (), math.inf)
+    return LineRequest("batch_1", number, COMPLETIONS, body)
 
 
 @dataclass

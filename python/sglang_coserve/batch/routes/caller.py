@@ -10,15 +10,17 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from sglang_coserve.asgi import bearer_key, is_same_key
+from sglang_coserve.batch.errors import (
+    AdminKeyError,
+    BatchApiNotReadyError,
+    BatchApiOffError,
+    NoAdminKeyError,
+)
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
     OPERATOR_ERROR_RESPONSES,
-    AdminKeyError,
-    BatchApiNotReadyError,
-    BatchApiOffError,
     JsonRoute,
-    NoAdminKeyError,
 )
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.errors import StorageError

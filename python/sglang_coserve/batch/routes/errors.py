@@ -15,40 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from sglang_coserve.batch.errors import (
-    BatchRequestError,
-    ConflictError,
-    NotFoundError,
-    QuotaError,
-    RangeError,
-    TooLargeError,
-    TooManyError,
-)
-from sglang_coserve.batch.routes.transfers import SlowClientError
+from sglang_coserve.asgi import openai_error
+from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
 _JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_keys=1000)
 """A body that is no upload needs far less."""
-
-
-class BatchApiOffError(CoserveError):
-    """There is no service: the server has no data directory (HTTP 404).
-
-    Gateways such as LiteLLM serve batches themselves where that is the answer.
-    """
-
-
-class BatchApiNotReadyError(BatchApiOffError):
-    """There is no service now: it is being started, or the server drains."""
-
-
-class NoAdminKeyError(CoserveError):
-    """The server has no admin key, so nobody can be its operator (HTTP 403)."""
-
-
-class AdminKeyError(CoserveError):
-    """The caller does not bring the admin key (HTTP 401)."""
 
 
 class ErrorObject(BaseModel):
@@ -65,35 +38,6 @@ class ErrorResponse(BaseModel):
 
     error: ErrorObject
 
-
-_ANSWERS: Final[tuple[tuple[type[CoserveError], HTTPStatus, str, dict[str, str]], ...]] = (
-    (
-        BatchApiNotReadyError,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "not_ready",
-        {"retry-after": "1", "x-should-retry": "true"},
-    ),
-    (BatchApiOffError, HTTPStatus.NOT_FOUND, "batch_api_off", {}),
-    (NoAdminKeyError, HTTPStatus.FORBIDDEN, "no_admin_key", {}),
-    (
-        AdminKeyError,
-        HTTPStatus.UNAUTHORIZED,
-        "invalid_api_key",
-        {"www-authenticate": "Bearer"},
-    ),
-    # What is still to come of the body would be waited for.
-    (SlowClientError, HTTPStatus.REQUEST_TIMEOUT, "upload_too_slow", {"connection": "close"}),
-    (NotFoundError, HTTPStatus.NOT_FOUND, "", {}),
-    (RangeError, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", {}),
-    (ConflictError, HTTPStatus.CONFLICT, "", {}),
-    (TooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "", {}),
-    (TooManyError, HTTPStatus.TOO_MANY_REQUESTS, "", {}),
-    (QuotaError, HTTPStatus.TOO_MANY_REQUESTS, "", {}),
-    (RequestError, HTTPStatus.BAD_REQUEST, "invalid_request", {}),
-    (StorageError, HTTPStatus.INSUFFICIENT_STORAGE, "storage_failed", {}),
-    (CoserveError, HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", {}),
-)
-"""The first that an error is says how it is answered; one of a call has a code of its own."""
 
 ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status.value: {"model": ErrorResponse}
@@ -192,30 +136,19 @@ def _invalid(error: RequestValidationError) -> Response:
 
 
 def _failed(error: CoserveError) -> Response:
-    status, code, headers = next(
-        (status, code, headers)
-        for kind, status, code, headers in _ANSWERS
-        if isinstance(error, kind)
-    )
-    param = None
-    if isinstance(error, BatchRequestError):
-        code, param = error.code, error.param
-    answer = _error(status, str(error), code, param)
-    answer.headers.update(headers)
-    if isinstance(error, RangeError):
-        answer.headers["content-range"] = f"bytes */{error.size_bytes}"
-    return answer
+    match error:
+        case BatchRequestError():
+            answer = _error(error.status, str(error), error.code, error.param)
+            answer.headers.update(error.headers)
+            return answer
+        case RequestError():
+            return _error(HTTPStatus.BAD_REQUEST, str(error), "invalid_request")
+        case StorageError():
+            return _error(HTTPStatus.INSUFFICIENT_STORAGE, str(error), "storage_failed")
+    return _error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), "internal_error")
 
 
 def _error(status: int, message: str, code: str, param: str | None = None) -> Response:
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        kind = "server_error"
-    elif code == "insufficient_quota":
-        kind = code  # As OpenAI says it.
-    elif status == HTTPStatus.TOO_MANY_REQUESTS:
-        kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error"
-    body = ErrorResponse(error=ErrorObject(message=message, type=kind, param=param, code=code))
     # OpenAI's client would try some of these again at once, which helps with none of them.
-    return JSONResponse(body.model_dump(), status, headers={"x-should-retry": "false"})
+    headers = {"x-should-retry": "false"}
+    return JSONResponse(openai_error(status, message, code, param), status, headers)

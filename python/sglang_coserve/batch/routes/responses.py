@@ -16,6 +16,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.asgi import replay, send_error
+from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.responses import (
     CHATS,
     ID_PREFIXES,
@@ -24,12 +25,7 @@ from sglang_coserve.batch.responses import (
     endpoint_of,
 )
 from sglang_coserve.batch.routes.caller import Owner, Service, find_service
-from sglang_coserve.batch.routes.errors import (
-    ERROR_RESPONSES,
-    BatchApiNotReadyError,
-    BatchApiOffError,
-    OpenAIRoute,
-)
+from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, OpenAIRoute
 from sglang_coserve.batch.schemas import CreateResponse, ResponseDeleted
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
 

@@ -14,14 +14,9 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_coserve.batch.errors import BatchRequestError
+from sglang_coserve.batch.errors import BatchRequestError, SlowClientError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.schemas import ExpiresAfter
-from sglang_coserve.errors import CoserveError
-
-
-class SlowClientError(CoserveError):
-    """A body has stopped coming, or comes too slowly (HTTP 408)."""
 
 
 async def received(chunks: AsyncIterator[bytes], limits: BatchLimits) -> AsyncGenerator[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -202,9 +201,8 @@ class LineManager:
         )
         if line.only_prompt and not is_continuable:
             raise ValueError("the KV of this request's prompt cannot be moved")
-        due_in_s = line.deadline_s - time.time()
         marks = offline_marks(
-            due_in_s=None if math.isinf(due_in_s) else due_in_s,
+            due_in_s=None if line.deadline_s is None else line.deadline_s - time.time(),
             job=line.batch_id,
             generated=line.generated if is_continuable else (),
             expected_output_tokens=line.expected_output_tokens,
