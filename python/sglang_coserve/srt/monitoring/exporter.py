@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 
+from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.record import EXPORTED_STATES
 from sglang_coserve.batch.routes.caller import find_service
-from sglang_coserve.batch.routes.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
