@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
-from sglang_coserve.srt.kv_checkpoint.kv_moves import KvMoves
+from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.consistency import assert_consistent
@@ -70,6 +70,15 @@ def started(
 # --- What happens in the engine ----------------------------------------------------------
 
 
+def left_tokens(engine: ScriptedEngine) -> dict[str, int]:
+    """Check that all lines have left; return of how many tokens of each the KV was left."""
+    ended = {rid: engine.reqs[rid].finished_reason.to_json() for rid in RIDS}
+    assert {end["type"] for end in ended.values()} == {"abort"}
+    assert_consistent(engine.scheduler.tree_cache)
+    engine.assert_nothing_leaked()
+    return {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
+
+
 def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[str, Any]:
     """Let all lines leave once each has some tokens; return what they have, and what they left."""
     moves, has_asked = engine.scheduler.parts.moves, []
@@ -85,13 +94,30 @@ def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[st
         return []
 
     engine.run(script)
-    ended = {rid: engine.reqs[rid].finished_reason.to_json() for rid in RIDS}
-    assert {end["type"] for end in ended.values()} == {"abort"}
-    tokens = {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
     outputs = {rid: engine.output(rid) for rid in RIDS}
+    return {"tokens": left_tokens(engine), "outputs": outputs}
+
+
+def served(
+    engine: ScriptedEngine, requests: list[Any], kind: str, tokens_before: int
+) -> dict[str, Any]:
+    """Serve lines that come, with so many output tokens; return the outputs, and what was
+    prefilled and what not."""
+    before = engine.scheduler.parts.checkpointing.state()
+    engine.run(requests)
+    after = engine.scheduler.parts.checkpointing.state()
+    computed = [stats["classes"][kind]["computed_tokens"] for stats in (before, after)]
+    outputs = {rid: engine.output(rid) for rid in RIDS}
+    # The first token after those that were left is one of the prefill.
+    decoded = sum(map(len, outputs.values())) - tokens_before - len(RIDS)
     assert_consistent(engine.scheduler.tree_cache)
     engine.assert_nothing_leaked()
-    return {"tokens": tokens, "outputs": outputs}
+    return {
+        "outputs": outputs,
+        "prefilled": computed[1] - computed[0] - decoded,
+        "moved_in": after["moved_in_tokens"] - before["moved_in_tokens"],
+        "without": after["moves_without_kv"] - before["moves_without_kv"],
+    }
 
 
 def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> dict[str, Any]:
@@ -105,34 +131,13 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
             "_coserve_moved_kv": (spec[0], tokens, model),
         }
         requests.append(request)
-    before = engine.scheduler.parts.checkpointing.state()
-    engine.run(requests)
-    after = engine.scheduler.parts.checkpointing.state()
-    outputs = {rid: engine.output(rid) for rid in RIDS}
-    computed = [stats["classes"]["offline"]["computed_tokens"] for stats in (before, after)]
-    # The first token after those that were left is one of the prefill.
-    decoded = sum(len(outputs[rid]) - len(left["outputs"][rid]) - 1 for rid in RIDS)
-    assert_consistent(engine.scheduler.tree_cache)
-    engine.assert_nothing_leaked()
-    return {
-        "outputs": outputs,
-        "prefilled": computed[1] - computed[0] - decoded,
-        "moved_in": after["moved_in_tokens"] - before["moved_in_tokens"],
-        "without": after["moves_without_kv"] - before["moves_without_kv"],
-    }
+    return served(engine, requests, "offline", sum(map(len, left["outputs"].values())))
 
 
 def suspended(engine: ScriptedEngine, scenario: Callable[..., Any], *args: Any) -> Any:
     stops = suspensions_of(engine)
     with stops.stopping(seed=1, probability=0.5):
         return scenario(engine, *args)
-
-
-def with_moves(engine: ScriptedEngine, **attributes: Any) -> KvMoves:
-    moves = engine.scheduler.parts.moves._kv
-    for name, value in attributes.items():
-        setattr(moves, name, value)
-    return moves
 
 
 # --- All goes well -----------------------------------------------------------------------
@@ -170,11 +175,7 @@ def test_lines_go_on_elsewhere_with_their_kv(
 def push(engine: ScriptedEngine) -> dict[str, int]:
     """Compute the prompts of online requests; return the tokens whose KV was left."""
     engine.run([online(engine, spec, "_coserve_leaves_with", MODEL) for spec in LINES])
-    ended = {rid: engine.reqs[rid].finished_reason.to_json() for rid in RIDS}
-    assert {end["type"] for end in ended.values()} == {"abort"}
-    assert_consistent(engine.scheduler.tree_cache)
-    engine.assert_nothing_leaked()
-    return {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
+    return left_tokens(engine)
 
 
 def online(engine: ScriptedEngine, spec: Spec, mark: str, value: Any) -> Any:
@@ -189,19 +190,7 @@ def serve_pushed(engine: ScriptedEngine, tokens: dict[str, int]) -> dict[str, An
         online(engine, spec, "_coserve_moved_kv", (spec[0], tokens[spec[0]], MODEL))
         for spec in LINES
     ]
-    before = engine.scheduler.parts.checkpointing.state()
-    engine.run(requests)
-    after = engine.scheduler.parts.checkpointing.state()
-    computed = [stats["classes"]["online"]["computed_tokens"] for stats in (before, after)]
-    outputs = {rid: engine.output(rid) for rid in RIDS}
-    assert_consistent(engine.scheduler.tree_cache)
-    engine.assert_nothing_leaked()
-    decoded = sum(len(output) - 1 for output in outputs.values())
-    return {
-        "outputs": outputs,
-        "prefilled": computed[1] - computed[0] - decoded,
-        "moved_in": after["moved_in_tokens"] - before["moved_in_tokens"],
-    }
+    return served(engine, requests, "online", 0)
 
 
 def test_prompts_of_online_requests_are_computed_elsewhere(
@@ -281,24 +270,23 @@ def test_a_file_that_is_not_what_was_written_means_recomputation(
 
 def leave_with_bad_disk(engine: ScriptedEngine, hangs: bool) -> Any:
     """Neither writing nor reading comes to an end, or both fail; the engine goes on."""
-    moves = with_moves(engine, timeout_s=0.3)
-    gate = threading.Event()
-    directory = moves._directory
+    moves, gate = engine.scheduler.parts.moves, threading.Event()
+    moves.timeout_s, directory = 0.3, moves._files._directory
 
     def fail(*_args: Any) -> Any:
         if hangs:
             gate.wait()
         raise OSError(28, "No space left on device")
 
-    directory.write = fail  # type: ignore[method-assign]
+    directory.write = fail
     left = leave(engine)
     assert set(left["tokens"].values()) == {0}
-    directory.take = fail  # type: ignore[method-assign]
+    directory.take = fail
     left["tokens"] = dict.fromkeys(RIDS, 32)
     came = go_on(engine, left)
     gate.set()
     del directory.write, directory.take
-    with_moves(engine, timeout_s=KvMoves.timeout_s)
+    moves.timeout_s = RequestMoves.timeout_s
     return left, came
 
 
@@ -314,8 +302,8 @@ def test_a_bad_disk_means_recomputation(
 
 def abort_on_the_way(engine: ScriptedEngine) -> Any:
     """All lines are aborted, once while they leave and once while they come."""
-    moves = with_moves(engine)
-    directory, gate, seen = moves._directory, threading.Event(), []
+    moves = engine.scheduler.parts.moves
+    directory, gate, seen = moves._files._directory, threading.Event(), []
     write, take = directory.write, directory.take
 
     def late(function: Any) -> Any:
@@ -325,7 +313,7 @@ def abort_on_the_way(engine: ScriptedEngine) -> Any:
 
         return call
 
-    directory.write, directory.take = late(write), late(take)  # type: ignore[method-assign]
+    directory.write, directory.take = late(write), late(take)
 
     def script(iteration: int) -> list[Any]:
         if seen:
@@ -336,7 +324,7 @@ def abort_on_the_way(engine: ScriptedEngine) -> Any:
             seen.append(len(moves))
             return [engine.abort(rid) for rid in RIDS]
         if all(len(engine.output(rid)) >= 5 for rid in RIDS):
-            engine.scheduler.parts.moves.ask(RIDS, MODEL)
+            moves.ask(RIDS, MODEL)
         return []
 
     engine.run(script)

@@ -1,20 +1,29 @@
 """Requests that leave for another engine, and those that come from one, with their KV.
 
 Of the online ones, these are prompts that a relaxed engine computes for a strict one.
+
+The engine that gives a request back writes its saved pages to a file, and says that it has gone
+when the file is there. The one that takes the request reads the file into host memory, as if it
+had retracted the request itself. Nothing here waits: whatever is not done in time, or fails on
+one rank, is computed again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 from sglang_coserve.core.request import Ending
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import send_abort
-from sglang_coserve.srt.kv_checkpoint.kv_moves import KvLocation, KvMoves
+from sglang_coserve.srt.kv_checkpoint.kv_directory import KvJob, is_kv_name
+from sglang_coserve.srt.kv_checkpoint.kv_files import KvFiles
 from sglang_coserve.srt.marks.offline_marks import leaves_with, take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
@@ -23,16 +32,42 @@ from sglang_coserve.srt.steps.engine_parts import EngineParts
 _YIELD_S: Final = 0.001
 """Short against a step, and against what a file takes."""
 
+_PENDING: Final = -1
+_GIVEN_UP: Final = -2
+"""What a rank says of a move; otherwise the tokens that it has moved. The least counts."""
+
 Req = Any
 ScheduleBatch = Any
+
+
+@dataclass(slots=True)
+class _Move:
+    """KV of a request that is on its way."""
+
+    req: Req
+    leaves: bool
+    model: str
+    """Whose KV it is."""
+
+    since_s: float
+    slots: torch.Tensor | None = None
+    """On the host; None while pages of a request that leaves are still copied there."""
+
+    job: KvJob | None = None
+    """What writes or reads them; None if there is nothing to write, or not yet."""
 
 
 class RequestMoves:
     """Where requests are that neither run nor wait, as their KV is on its way.
 
     One that leaves is retracted first, as for an online request: its KV goes to the tree and to
-    the host. One that comes finds its KV there as if it had been retracted here.
+    the host. One that comes finds its KV there as if it had been retracted here. They are the
+    same, in the same order, on all ranks, which call each method at the same point of a round.
     """
+
+    timeout_s = 10.0
+    """Longest that a request waits for its KV, on each of the two engines. It is more than a disk
+    takes for some GB; what a hanging one delays is computed again."""
 
     def __init__(
         self,
@@ -49,31 +84,32 @@ class RequestMoves:
         self._checkpointing = parts.checkpointing
         self._ledger = parts.ledger
         self._forget = forget
-        self._kv: KvMoves | None = None
+        self._cache = parts.scheduler.tree_cache
+        self._files: KvFiles | None = None
         """None: no KV is moved."""
 
         if parts.config.kv_move_dir is not None:
-            directory = Path(parts.config.kv_move_dir)
-            self._kv = KvMoves(parts.scheduler.tree_cache, directory, background)
+            self._files = KvFiles(self._cache, Path(parts.config.kv_move_dir), background)
         self._asked: dict[str, str] = {}
         """The requests that are to leave, with the model that their KV is of."""
 
+        self._moves: dict[str, _Move] = {}
         self._loading: list[Req] = []
         """Online requests whose KV is here, and goes to the device before they wait."""
 
     def __len__(self) -> int:
-        return 0 if self._kv is None else len(self._kv) + len(self._loading)
+        return len(self._moves) + len(self._loading)
 
     def kept(self) -> Iterable[Req]:
         """Return the requests whose KV is on its way."""
-        return () if self._kv is None else (*self._kv.reqs(), *self._loading)
+        return (*(move.req for move in self._moves.values()), *self._loading)
 
     def ask(self, rids: Sequence[str], model: str) -> list[str]:
         """Let requests leave, with the KV of ``model``; return those that do.
 
         The KV of each is left under its rid.
         """
-        known = [] if self._kv is None else [rid for rid in rids if self._leaving(rid) is not None]
+        known = [rid for rid in rids if self._leaving(rid) is not None] if self._files else []
         self._asked |= dict.fromkeys(known, model)
         return known
 
@@ -86,41 +122,97 @@ class RequestMoves:
 
     def come(self, req: Req) -> bool:
         """Begin to fetch the KV that was left for a new request; False if there is none to wait
-        for. Note it if the request is to leave after its prompt."""
+        for, or no room. Note it if the request is to leave after its prompt."""
         moved = take_moved_kv(req)
-        if self._kv is None:
+        if self._files is None:
             return False
-        if (model := leaves_with(req)) is not None:
-            self._asked[req.rid] = model
+        if (leaves_as := leaves_with(req)) is not None:
+            self._asked[req.rid] = leaves_as
         if moved is None:
             return False
-        return self._kv.come(req, KvLocation(*moved))
+        name, tokens, model = moved
+        has_tokens = 0 < tokens <= len(req.origin_input_ids) + len(req.output_ids)
+        if not has_tokens or tokens % self._cache.page_size or not is_kv_name(name):
+            return False
+        slots = self._cache.expect(req.rid, tokens)
+        if slots is None:
+            return False
+        job = self._files.begin_read(name, req, slots, model)
+        self._moves[req.rid] = _Move(req, False, model, time.monotonic(), slots, job)
+        return True
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the requests that match: they are aborted."""
-        if self._kv is None:
-            return []
-        gone = [req for req in self._loading if matches(req)]
+        moves = [move for move in self._moves.values() if matches(move.req)]
+        for move in moves:
+            if move.leaves:
+                self._discard(move)
+            else:
+                self._end(move, 0)
+        loading = [req for req in self._loading if matches(req)]
         self._loading = [req for req in self._loading if not matches(req)]
-        return self._kv.remove(matches) + gone
+        return [move.req for move in moves] + loading
 
     def step(self, running_batch: ScheduleBatch) -> None:
         """Go on with the moves, before anything is admitted beside ``running_batch``."""
-        if self._kv is None:
-            return
         if self._asked:
             self._take_out(running_batch)
-        left, came = self._kv.step()
-        for each in left:
-            self._forget(each.req)
-            send_abort(self._scheduler, each.req, moved_reason(each.tokens))
-        for req in came:
-            if is_offline(req):
-                self._admission.enqueue(req)
+        for move, tokens in self._ended() if self._moves else ():
+            self._end(move, tokens)
+            if move.leaves:
+                self._forget(move.req)
+                send_abort(self._scheduler, move.req, moved_reason(max(tokens, 0)))
+            elif is_offline(move.req):
+                self._admission.enqueue(move.req)
             else:
-                self._loading.append(req)
+                self._loading.append(move.req)
         if self._loading:
             self._enqueue_loaded()
+
+    def _ended(self) -> list[tuple[_Move, int]]:
+        """Return the moves that are over, and how many tokens each has moved."""
+        files, moves = self._files, list(self._moves.values())
+        assert files is not None
+        for move in moves:
+            if move.slots is None:
+                move.slots = self._cache.saved_slots(move.req)
+                if move.slots is not None:
+                    move.job = files.begin_write(move.req, move.slots, move.model)
+        tokens = list(map(self._moved_tokens, moves))
+        if files.num_ranks > 1:
+            tokens = self._cache.least_of_ranks(tokens)
+        return [each for each in zip(moves, tokens, strict=True) if each[1] != _PENDING]
+
+    def _moved_tokens(self, move: _Move) -> int:
+        if move.slots is not None:
+            if move.job is None:
+                return 0
+            if move.job.has_succeeded is not None:
+                return len(move.slots) if move.job.has_succeeded else 0
+        is_late = time.monotonic() - move.since_s > self.timeout_s
+        return _GIVEN_UP if is_late else _PENDING
+
+    def _end(self, move: _Move, tokens: int) -> None:
+        has_kv = tokens > 0
+        if move.leaves and not has_kv:
+            self._discard(move)
+        else:
+            del self._moves[move.req.rid]
+        if not move.leaves:
+            assert move.job is not None
+            move.job.give_up()
+            self._cache.arrived(move.req, has_kv=has_kv)
+        moved = "moved_out_tokens" if move.leaves else "moved_in_tokens"
+        self._cache.counts[moved] += max(tokens, 0)
+        self._cache.counts["moves_without_kv"] += not has_kv
+
+    def _discard(self, move: _Move) -> None:
+        """Remove what is left of a request, which nobody will take."""
+        del self._moves[move.req.rid]
+        if move.job is not None:
+            assert self._files is not None
+            move.job.give_up()
+            self._files.remove(move.req.rid)
 
     def _enqueue_loaded(self) -> None:
         """Let the online requests wait whose KV is on the device, or does not come there."""
@@ -142,7 +234,6 @@ class RequestMoves:
 
         An online one goes once its prompt is computed.
         """
-        assert self._kv is not None
         reqs = [req for rid in self._asked if (req := self._leaving(rid)) is not None]
         self._asked = {req.rid: self._asked[req.rid] for req in reqs}
         asked = dict.fromkeys(req.rid for req in reqs if is_offline(req) or req.output_ids)
@@ -155,4 +246,6 @@ class RequestMoves:
         gone = self._admission.remove(lambda req: req.rid in asked)
         for req in (*gone, *(req for rid in asked for req in self._view.remove_waiting(rid))):
             self._admission.forget(req.rid, Ending.ABORTED)
-            self._kv.leave(req, self._asked.pop(req.rid))
+            self._cache.copy_to_host(req)
+            model = self._asked.pop(req.rid)
+            self._moves[req.rid] = _Move(req, True, model, time.monotonic())
