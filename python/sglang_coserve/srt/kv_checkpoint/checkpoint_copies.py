@@ -171,9 +171,7 @@ class CopyJobs:
                 break
             time.sleep(_POLL_S)
         if cache.tp_world_size > 1:
-            answer = torch.tensor(int(is_done))
-            cache._all_reduce(answer, torch.distributed.ReduceOp.MIN)
-            is_done = bool(answer.item())
+            is_done = bool(cache.least_of_ranks([is_done])[0])
         if is_done:
             cache.writing_check(finish_count=len(acks))
         else:

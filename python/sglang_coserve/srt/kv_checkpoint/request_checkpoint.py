@@ -111,17 +111,10 @@ class Handover:
         req, start, page = checkpoint.req, checkpoint.start_tokens, self._cache.page_size
         kv_end = kv_tokens // page * page
         end = min(checkpoint.saved_end_tokens, kv_end)
-        host_slots = checkpoint.release()
         last_saved = self._node_at(req, end)
-        unused = [host_slots[max(end - start, 0) :]]
-        for node, first in _between(last_saved, start, end):
-            slots = host_slots[first - start : first - start + len(node.key)]
-            if can_save(node, self._cache.root_node):
-                self._cache.tree_core.bind_host(node, slots)
-                self._cache.counts["adopted_tokens"] += len(slots)
-            else:
-                unused.append(slots)
-        self._cache.space.free(torch.cat(unused))
+        unused = self._bind(last_saved, checkpoint.release(), start)
+        self._cache.counts["adopted_tokens"] += checkpoint.saved_tokens - len(unused)
+        self._cache.space.free(unused)
         last = self._node_at(req, kv_end)
         self._pin(req.rid, (last_saved, last))
         return last
@@ -131,23 +124,30 @@ class Handover:
 
         What others have put there meanwhile stays. The request waits for admission.
         """
-        tree, root, tokens = self._cache.tree_core, self._cache.root_node, len(slots)
-        last, first, unused = self._node_at(req, tokens), 0, []
+        root, tokens = self._cache.root_node, len(slots)
+        last = self._node_at(req, tokens)
+        known = sum(len(node.key) for node in path_to(last, root))
+        unused, rest = self._bind(last, slots[:known]), slots[known:]
+        if len(rest) and (last is root or host_slots(last) is not None):
+            key = compat.radix_key(req, tokens)[known:]
+            last = self._cache.tree_core.add_on_host(last, key, rest)
+            rest = rest[:0]
+        self._cache.space.free(torch.cat([unused, rest]))
+        self._pin(req.rid, (last, last))
+
+    def _bind(self, last: Node, slots: torch.Tensor, start_tokens: int = 0) -> torch.Tensor:
+        """Make slots with the KV of the tokens from ``start_tokens`` on the host pages of the nodes
+        on the path to ``last``, as far as that goes; return those that are not used."""
+        root, begin, unused = self._cache.root_node, -start_tokens, []
         for node in path_to(last, root):
-            here = slots[first : first + len(node.key)]
-            first += len(node.key)
-            if can_save(node, root):
-                tree.bind_host(node, here)
+            end = begin + len(node.key)
+            assert begin >= 0 or end <= 0, "a node holds the end of a prefix and more"
+            here, begin = slots[max(begin, 0) : max(end, 0)], end
+            if len(here) and can_save(node, root):
+                self._cache.tree_core.bind_host(node, here)
             else:
                 unused.append(here)
-        rest = slots[first:]
-        if len(rest) and (last is root or host_slots(last) is not None):
-            key = compat.radix_key(req, tokens)[first:]
-            last = tree.add_on_host(last, key, rest)
-        else:
-            unused.append(rest)
-        self._cache.space.free(torch.cat(unused) if unused else rest[:0])
-        self._pin(req.rid, (last, last))
+        return torch.cat([*unused, slots[max(begin, 0) :]])
 
     def pinned_path(self, rid: str) -> list[Node]:
         """Return the nodes of a waiting request's KV, from the root on; none if none are."""
@@ -175,19 +175,6 @@ class Handover:
         key = compat.radix_key(req, tokens)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return self._cache.tree_core.node_by_id(match.best_match_node)
-
-
-def _between(node: Node, start_tokens: int, end_tokens: int) -> list[tuple[Node, int]]:
-    """Return the nodes between two token positions of the path to ``node``, top first, each with
-    its first position."""
-    nodes = []
-    while end_tokens > start_tokens:
-        end_tokens -= len(node.key)
-        nodes.append((node, end_tokens))
-        node = node.parent
-    nodes.reverse()
-    assert end_tokens >= start_tokens or not nodes, "a node holds the end of a prefix and more"
-    return nodes
 
 
 Slots = Any
