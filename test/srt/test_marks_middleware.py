@@ -164,91 +164,94 @@ def test_a_route_that_refuses_unknown_fields_is_shown_no_marks() -> None:
 # --- Headers ------------------------------------------------------------------------------
 
 
-def test_headers_of_a_gateway_say_class_and_targets() -> None:
-    app = Inner("application/json", [b'{"a":1}'])
-    headers = [
-        (b"x-llm-d-inference-objective", b"chat"),
-        (b"x-slo-ttft-ms", b"1000"),
-        (b"x-llm-d-slo-ttft-ms", b"250"),
-        (b"x-llm-d-slo-tpot-ms", b"40.5"),
-    ]
-    _, answer, _ = call(app, b'{"a": 1}', headers=headers)
-    assert app.sent_params == {
-        "coserve_class": "online",
-        "coserve_slo_ttft_ms": 250,
-        "coserve_slo_tpot_ms": 40.5,
-    }
-    assert json.loads(answer)["service_tier"] == "default"
+OBJECTIVE, OLDER_OBJECTIVE = b"x-llm-d-inference-objective", b"x-gateway-inference-objective"
+TTL, OLDER_TTL = b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl"
+OFFLINE, ONLINE = {"coserve_class": "offline"}, {"coserve_class": "online"}
+BATCH_NAMES = (b"batch", b"batch-sheddable-llama-3", b"best-effort-traffic", b"sheddable")
+BATCH_NAMES += (b"sheddable-test", b"flex", b"offline")
+OTHER_NAMES = (b"premium-traffic", b"interactive-default", b"not-batch", b"s")
 
 
-OBJECTIVES = [b"x-llm-d-inference-objective", b"x-gateway-inference-objective"]
+def deadline(due_in_s: float) -> dict[str, Any]:
+    return {**OFFLINE, "coserve_deadline_s": due_in_s}
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("ms", [b"86399000", b"2592000000", b"1e300", b"0"])
-def test_what_the_batch_gateway_of_llm_d_sends_is_offline_with_a_deadline(
-    name: bytes, ms: bytes
-) -> None:
-    """Milliseconds until the job's deadline, whatever its window is; none when it is over."""
-    app = Inner("application/json", [b'{"a":1}'])
-    headers = [
-        (name, b"batch-sheddable"),
-        (b"x-slo-ttft-ms", ms),
-        (b"x-slo-tpot-ms", b"50"),
-    ]
-    status, _, answered = call(app, b'{"a": 1}', headers=headers)
-    assert (status, answered[b"x-coserve-class"]) == (200, b"offline")
-    due_in_s = min(max(float(ms) / 1e3, 1e-6), 1e9)
-    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": due_in_s}
+def targets(**ms: float) -> dict[str, float]:
+    return {f"coserve_slo_{name}_ms": value for name, value in ms.items()}
 
 
-@pytest.mark.parametrize(
-    ("objective", "is_offline"),
-    [
-        *[(name, True) for name in ("batch", "batch-sheddable-llama-3", "best-effort-traffic")],
-        *[(name, True) for name in ("sheddable", "sheddable-test", "flex", "offline")],
-        *[(name, False) for name in ("premium-traffic", "interactive-default", "not-batch", "s")],
+SAID: list[tuple[bytes, dict[bytes, bytes], dict[str, Any]]] = [
+    *[(b"{}", {OLDER_OBJECTIVE: name}, OFFLINE) for name in BATCH_NAMES],
+    *[(b"{}", {OLDER_OBJECTIVE: name}, ONLINE) for name in OTHER_NAMES],
+    # A header wins over the body.
+    (b'{"service_tier": "priority"}', {OBJECTIVE: b"batch"}, OFFLINE),
+    # What the batch gateway of llm-d sends: milliseconds until the job's deadline, whatever its
+    # window is; none when it is over.
+    *[
+        (
+            b"{}",
+            {name: b"batch-sheddable", b"x-slo-ttft-ms": ms, b"x-slo-tpot-ms": b"50"},
+            deadline(due_in_s),
+        )
+        for name in (OBJECTIVE, OLDER_OBJECTIVE)
+        for ms, due_in_s in (
+            *((b"86399000", 86399.0), (b"2592000000", 2592000.0), (b"1e300", 1e9), (b"0", 1e-6)),
+        )
     ],
-)
-def test_names_from_guides_are_known(objective: str, is_offline: bool) -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, b"{}", headers=[(b"x-gateway-inference-objective", objective.encode())])
-    assert app.sent_params == {"coserve_class": "offline" if is_offline else "online"}
+    # The newer name of a header wins.
+    (
+        b"{}",
+        {OBJECTIVE: b"batch", TTL: b"90s", OLDER_OBJECTIVE: b"chat", OLDER_TTL: b"10s"},
+        deadline(90.0),
+    ),
+    (
+        b"{}",
+        {
+            OBJECTIVE: b"chat",
+            b"x-slo-ttft-ms": b"1000",
+            b"x-llm-d-slo-ttft-ms": b"250",
+            b"x-llm-d-slo-tpot-ms": b"40.5",
+        },
+        {**ONLINE, **targets(ttft=250, tpot=40.5)},
+    ),
+    # The TTL is the deadline of an offline request, and of an online one the gateway's own.
+    *[
+        (FLEX, {TTL: ttl}, deadline(seconds))
+        for ttl, seconds in (
+            *((b"90s", 90.0), (b"1500ms", 1.5), (b"1m30s", 90.0), (b"1.5h", 5400.0)),
+            (b"1h0.5s", 3600.5),
+        )
+    ],
+    (b"{}", {TTL: b"90s"}, {}),
+    # Of two deadlines the earlier one counts.
+    (FLEX, {TTL: b"90s", b"x-slo-ttft-ms": b"5000"}, deadline(5.0)),
+    # Those of SGLang's router.
+    (b"{}", {b"x-sgl-ttft-slo-ms": b"250", b"x-sgl-tps-slo": b"20"}, targets(ttft=250, tpot=50)),
+    # A target in a header wins, and none is too large.
+    (
+        b'{"coserve_slo_ttft_ms": 250}',
+        {b"x-slo-ttft-ms": b"2592000000", b"x-slo-tpot-ms": b"0"},
+        targets(ttft=1e9),
+    ),
+]
 
 
-def test_the_newer_name_of_a_header_wins() -> None:
-    app = Inner("application/json", [b"{}"])
-    headers = [
-        (b"x-llm-d-inference-objective", b"batch"),
-        (b"x-llm-d-inference-ttl", b"90s"),
-        (b"x-gateway-inference-objective", b"chat"),
-        (b"x-gateway-inference-ttl", b"10s"),
-    ]
-    call(app, b"{}", headers=headers)
-    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": 90.0}
-
-
-def test_the_earlier_of_two_deadlines_counts() -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, FLEX, headers=[(b"x-llm-d-inference-ttl", b"90s"), (b"x-slo-ttft-ms", b"5000")])
-    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": 5.0}
-
-
-def test_targets_of_sglangs_router_are_the_requests_own() -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, b"{}", headers=[(b"x-sgl-ttft-slo-ms", b"250"), (b"x-sgl-tps-slo", b"20")])
-    assert app.sent_params == {"coserve_slo_ttft_ms": 250, "coserve_slo_tpot_ms": 50}
-
-
-def test_a_target_in_a_header_wins_and_none_is_too_large() -> None:
-    app = Inner("application/json", [b"{}"])
-    headers = [(b"x-slo-ttft-ms", b"2592000000"), (b"x-slo-tpot-ms", b"0")]
-    call(app, json.dumps({"coserve_slo_ttft_ms": 250}).encode(), headers=headers)
-    assert app.sent_params == {"coserve_slo_ttft_ms": 1e9}
+@pytest.mark.parametrize(("body", "headers", "sent"), SAID)
+def test_headers_of_gateways_say_class_targets_and_deadline(
+    body: bytes, headers: dict[bytes, bytes], sent: dict[str, Any]
+) -> None:
+    app = Inner("application/json", [b'{"a":1}'])
+    status, answer, answered = call(app, body, headers=tuple(headers.items()))
+    assert (status, app.sent_params or {}) == (200, sent)
+    is_offline, said = sent.get("coserve_class") == "offline", {"a": 1}
+    if "coserve_class" in sent:
+        assert answered[b"x-coserve-class"].decode() == sent["coserve_class"]
+        said |= {"service_tier": "flex" if is_offline else "default"}
+    assert json.loads(answer) == said
 
 
 def test_a_gateway_need_not_know_what_the_server_ignores() -> None:
-    headers = [(b"x-slo-ttft-ms", b"250"), (b"x-llm-d-inference-ttl", b"90s")]
+    headers = [(b"x-slo-ttft-ms", b"250"), (TTL, b"90s")]
     for config, body in (
         (CoserveConfig(offline_policy="non_preemptive"), b'{"a": 1}'),
         (CoserveConfig(offline_policy="fifo"), FLEX),
@@ -259,38 +262,12 @@ def test_a_gateway_need_not_know_what_the_server_ignores() -> None:
         assert not {"coserve_slo_ttft_ms", "coserve_deadline_s"} & (app.sent_params or {}).keys()
 
 
-@pytest.mark.parametrize(
-    ("ttl", "seconds"),
-    [(b"90s", 90.0), (b"1500ms", 1.5), (b"1m30s", 90.0), (b"1.5h", 5400.0), (b"1h0.5s", 3600.5)],
-)
-def test_the_ttl_of_a_gateway_is_the_deadline_of_an_offline_request(
-    ttl: bytes, seconds: float
-) -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, FLEX, headers=[(b"x-llm-d-inference-ttl", ttl)])
-    assert app.sent_params == {"coserve_class": "offline", "coserve_deadline_s": seconds}
-
-
-def test_the_ttl_of_an_online_request_is_the_gateways_own() -> None:
-    app = Inner("application/json", [b"{}"])
-    call(app, b'{"a": 1}', headers=[(b"x-llm-d-inference-ttl", b"90s")])
-    assert not app.sent_params
-
-
 @pytest.mark.parametrize("ttl", [b"", b"90", b"s", b"-1s", b"0s", b"1 m", b"1d", b"9" * 80 + b"s"])
 def test_a_ttl_that_is_no_duration_is_refused(ttl: bytes) -> None:
     app = Inner("application/json", [b"{}"])
     status, answer, _ = call(app, FLEX, headers=[(b"x-llm-d-inference-ttl", ttl)])
     assert (status, app.body) == (400, None)
     assert b"use a duration above 0 such as 90s" in answer
-
-
-def test_a_header_wins_over_the_body() -> None:
-    app = Inner("application/json", [b'{"a":1}'])
-    body = json.dumps({"service_tier": "priority"}).encode()
-    _, answer, _ = call(app, body, headers=[(b"x-llm-d-inference-objective", b"batch")])
-    assert app.sent_params == {"coserve_class": "offline"}
-    assert json.loads(answer)["service_tier"] == "flex"
 
 
 def test_a_form_is_not_read_but_its_headers_are() -> None:
