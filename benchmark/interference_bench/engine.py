@@ -253,9 +253,6 @@ class CpuClockEngine:
             return
         scheduler = self._scheduler
         scheduler._rank_clock.arrival_s = self._arrival_s
-        safepoints = scheduler.parts.runner.safepoints
-        if safepoints is None:
-            return
 
         def arrivals() -> list[RequestInfo]:
             now_s = self._clock()
@@ -264,7 +261,7 @@ class CpuClockEngine:
                 for at_s, rid, due in takewhile(lambda due: due[0] <= now_s, self._due)
             ]
 
-        safepoints.gate._arrivals = arrivals
+        scheduler.parts.lane.safepoints.gate._arrivals = arrivals
 
     def _arrival_s(self, req: Any, now_s: float) -> float:
         live = self._live.get(req.rid)
@@ -276,7 +273,7 @@ class CpuClockEngine:
     def _num_suspended(self) -> int:
         if self._system.coserve is None:
             return 0
-        safepoints = self._scheduler.parts.runner.state().get("safepoints") or {}
+        safepoints = self._scheduler.parts.lane.safepoints.state().get("safepoints") or {}
         return sum(safepoints.get("suspended", {}).values())
 
 

@@ -44,24 +44,25 @@ class Engine:
         return [req.rid for req in self.waiting_queue]
 
 
-def test_what_was_offered_and_not_admitted_is_taken_back() -> None:
+def test_a_round_sees_what_it_offers_and_afterwards_the_queue_is_as_it_was() -> None:
+    """In order of arrival, without what was admitted and with what has come meanwhile."""
     # An offline request that failed validation waits in SGLang's queue, and stays there.
-    engine = Engine(req("on"), req("bad", offline=True, fails=True))
+    first, second = req("on0", queued_s=0), req("on1", queued_s=1)
+    bad, late = req("bad", offline=True, fails=True, queued_s=2), req("late", queued_s=3)
+    engine = Engine(first, second, bad)
     offered = [req(f"off{i}", offline=True) for i in range(3)]
-    engine.view.offer(offered)
-    assert engine.queue == ["on", "bad", "off0", "off1", "off2"]
-    engine.waiting_queue.remove(offered[1])  # Admitted.
-    assert engine.view.withdraw() == ([offered[0], offered[2]], 1)
-    assert engine.queue == ["on", "bad"]
-    assert engine.view.withdraw() == ([], 0)
-
-
-def test_a_request_that_comes_during_a_pass_goes_before_the_offered_ones() -> None:
-    engine, late = Engine(req("on")), req("late")
-    engine.view.offer([req("off0", offline=True), req("off1", offline=True)])
+    engine.view.offer([second, *offered], offered)
+    assert engine.queue == ["on1", "off0", "off1", "off2"]
+    assert engine.view.has_others_waiting
+    for admitted in (second, offered[1]):
+        engine.waiting_queue.remove(admitted)
     with engine.view.own_queue():
         engine.waiting_queue.append(late)
-    assert engine.queue == ["on", "late", "off0", "off1"]
+    assert engine.queue == ["late", "off0", "off2"]
+    assert engine.view.withdraw() == [offered[1]]
+    assert engine.queue == ["on0", "bad", "late"]
+    assert engine.view.withdraw() == []
+    assert engine.queue == ["on0", "bad", "late"]
 
 
 def test_whether_the_queue_is_full_is_a_matter_of_what_waits_there() -> None:
@@ -69,27 +70,14 @@ def test_whether_the_queue_is_full_is_a_matter_of_what_waits_there() -> None:
     first, second, late = req("on0", queued_s=0), req("on1", queued_s=1), req("late", queued_s=2)
     engine = Engine(first, second)
     offline = [req(f"off{i}", offline=True) for i in range(3)]
-    engine.view.offer_only([second, *offline], offline)
-    engine.waiting_queue.remove(offline[1])  # Admitted.
+    engine.view.offer([second, *offline], offline)
     with engine.view.own_queue():
         assert sorted(engine.queue) == ["on0", "on1"]
         engine.waiting_queue.remove(first)  # For one of a higher priority.
         engine.waiting_queue.append(late)
-    assert engine.queue == ["on1", "late", "off0", "off2"]
-    assert engine.view.withdraw() == ([offline[0], offline[2]], 1)
-    engine.view.show_again()
+    assert engine.queue == ["on1", "late", "off0", "off1", "off2"]
+    assert engine.view.withdraw() == []
     assert engine.queue == ["on1", "late"]
-
-
-def test_a_hidden_request_comes_back_in_order_of_arrival() -> None:
-    first, second, third = (req(f"on{i}", queued_s=i) for i in range(3))
-    engine = Engine(first, second, third)
-    offline = req("off", offline=True)
-    engine.view.offer_only([third, offline], [offline])
-    assert engine.queue == ["on2", "off"]
-    assert engine.view.withdraw() == ([offline], 0)
-    engine.view.show_again()
-    assert engine.queue == ["on0", "on1", "on2"]
 
 
 class Pipelined(Engine):

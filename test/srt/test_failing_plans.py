@@ -18,10 +18,10 @@ from srt.test_scheduler import mixed_specs
 
 PLACES = {
     "before it": ("admission.core", "plan"),
-    "the snapshot": ("admission", "_snapshot"),
+    "the snapshot": ("ledger", "waiting_requests"),
     "the chunks": ("admission._plans", "_executable"),
-    "the queue": ("admission._plans._chunks", "_admit"),
-    "the chunk": ("admission._plans._chunks", "_choose_chunk"),
+    "the queue": ("view", "chunk_size"),
+    "the chunk": ("admission._plans", "_choose_chunk"),
     "after it": ("admission.core", "start"),
     "its result": ("admission.core", "update"),
     "an offline arrival": ("admission.core", "add_offline"),

@@ -117,7 +117,7 @@ def run_mixed(
     stops = suspensions_of(engine)
     with stops.stopping(3, probability=0.5, drops=0.03):
         outputs, aborted, counts = scenarios.run_mixed(engine, specs, 3)
-    state = engine.scheduler.parts.runner.state()["safepoints"]
+    state = engine.scheduler.parts.lane.safepoints.state()["safepoints"]
     counts["suspended"] = sum(state["suspended"].values())
     counts["resumed_steps"] = state["resumed"]
     assert not len(engine.scheduler.parts.ledger)
@@ -126,6 +126,8 @@ def run_mixed(
 
 def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Let an online request displace some offline requests, and the others wait for its tokens."""
+    from sglang_coserve.srt.safepoint.safepoints import Safepoints
+
     parts, before = engine.scheduler.parts, scenarios.counts(engine)
 
     def script(iteration: int) -> list[Any]:
@@ -138,11 +140,11 @@ def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, i
         return [request] if iteration == 30 else []
 
     # With a lane of their own they would not have to.
-    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
+    safepoints, parts.lane.safepoints = parts.lane.safepoints, Safepoints.none()
     try:
         engine.run(script)
     finally:
-        parts.runner.safepoints = safepoints
+        parts.lane.safepoints = safepoints
     engine.assert_nothing_leaked()
     after = scenarios.counts(engine)
     counts = {name: after[name] - before.get(name, 0) for name in ("retracted", "paused")}

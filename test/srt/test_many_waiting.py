@@ -98,10 +98,9 @@ def test_the_queue_is_searched_no_further_than_what_was_chosen(
     view = EngineView(scheduler)
     chosen = view.waiting_with(["r9", "r3"])
     assert chosen == [queue[9], queue[3]]
-    view.offer_only(chosen, [])
+    view.offer(chosen, [])
     scheduler.waiting_queue.remove(queue[3])  # Admitted.
-    assert view.withdraw() == ([], 0)
-    view.show_again()
+    assert view.withdraw() == []
     assert scheduler.waiting_queue == [*queue[:3], *queue[4:]]
     assert looks.total() < 100
 

@@ -18,12 +18,12 @@ def test_in_a_pipeline_the_cool_down_lasts_as_many_passes_as_results_take() -> N
     for req in (first, second):
         waiting.start_pass()
         waiting.put_back(req)
-    assert waiting.take(2) == [new]
+    assert list(waiting.reqs) == ["new"]
+    assert list(waiting) == [second, first, new]
     waiting.start_pass()
-    assert waiting.take(2) == [first]
-    assert list(waiting) == [second]
+    assert list(waiting.reqs) == ["first", "new"]
     waiting.start_pass()
-    assert waiting.take(2) == [second]
+    assert list(waiting.reqs) == ["second", "first", "new"]
 
 
 class WaitingMachine(RuleBasedStateMachine):
@@ -43,13 +43,13 @@ class WaitingMachine(RuleBasedStateMachine):
         self.waiting.reqs[str(self.count)] = SimpleNamespace(rid=str(self.count))
         self.ready.append(str(self.count))
 
-    @rule(count=st.integers(0, 5), keep=st.integers(0, 5))
-    def take_and_give_back_some(self, count: int, keep: int) -> None:
-        taken = self.waiting.take(count)
-        assert [req.rid for req in taken] == self.ready[:count]
-        self.waiting.put_back_taken(taken[keep:])
-        self.running += [req.rid for req in taken[:keep]]
-        del self.ready[: min(keep, len(taken))]
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(self.ready))
+        self.waiting.reqs.pop(rid)
+        self.ready.remove(rid)
+        self.running.append(rid)
 
     @precondition(lambda self: self.running)
     @rule()

@@ -276,7 +276,7 @@ def run_suspended(
     stops = suspensions_of(engine)
     with stops.stopping(seed=4, probability=0.5, drops=drops):
         results, _, counts = run_script(engine, asks, arrivals)
-    counts["resumed steps"] = engine.scheduler.parts.runner.state()["safepoints"]["resumed"]
+    counts["resumed steps"] = engine.scheduler.parts.lane.safepoints.stats.resumed
     return results, counts
 
 

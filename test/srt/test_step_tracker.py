@@ -16,7 +16,7 @@ from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepResult
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.srt.compat import set_computed_tokens
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
-from sglang_coserve.srt.steps.step_tracker import StepTracker
+from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
 
 def request(rid: str, tokens: int = 5) -> Req:
@@ -68,7 +68,7 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
     assert times(engine.run(11.0, 1)) == [(None, 0.5)]
     (result,) = engine.run(11.25, 2)
-    info = engine.ledger["r2"]
+    info = engine.ledger["r2"].info
     stats = StepStats.of([(3, 0)])
     assert result == StepResult(
         1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, None, 11.25),)
@@ -138,7 +138,7 @@ def test_a_result_waits_for_its_tokens() -> None:
 def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
     engine = Engine()
     engine.run(10.0, None)
-    info = engine.ledger["r0"]
+    info = engine.ledger["r0"].info
     assert engine.run(10.5, None, results=False) == [
         StepResult(
             None,
@@ -170,22 +170,22 @@ def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
     assert tracker.next_pass(2.0) == [StepResult(0, 1.0)]
 
 
-def suspended_step() -> StepTracker:
-    """A tracker of which the first pass was suspended after 0.5 s."""
+def suspended_step() -> tuple[StepTracker, TrackedStep]:
+    """A tracker of which the first pass was suspended after 0.5 s, and that step."""
     engine = Engine()
     tracker, req = engine.tracker, request("a")
     engine.ledger.add(req, 1.0)
     tracker.next_pass(1.0)
     tracker.started(0)
     tracker.launched(prefill(req))
-    tracker.suspended()
+    step = tracker.suspended()
     tracker.processed((), ())
     assert tracker.next_pass(1.5) == []
-    return tracker
+    return tracker, step
 
 
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
-    tracker = suspended_step()
+    tracker, step = suspended_step()
     live = tracker._ledger.get("a")
     assert live is not None
     req = live.req
@@ -193,7 +193,7 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker.processed((), ())
     (other,) = tracker.next_pass(5.0)
     assert (other.step, other.seconds) == (None, 3.5)
-    tracker.resumed()
+    tracker.resumed(step)
     tracker.launched(prefill(req))
     tracker.processed([req], [True])
     (result,) = tracker.next_pass(5.25)
@@ -204,8 +204,8 @@ def test_a_suspended_step_has_the_time_of_its_parts() -> None:
 
 
 def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran() -> None:
-    tracker = suspended_step()
-    assert tracker.dropped(["a"]) == StepResult(0, 1.0, 0.5, dropped=("a",))
+    tracker, step = suspended_step()
+    assert tracker.dropped(step, ["a"]) == StepResult(0, 1.0, 0.5, dropped=("a",))
     tracker.launched(None)
     assert tracker.next_pass(2.0) == []
 

@@ -117,7 +117,7 @@ class ObservedEngine(CpuClockEngine):
         outcome = self.run(load)
         if self._system.coserve is not None:
             parts = self._scheduler.parts
-            self._observed.safepoints = parts.runner.state()["safepoints"]
+            self._observed.safepoints = parts.lane.safepoints.state()["safepoints"]
             self._observed.checkpoints = parts.checkpointing.state()
         return outcome, self._observed
 
@@ -206,13 +206,13 @@ class ObservedEngine(CpuClockEngine):
         tracker.next_pass = watched
 
     def _watch_lane(self) -> None:
-        from sglang_coserve.srt.steps.step_runner import SUSPENDED
+        from sglang_coserve.srt.steps.offline_lane import SUSPENDED
 
-        runner, forward = self._scheduler.parts.runner, self._scheduler.forward_stream
-        lane, model = runner.lane, self._scheduler.tp_worker.model_runner.model
-        placed = runner.state()["safepoints"]
+        lane, forward = self._scheduler.parts.lane, self._scheduler.forward_stream
+        model = self._scheduler.tp_worker.model_runner.model
+        placed = lane.safepoints.state()["safepoints"]
         group_share = placed["interval_layers"] / placed["layers"]
-        run, start, drop = runner.run, lane.start, lane.drop
+        run, start, drop = lane.run, lane.start, lane.drop
 
         def ran(batch: Any, stops: Any, launch: Any) -> Any:
             begin_s, before_s = max(self._clock(), forward.free_s), model.launched_s
@@ -237,4 +237,4 @@ class ObservedEngine(CpuClockEngine):
             self._observed.open_drops += in_flight and self._is_schedule_open()
             return result
 
-        runner.run, lane.start, lane.drop = ran, started, dropped
+        lane.run, lane.start, lane.drop = ran, started, dropped

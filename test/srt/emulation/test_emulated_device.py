@@ -13,7 +13,7 @@ from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.emulation.device_module import EmulatedDevice, VirtualTime, install
 from sglang_coserve.srt.safepoint.gates import LeaderGate, device_events
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 
 LAYERS = 16
 LAYER_S = 1.0
@@ -78,7 +78,7 @@ def run_layers(
     gate: LeaderGate, until_s: float = math.inf, *, first: int = 0, interval: int = 1
 ) -> int:
     """Launch layers, with safepoints between them, as fast as the gate lets; return how many."""
-    gate.arm(BATCH, until_s)
+    gate.arm(BATCH, Stops(until_s))
     try:
         for number in range(first, LAYERS):
             if number % interval == 0:

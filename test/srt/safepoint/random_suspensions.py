@@ -23,8 +23,8 @@ class RandomSuspensions:
         from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
         parts = engine.scheduler.parts
-        self.lane = parts.runner.lane
-        self._due_gate = parts.runner.safepoints.gate
+        self.lane = parts.lane
+        self._due_gate = parts.lane.safepoints.gate
         self._rng = random.Random(0)
         self._probability = self._drops = 0.0
         self._target: int | None = None

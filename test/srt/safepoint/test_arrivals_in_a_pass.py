@@ -79,7 +79,7 @@ def run_arrival_in_a_pass(engine: ScriptedEngine) -> dict[str, Any]:
     return {
         "outputs": {rid: engine.output(rid) for rid in ("off alone", "on alone", "off", "on")},
         "begun": begun,
-        "report": engine.scheduler.parts.runner.safepoints.report(),
+        "report": engine.scheduler.parts.lane.safepoints.state()["safepoints"],
     }
 
 
@@ -102,7 +102,7 @@ def run_arrivals_with_targets(engine: ScriptedEngine) -> dict[float, tuple[int, 
     """For each target in ms of an online request that arrives in a long pass: how often that was
     suspended, and the output of the offline request."""
     begun = slow_down(engine, LAYER_S)
-    suspended = engine.scheduler.parts.runner.safepoints.stats.suspensions
+    suspended = engine.scheduler.parts.lane.safepoints.stats.suspensions
     seen: dict[float, tuple[int, list[int]]] = {}
 
     def talk(talker: Talker) -> None:

@@ -93,14 +93,15 @@ def test_batches_that_cannot_be_suspended_are_told_apart() -> None:
 
 def run_without_safepoints(engine: ScriptedEngine) -> tuple[dict[str, list[int]], Any]:
     """Run as an engine does that was told apart at start."""
+    from sglang_coserve.srt.safepoint.safepoints import Safepoints
+
     parts = engine.scheduler.parts
-    safepoints, parts.runner.safepoints = parts.runner.safepoints, None
-    parts.runner.why_no_safepoints = "a reason"
+    safepoints, parts.lane.safepoints = parts.lane.safepoints, Safepoints.none("a reason")
     try:
         outputs, _, _ = scenarios.run_mixed(engine, SPECS, 1)
         return outputs, parts.status.state()["safepoints"]
     finally:
-        parts.runner.safepoints = safepoints
+        parts.lane.safepoints = safepoints
 
 
 def test_an_engine_without_safepoints_says_why_and_works(
@@ -116,9 +117,9 @@ def test_an_engine_without_safepoints_says_why_and_works(
     [{"offline_policy": "fifo"}, {"offline_policy": "conserve", "safepoint_interval": 0}],
 )
 def test_what_is_not_asked_for_leaves_the_model_alone(values: dict[str, Any]) -> None:
-    from sglang_coserve.srt.safepoint.safepoints import Installed, install_safepoints
+    from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 
     nothing_to_install_into = object()
-    assert install_safepoints(nothing_to_install_into, CoserveConfig(**values)) == Installed()
+    assert install_safepoints(nothing_to_install_into, CoserveConfig(**values)).state() == {}
     with pytest.raises(AttributeError, match="tp_worker"):
         install_safepoints(nothing_to_install_into, CoserveConfig(offline_policy="conserve"))

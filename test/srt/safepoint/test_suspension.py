@@ -18,7 +18,7 @@ from srt.scripted_engine import ScriptedEngine, Spec
 
 def counts_of(engine: ScriptedEngine) -> dict[str, int]:
     parts = engine.scheduler.parts
-    state = parts.runner.state()["safepoints"]
+    state = parts.lane.safepoints.state()["safepoints"]
     return {
         "suspended": sum(state["suspended"].values()),
         "resumed": state["resumed"],
@@ -270,7 +270,7 @@ def run_with_decodes_that_end(engine: ScriptedEngine) -> Any:
     """As on a GPU, where a decode step is a single graph."""
     from sglang_coserve.srt.forward_kind import ForwardKind
 
-    safepoints, stops = engine.scheduler.parts.runner.safepoints, suspensions_of(engine)
+    safepoints, stops = engine.scheduler.parts.lane.safepoints, suspensions_of(engine)
     before = dict(safepoints.stats.suspensions)
     safepoints._no_safepoints = {ForwardKind.DECODE: "one piece"}
     with stops.stopping(9, 0.7):

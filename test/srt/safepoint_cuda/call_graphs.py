@@ -139,10 +139,10 @@ def group_of_ranks() -> Iterator[None]:
         yield
 
 
-def lone_decode_backend(device_module: Any, cuts: Any, gate: Any) -> Any:
+def lone_decode_backend(device_module: Any, cuts: Any) -> Any:
     """Return decode graphs in groups of layers for one rank, without an engine."""
     group = SimpleNamespace(barrier=lambda: None)
     model_runner = SimpleNamespace(tp_group=group)  # Where SGLang 0.5.17 looks.
     runner = SimpleNamespace(device_module=device_module, model_runner=model_runner)
     with get_parallel().override(tp_group=group):
-        return GroupedDecodeBackend(runner, cuts, gate)
+        return GroupedDecodeBackend(runner, cuts)

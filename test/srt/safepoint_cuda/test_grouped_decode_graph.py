@@ -27,7 +27,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.model = model = GraphedModel()
-        self.backend = lone_decode_backend(torch.cpu, model.cuts, model.gate)
+        self.backend = lone_decode_backend(torch.cpu, model.cuts)
         self.graph = model.capture()
         self.backend._grouped[SHAPE] = self.graph, "grouped"
         plain = SimpleNamespace(replay=lambda: model.ran.extend(range(LAYERS)))

@@ -17,12 +17,14 @@ from http import HTTPStatus
 from itertools import compress
 from typing import Any, Final
 
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.request import Ending, RequestClass
 from sglang_coserve.core.scheduler import Scheduler as Core
-from sglang_coserve.core.snapshot import EngineSnapshot, RequestInfo
+from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.errors import CoserveError
 from sglang_coserve.srt.admission.plan_execution import PlanExecution
@@ -32,10 +34,10 @@ from sglang_coserve.srt.admission.unplanned import (
     UnplannedPasses,
     queued_request,
 )
-from sglang_coserve.srt.compat import refuse, release_aborted, settings_of
+from sglang_coserve.srt.compat import refuse, release_aborted
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
-from sglang_coserve.srt.safepoint.safepoints import Stops
+from sglang_coserve.srt.safepoint.instrument import Stops
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
@@ -83,7 +85,6 @@ class Admission:
         self._parts = parts
         self._view = parts.view
         self._retraction = parts.retraction
-        self._runner = parts.runner
         self._clock = parts.clock
         self._ledger = parts.ledger
         self._checkpointing = parts.checkpointing
@@ -91,9 +92,6 @@ class Admission:
         self._tell = parts.advisory.tell
         self._forget = forget
         self._plans_online = parts.config.plans_online
-        # Looking a setting up takes as long as much of a plan.
-        settings = settings_of(parts.scheduler.server_args)
-        self._keeps_prefixes = not settings.disable_radix_cache
         self._steps = parts.tracker
         self._lane = parts.lane
         self.stops: Stops | None = None
@@ -124,7 +122,7 @@ class Admission:
             return
         self._waiting.reqs[req.rid] = req
         if self.core is not None and not self._unplanned.are_all:
-            request = queued_request(req, self._ledger[req.rid].arrival_s)
+            request = queued_request(req, self._ledger[req.rid].info.arrival_s)
             self._told(self._add, self.core, request)
 
     def _add(self, core: Core, request: QueuedRequest) -> None:
@@ -147,14 +145,15 @@ class Admission:
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return the offline requests that match and are in no batch of SGLang's.
 
-        Paused requests that match stay, and end when they run next. O(waiting).
+        Paused and suspended ones that match stay, and end when they run next. O(waiting).
         """
         gone = self._waiting.remove(matches)
         for req in self._view.paused_requests.unpark_all(matches):
             release_aborted(req, self._scheduler.tree_cache)
             gone.append(req)
-        self._view.paused_requests.abort_paused(matches)
-        self._lane.abort(matches)
+        for req in (*self._view.paused_requests.paused, *self._view.suspended):
+            if matches(req) and not req.finished():
+                req.to_finish = FINISH_ABORT()
         return gone
 
     def num_waiting(self) -> int:
@@ -188,8 +187,8 @@ class Admission:
         if self.core is None:
             self._begin_pass()
             return self._unplanned.admit(running_batch, prefill)
-        if self._runner.timer is not None:
-            self._runner.timer.begin_pass()
+        if self._clock.timer is not None:
+            self._clock.timer.begin_pass()
         self.stops = None
         if self._clock.pacer is not None:
             self._clock.pacer.expects(0.0)
@@ -265,7 +264,7 @@ class Admission:
 
     def _new_plan(self, core: Core, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
         assert not self._unplanned.are_all, "the core has lost track of what runs"
-        return core.plan(self._snapshot(running_batch, now_s), self)
+        return core.plan(self._parts.snapshot(running_batch, now_s), self)
 
     def _told(self, call: Callable[..., None], *args: Any) -> None:
         """Tell the core what has become of requests and steps; if it fails, it plans no more.
@@ -351,12 +350,9 @@ class Admission:
             return True
         if self._plans_online and (running_batch.reqs or self._view.chunk is not None):
             return True
-        if not self._ledger.totals(RequestClass.OFFLINE).requests:
+        if not self._ledger.of_class(RequestClass.OFFLINE):
             return False
         return any(is_offline(req) for req in self._view.requests_with_kv(running_batch))
-
-    def _snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
-        return self._parts.snapshot(running_batch, now_s, keeps_prefixes=self._keeps_prefixes)
 
     def cached_tokens(self, rid: str) -> int | None:
         """See ``PrefixCache``."""

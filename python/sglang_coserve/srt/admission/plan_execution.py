@@ -1,21 +1,27 @@
 """Carries a plan out on SGLang's scheduler, as far as SGLang admits it.
 
 Requests are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
-of SGLang's, or in one of the offline lane.
+of SGLang's, or in one of the offline lane. Chunks that SGLang cannot run together are left for a
+later step: it continues only one unfinished prefill at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import NextBatchPlan
+
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
+from sglang_coserve.srt.forward_kind import prefilled
+from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.steps.chunk_admission import correct_mixed_prefix_lens, limit_next_chunk
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 
 Req = Any
-ScheduleBatch = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +42,17 @@ class Executed:
 
 
 class PlanExecution:
-    """See the module's docstring."""
+    """See the module's docstring; ``install_chunk_limits`` must have been called."""
 
     def __init__(
         self, parts: EngineParts, waiting: Mapping[str, Req], refuse: Callable[[str], None]
     ) -> None:
         """``waiting`` are the offline requests that wait, by rid; ``refuse`` takes an online one
         out of SGLang's queue."""
+        self._scheduler = parts.scheduler
         self._view = parts.view
+        self._paused = parts.view.paused_requests
         self._retraction = parts.retraction
-        self._chunks = parts.chunks
         self._lane = parts.lane
         self._checkpointing = parts.checkpointing
         self._events = parts.events
@@ -54,7 +61,7 @@ class PlanExecution:
         self._left_decodes: set[int] = set()
         """Micro-batches whose last batch had prefills alone, for a reason of SGLang's."""
 
-    def carry_out(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
+    def carry_out(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
         """Prepare the batch of a plan beside SGLang's decodes, with SGLang's admission."""
         if plan.lane is Lane.OFFLINE and not plan.is_idle:
             return self._alone(plan, running_batch, prefill)
@@ -65,9 +72,7 @@ class PlanExecution:
             # SGLang runs decodes and prefills apart when one of them returns log-probabilities,
             # and prefills first: so that they take turns, the next prefills wait for a pass.
             chunks = []
-        result, admitted = self._chunks.run(
-            chunks, self._waiting, running_batch, prefill, mixes_decodes=not plan.skips_decodes
-        )
+        result, admitted = self._admit(plan, chunks, running_batch, prefill)
         batch = result.batch_to_run
         self._left_decodes.discard(turn)
         is_apart = batch is not None and batch.decoding_reqs is None
@@ -75,39 +80,134 @@ class PlanExecution:
             self._left_decodes.add(turn)
         is_started = batch is not None or bool(running_batch.reqs)
         runs = is_started or bool(self._view.elsewhere())
-        refused = () if runs else self._offered(chunks)
-        return Executed(result, admitted, is_started, refused)
+        return Executed(result, admitted, is_started, () if runs else self._offered(chunks))
 
-    def _offered(self, chunks: list[PrefillChunk]) -> tuple[str, ...]:
-        return tuple(chunk.rid for chunk in chunks if chunk.rid in self._waiting)
+    def _alone(self, plan: StepPlan, running_batch: Any, prefill: Prefill) -> Executed:
+        """Start or resume a step of the offline lane, beside which ``running_batch`` does not run.
 
-    def _alone(self, plan: StepPlan, running_batch: ScheduleBatch, prefill: Prefill) -> Executed:
-        """Start or resume a step of the offline lane."""
-        lane = self._lane
+        The lane's decodes are the paused requests.
+        """
+        lane, paused = self._lane, self._paused
         if plan.resumes:
-            return Executed(lane.resume(running_batch), (), is_started=False)
+            self._park_chunk()
+            result = NextBatchPlan(batch_to_run=lane.resume(), running_batch=running_batch)
+            return Executed(result, (), is_started=False)
         self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
         chunks = self._executable(plan)
-        result, admitted = lane.prepare(plan, chunks, self._waiting, running_batch, prefill)
-        is_started = result.batch_to_run is not None
-        refused = () if is_started or result.running_batch.reqs else self._offered(chunks)
-        return Executed(result, admitted, is_started, refused)
+        if plan.pause and all(map(is_offline, running_batch.reqs)):
+            # The whole batch moves, so requests may have state other than KV.
+            self._events["paused"] += len(plan.pause)
+            paused.hold(running_batch)
+            running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        else:
+            self._pause(plan, running_batch)
+        decodes = paused.take_paused_batch()
+        if decodes.reqs:
+            decodes.filter_batch()
+        offered = () if lane.has_left_decodes and decodes.reqs else chunks
+        # Also without chunks, because SGLang then checks which copies from the host have ended.
+        result, admitted = self._admit(plan, offered, decodes, prefill)
+        batch, decodes = result.batch_to_run, result.running_batch
+        lane.has_left_decodes = batch is not None and bool(decodes.reqs)
+        if batch is None and decodes.reqs and not plan.skips_decodes:
+            batch = decodes = self._scheduler.update_running_batch(decodes)
+            batch = batch if batch.reqs else None
+        if decodes is not batch and decodes.reqs:
+            paused.hold(decodes)
+        lane.launches(batch)
+        result = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+        runs = batch is not None or bool(running_batch.reqs)
+        return Executed(result, admitted, batch is not None, () if runs else self._offered(chunks))
 
-    def _make_room(self, plan: StepPlan, running_batch: ScheduleBatch) -> ScheduleBatch:
+    def _make_room(self, plan: StepPlan, running_batch: Any) -> Any:
         """Carry out a plan but for its prefills; a chunk that gets none is parked with those."""
         for rid in plan.shed:
             self._refuse(rid)
         self._retraction.retract({retraction.rid for retraction in plan.retract}, running_batch)
-        if plan.pause:
-            self._view.paused_requests.pause(running_batch, set(plan.pause))
-            self._events["paused"] += len(plan.pause)
+        self._pause(plan, running_batch)
         self._events["resumed"] += len(plan.resume)
-        return self._view.paused_requests.resume(running_batch, set(plan.resume))
+        return self._paused.resume(running_batch, set(plan.resume))
+
+    def _pause(self, plan: StepPlan, running_batch: Any) -> None:
+        if plan.pause:
+            self._paused.pause(running_batch, set(plan.pause))
+            self._events["paused"] += len(plan.pause)
+
+    # --- Chunks ------------------------------------------------------------------------------
 
     def _executable(self, plan: StepPlan) -> list[PrefillChunk]:
-        """Return the planned chunks that SGLang can run now."""
-        chunks = self._chunks.executable(plan.prefills)
-        # Some wait for their KV to be loaded from the host.
-        waiting = self._waiting
+        """Return the leading chunks that SGLang can run now in one batch, in its order.
+
+        At most one chunk continues an unfinished prefill, and it comes first. Some wait for their
+        KV to be loaded from the host.
+        """
+        begun = {req.rid for req in self._paused.parked}
+        if self._view.chunk is not None:
+            begun.add(self._view.chunk.rid)
+        continued: list[PrefillChunk] = []
+        started: list[PrefillChunk] = []
+        for chunk in plan.prefills:
+            if chunk.rid not in begun:
+                started.append(chunk)
+            elif continued:
+                break
+            else:
+                continued.append(chunk)
+        chunks, waiting = [*continued, *started], self._waiting
         held = self._checkpointing.hold_back([waiting[c.rid] for c in chunks if c.rid in waiting])
         return [chunk for chunk in chunks if chunk.rid not in held]
+
+    def _offered(self, chunks: Iterable[PrefillChunk]) -> tuple[str, ...]:
+        return tuple(chunk.rid for chunk in chunks if chunk.rid in self._waiting)
+
+    def _admit(
+        self, plan: StepPlan, chunks: Sequence[PrefillChunk], decodes: Any, prefill: Prefill
+    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
+        """Offer exactly these ``_executable`` chunks to SGLang, with all ``decodes`` or none.
+
+        Returns SGLang's plan, and the admitted chunks with their real lengths, which exceed the
+        planned ones if the cache has lost a prefix since.
+        """
+        view, waiting = self._view, self._waiting
+        self._choose_chunk(chunks)
+        begun = None if view.chunk is None else view.chunk.rid
+        offline = [waiting[c.rid] for c in chunks if c.rid in waiting]
+        rids = [c.rid for c in chunks if c.rid not in waiting and c.rid != begun]
+        view.offer([*view.waiting_with(rids), *offline], offline)
+        # SGLang counts whole pages; a plan counts only the tokens in a prompt's last page.
+        page = self._scheduler.page_size
+        tokens = max(sum(-(-chunk.tokens // page) * page for chunk in chunks), page)
+        mixes_decodes = not plan.skips_decodes
+        if mixes_decodes:
+            tokens += len(decodes.reqs)  # SGLang subtracts them from the chunk size.
+        decodes.batch_is_full = False
+        with view.chunk_size(tokens, mixes_decodes=mixes_decodes):
+            # This may retract requests: SGLang also reserves room for a request's output.
+            result = self._retraction.admit(decodes, prefill)
+        self._events["admitted"] += len(view.withdraw())
+        batch = result.batch_to_run
+        if batch is None:
+            return result, ()
+        correct_mixed_prefix_lens(batch)
+        rids = [req.rid for req in prefilled(batch)]
+        lens = dict(zip(rids, batch.extend_lens, strict=False))
+        # What is in no batch was not admitted, or SGLang has refused it meanwhile.
+        admitted = (chunk for chunk in chunks if chunk.rid in lens)
+        return result, tuple(chunk._replace(tokens=lens[chunk.rid]) for chunk in admitted)
+
+    def _choose_chunk(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Make the prefill that these chunks continue, if any, SGLang's unfinished one."""
+        view = self._view
+        if view.chunk is not None and view.chunk.rid not in {chunk.rid for chunk in chunks}:
+            self._park_chunk()
+        if chunks and self._paused.is_parked(chunks[0].rid):
+            assert view.chunk is None
+            view.put_chunk(self._paused.unpark(chunks[0].rid))
+        if view.chunk is not None:
+            limit_next_chunk(view.chunk, chunks[0].tokens)
+
+    def _park_chunk(self) -> None:
+        """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
+        if self._view.can_take_chunk:
+            self._paused.park(self._view.take_chunk())
+            self._events["parked"] += 1

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -63,16 +64,10 @@ class OfflineWaiting:
         """Count a pass of the cool-downs; return those that may be admitted from now on."""
         ready = self._cooling.popleft()
         self._cooling.append([])
-        self._put_first(ready)
+        for req in ready:  # Each in front of the one before it.
+            self.reqs[req.rid] = req
+            self.reqs.move_to_end(req.rid, last=False)
         return ready
-
-    def take(self, count: int) -> list[Req]:
-        """Remove and return the first ``count`` that may be admitted, or all of them. O(count)."""
-        return [self.reqs.popitem(last=False)[1] for _ in range(min(count, len(self.reqs)))]
-
-    def put_back_taken(self, reqs: Iterable[Req]) -> None:
-        """Return requests, in their order, that were taken in this pass but not admitted."""
-        self._put_first(reversed(list(reqs)))
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out and return all requests that match. O(waiting)."""
@@ -84,12 +79,6 @@ class OfflineWaiting:
             for req in gone:
                 self.reqs.pop(req.rid, None)
         return gone
-
-    def _put_first(self, reqs: Iterable[Req]) -> None:
-        """Put each of them in front of the one before it."""
-        for req in reqs:
-            self.reqs[req.rid] = req
-            self.reqs.move_to_end(req.rid, last=False)
 
 
 def queued_request(req: Req, arrival_s: float) -> QueuedRequest:
@@ -199,7 +188,7 @@ class UnplannedPasses:
         ``is_alone`` says of a prepared batch that it is one of the offline lane, beside which
         ``running_batch`` waits. O(requests).
         """
-        self._view.end_offer()
+        self._view.withdraw()
         prepared = None if tried.result is None else tried.result.batch_to_run
         if prepared is None:
             self._lane.forget_launched()
@@ -228,9 +217,10 @@ class UnplannedPasses:
             is_offered = self._offer(running_batch)
         plan = self._retraction.admit(running_batch, prefill)
         if is_offered:
-            left, num_admitted = self._view.withdraw()
-            self._waiting.put_back_taken(left)
-            self._events["admitted"] += num_admitted
+            admitted = self._view.withdraw()
+            for req in admitted:
+                self._waiting.reqs.pop(req.rid, None)
+            self._events["admitted"] += len(admitted)
             # A batch that is full for an offline request may have room for an online one, which
             # may be smaller and can displace offline requests.
             plan.running_batch.batch_is_full = False
@@ -253,7 +243,8 @@ class UnplannedPasses:
             count = min(count, limit - running - (view.chunk is not None))
         if count <= 0:
             return False
-        view.offer(self._waiting.take(count))
+        offered = list(islice(self._waiting.reqs.values(), count))
+        view.offer([*view.waiting, *offered], offered)
         return True
 
     def _release_offline_chunk(self) -> None:

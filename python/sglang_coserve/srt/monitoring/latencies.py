@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from sglang_coserve.core.control.bill import Delay
+from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.monitoring.step_trace import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
@@ -122,11 +123,12 @@ class LatencyHistograms:
 
     def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
         """Return how long the request has waited that came first, of those of a class that have
-        never run; 0 where there is none. O(online and begun requests)."""
-        online = [self._ledger[req.rid] for req in self._ledger.online_reqs()]
-        offline = (info for info in self._ledger.in_order_of_arrival() if not info.is_online)
+        never run; 0 where there is none. O(begun requests)."""
         waited_s = {}
-        for name, infos in (("online", online), ("offline", offline)):
+        for request_class in RequestClass:
+            infos = (live.info for live in self._ledger.of_class(request_class))
             first = next((info for info in infos if not self._ledger.has_begun(info.rid)), None)
-            waited_s[name] = 0.0 if first is None else max(0.0, now_s - first.arrival_s)
+            waited_s[request_class.value] = (
+                0.0 if first is None else max(0.0, now_s - first.arrival_s)
+            )
         return waited_s

@@ -54,7 +54,7 @@ class LoadReporter:
         self._view = parts.view
         self._pools = parts.pools
         self._ledger = parts.ledger
-        self._runner = parts.runner
+        self._lane = parts.lane
         self._max_requests: int = scheduler.max_running_requests
         self._chunk_tokens: int = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         self._max_offline = min(
@@ -90,7 +90,6 @@ class LoadReporter:
     def _load(self, held: HeldKv) -> ReplicaLoad:
         online, offline, kv = held
         requests = min(self._max_offline, self._max_requests - len(online))
-        lines = self._ledger.totals(RequestClass.OFFLINE)
         return ReplicaLoad(
             online=self._class_load(RequestClass.ONLINE, online),
             offline=self._class_load(RequestClass.OFFLINE, offline),
@@ -102,8 +101,8 @@ class LoadReporter:
             max_lines=lines_at_a_time(
                 kv_tokens=self._pools.total_tokens - kv.online,
                 requests=requests,
-                lines=lines.requests,
-                line_tokens=lines.tokens,
+                lines=len(self._ledger.of_class(RequestClass.OFFLINE)),
+                line_tokens=self._ledger.length_tokens(RequestClass.OFFLINE),
             ),
             pool=self._pool,
             wants=self._wants(held),
@@ -139,17 +138,16 @@ class LoadReporter:
             gap_share=allowance.gap_share,
             free_kv_tokens=self._pools.total_tokens - kv.online - kv.offline,
             free_requests=min(self._max_offline - len(offline), self._max_requests - num_running),
-            runs_all=self._ledger.totals(RequestClass.OFFLINE).requests == len(offline),
+            runs_all=len(self._ledger.of_class(RequestClass.OFFLINE)) == len(offline),
         )
 
     def _class_load(self, request_class: RequestClass, running: list[Req]) -> ClassLoad:
         ledger = self._ledger
-        totals = ledger.totals(request_class)
-        done_tokens = sum(min(computed_tokens(r), ledger.length(r.rid)) for r in running)
+        done_tokens = sum(min(computed_tokens(r), ledger[r.rid].length_tokens) for r in running)
         return ClassLoad(
             running=len(running),
-            waiting=totals.requests - len(running),
-            outstanding_tokens=totals.tokens - done_tokens,
+            waiting=len(ledger.of_class(request_class)) - len(running),
+            outstanding_tokens=ledger.length_tokens(request_class) - done_tokens,
         )
 
     def _reclaim_s(self, offline: list[Req], online: list[Req]) -> float | None:
@@ -169,7 +167,7 @@ class LoadReporter:
             prefills = [(max(tokens, 1), computed_tokens(chunk))]
         step_s = model.predict(StepStats.of(prefills=prefills, decodes=decodes))
         # A step with online requests is theirs, too, and runs to its end.
-        return step_s if online else step_s * self._runner.stop_share
+        return step_s if online else step_s * self._lane.safepoints.stop_share
 
     def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
         rate = self.rate_alone_per_s() if self._is_predicted else None

@@ -75,7 +75,7 @@ class SchedulerStatus:
         self._view = parts.view
         self._config = parts.config
         self._admission = admission
-        self._runner = parts.runner
+        self._lane = parts.lane
         self._checkpointing = parts.checkpointing
         self._background = background
         self._load = load
@@ -128,7 +128,7 @@ class SchedulerStatus:
             },
             "offline": {
                 "waiting": self._admission.num_waiting(),
-                "running": num_offline + self._runner.lane.num_running,
+                "running": num_offline + self._lane.num_running,
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
                 **self._counted_events(),
             },
@@ -137,7 +137,7 @@ class SchedulerStatus:
             "kv_checkpoint": self._checkpointing.state(),
             "background": self._background.state(),
             **self._admission.state(),
-            **self._runner.state(),
+            **self._lane.safepoints.state(),
         }
 
     def answer(
@@ -185,13 +185,13 @@ class SchedulerStatus:
             return
         now_s = time.perf_counter()
         if batch:
-            self._notes.append(Launched.of(batch, now_s, self._runner.lane, self._ledger))
+            self._notes.append(Launched.of(batch, now_s, self._lane, self._ledger))
         if self._spans is not None:
-            self._spans.launched(batch, now_s, self._runner.lane)
+            self._spans.launched(batch, now_s, self._lane)
 
     def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
-        suspended = self._runner.lane.suspended
+        suspended = self._lane.suspended
         if self._trace is None or suspended is None:
             return
         now_s = time.perf_counter()

@@ -56,7 +56,7 @@ class Launched(NamedTuple):
             for req, cached_tokens in zip(prefilled(batch), batch.prefix_lens, strict=False):
                 rid = req.rid
                 if rid in ledger and not ledger.has_begun(rid):
-                    begun.append(Begun(ledger[rid], cached_tokens))
+                    begun.append(Begun(ledger[rid].info, cached_tokens))
         return cls(now_s, first_layer, begun)
 
 

@@ -21,7 +21,6 @@ stores (x86).
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import platform
@@ -36,10 +35,10 @@ import torch
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.safepoint.instrument import (
+    FOR_ANYBODY,
     ForwardPreempted,
     Gate,
-    MustStop,
-    for_anybody,
+    Stops,
 )
 
 _POLL_S: Final = 50e-6
@@ -87,17 +86,13 @@ class LeaderGate(Gate):
         self._arrivals = arrivals
         self._events = tuple(events)
         self._publish = publish
-        self._until_s = math.inf
-        self._must_stop: MustStop = for_anybody
         self._num_considered = self._passed = 0
         self._last_s: float | None = None
 
-    def arm(self, batch: int, until_s: float = math.inf, must_stop: MustStop = for_anybody) -> None:
+    def arm(self, batch: int, stops: Stops = FOR_ANYBODY) -> None:
         """See ``Gate.arm``."""
-        self._until_s, self._must_stop = until_s, must_stop
-        self.stops_for, self._last_s = (), None
-        self._num_considered = self._passed = 0
-        super().arm(batch)
+        self._last_s, self._num_considered, self._passed = None, 0, 0
+        super().arm(batch, stops)
 
     def reached(self, layer: int) -> None:
         """See ``Gate.reached``."""
@@ -106,7 +101,7 @@ class LeaderGate(Gate):
         stops, now_s = self._is_awaited(), time.perf_counter()
         if self._last_s is not None:
             groups_s = max(len(self._events), 1) * (now_s - self._last_s)
-            stops = stops or now_s + groups_s > self._until_s
+            stops = stops or now_s + groups_s > self._stops.until_s
         self._last_s = now_s
         if self._publish is not None:
             self._publish(self.attention[0], layer, stops)
@@ -117,7 +112,7 @@ class LeaderGate(Gate):
         """Return whether the batch must stop for who has come; asks once for each new arrival."""
         if not self.stops_for and len(arrivals := self._arrivals()) > self._num_considered:
             self._num_considered = len(arrivals)
-            if self._must_stop(arrivals, time.perf_counter()):
+            if self._stops.for_arrivals(arrivals, time.perf_counter()):
                 self.stops_for = arrivals
         return bool(self.stops_for)
 

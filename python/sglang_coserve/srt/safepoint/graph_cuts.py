@@ -59,9 +59,9 @@ class GraphCuts:
             yield
 
     @property
-    def is_resumed(self) -> bool:
-        """Whether the running batch is a resumed one."""
-        return self._resumption.first > 0
+    def are_in_use(self) -> bool:
+        """Whether the running batch may stop at a cut, or is a resumed one."""
+        return bool(self._gate.attention[0]) or self._resumption.first > 0
 
     def guard(self, runner: Any) -> None:
         """Let SGLang's runner of these graphs leave a batch alone that stopped without a graph.
@@ -72,7 +72,8 @@ class GraphCuts:
 
         def can_go_on_in_a_graph(forward_batch: Any) -> bool:
             stopped_in_one = isinstance(self._resumption.resumed, _Inputs)
-            return bool((stopped_in_one or not self.is_resumed) and can_run_graph(forward_batch))
+            may_run = stopped_in_one or self._resumption.first == 0
+            return bool(may_run and can_run_graph(forward_batch))
 
         runner.can_run_graph = can_go_on_in_a_graph
 
@@ -82,7 +83,7 @@ class GraphCuts:
         Raises:
             ForwardPreempted: the replay was stopped at a safepoint.
         """
-        if not self.is_resumed:
+        if self._resumption.first == 0:
             if self._gate.attention[0]:
                 self._gate.reached(0)
             graph.replay()

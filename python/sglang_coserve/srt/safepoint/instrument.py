@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -85,15 +85,23 @@ MustStop = Callable[[Sequence[RequestInfo], float], bool]
 ``time.perf_counter``."""
 
 
-def for_anybody(_arrivals: Sequence[RequestInfo], _now_s: float) -> bool:
-    """Return True: a ``MustStop``."""
-    return True
+class Stops(NamedTuple):
+    """When an armed batch is to stop before its end."""
+
+    until_s: float = math.inf
+    """At this time of ``time.perf_counter``, on the clock that all ranks share."""
+
+    for_arrivals: MustStop = lambda _arrivals, _now_s: True
+
+
+FOR_ANYBODY: Final = Stops()
 
 
 class Gate(ABC):
     """Decides at a safepoint whether the forward pass goes on; stops only armed batches."""
 
     def __init__(self) -> None:
+        self._stops = FOR_ANYBODY
         self.stops_for: Sequence[RequestInfo] = ()
         """The online requests that the batch armed last stops for, where this rank decides that."""
 
@@ -101,14 +109,10 @@ class Gate(ABC):
         self.attention = memoryview(torch.zeros(1, dtype=torch.int32).numpy())
         """Its first word is the armed batch. While it is 0, safepoints do not call ``reached``."""
 
-    def arm(
-        self,
-        batch: int,
-        until_s: float = math.inf,  # noqa: ARG002
-        must_stop: MustStop = for_anybody,  # noqa: ARG002
-    ) -> None:
-        """Allow this batch to be stopped: by the rank that decides, for online requests and at
-        ``until_s`` (``time.perf_counter``). All ranks arm the same batches."""
+    def arm(self, batch: int, stops: Stops = FOR_ANYBODY) -> None:
+        """Allow this batch to be stopped, by the rank that decides. All ranks arm the same
+        batches."""
+        self._stops, self.stops_for = stops, ()
         self.attention[0] = batch
 
     def disarm(self) -> None:

@@ -1,4 +1,4 @@
-"""Places the safepoints of a forward pass: between layers, and in CUDA graphs.
+"""Puts safepoints into CUDA graphs.
 
 SGLang runs a decode step as one CUDA graph, which cannot be stopped once launched. Here every shape
 is captured twice: as in SGLang, for batches that are not armed, and as one graph per group of
@@ -13,9 +13,8 @@ are in memory shared by all graphs. So they are captured again, with cuts betwee
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, FullCudaGraphBackend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
@@ -23,11 +22,9 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
     BreakableCUDAGraphCapture,
 )
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
-from torch import nn
 
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts, why_graphs_cannot_be_cut
-from sglang_coserve.srt.safepoint.instrument import Gate, Resumption, add_safepoints
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
     return why_graphs_cannot_be_cut()
 
 
-def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: Gate) -> None:
+def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts) -> None:
     """Capture all decode graphs again, each also with cuts.
 
     Takes about twice as long as SGLang's own capture; every rank must call it before the
@@ -60,7 +57,7 @@ def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: 
     """
     runner = model_runner.decode_cuda_graph_runner
     runner.backend.cleanup()
-    runner.backend = GroupedDecodeBackend(runner, cuts, gate)
+    runner.backend = GroupedDecodeBackend(runner, cuts)
     with model_capture_mode():
         runner.capture()
     cuts.guard(runner)
@@ -69,10 +66,9 @@ def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts, gate: 
 class GroupedDecodeBackend(FullCudaGraphBackend):
     """SGLang's backend of decode graphs; in an armed batch it replays the grouped ones."""
 
-    def __init__(self, runner: DecodeCudaGraphRunner, cuts: GraphCuts, gate: Gate) -> None:
+    def __init__(self, runner: DecodeCudaGraphRunner, cuts: GraphCuts) -> None:
         super().__init__(runner)
         self._cuts = cuts
-        self._gate = gate
         self._grouped: dict[Any, tuple[BreakableCUDAGraph, Any]] = {}
 
     def capture_one(
@@ -100,7 +96,7 @@ class GroupedDecodeBackend(FullCudaGraphBackend):
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Replay a step; by groups of layers if it may be suspended or is resumed."""
-        if not (self._gate.attention[0] or self._cuts.is_resumed):
+        if not self._cuts.are_in_use:
             return super().replay(shape_key, static_forward_batch, **kwargs)
         graph, output = self._grouped[shape_key]
         self._cuts.replay(graph)
@@ -180,49 +176,25 @@ class CutPrefillBackend(BreakableCudaGraphBackend):
         self._cuts.forget()
 
 
-RUN_AHEAD: Final = 1
-"""Groups of layers that the host may launch ahead of the one that the GPU computes."""
+def cut_graphs(
+    model_runner: ModelRunner, cuts: Callable[[], GraphCuts], *, groups_decodes: bool
+) -> dict[ForwardKind, str]:
+    """Cut prefill graphs and, with ``groups_decodes``, those of decodes; ``cuts`` makes cuts.
 
-
-@dataclass(frozen=True)
-class SafepointPlacement:
-    """The safepoints installed in a model."""
-
-    gate: Gate
-    """The gate that they ask."""
-
-    resumption: Resumption
-    outstanding_groups: int = 1
-    """Most groups of layers that still run after a stop was requested."""
-
-    no_safepoints: Mapping[ForwardKind, str] = field(default_factory=dict)
-    """The kinds of batches without safepoints, each with the reason."""
-
-
-def place_on_cuda(
-    scheduler: Any, layers: Sequence[nn.Module], interval: int, gate: Gate, *, groups_decodes: bool
-) -> SafepointPlacement:
-    """Place safepoints between layers, and in prefill graphs.
-
-    With ``groups_decodes`` also in decode graphs. Must be called by all ranks, after SGLang has
-    captured its graphs, and only if ``why_prefills_cannot_stop`` returns None.
+    Returns the kinds of batches that meet no safepoint, each with the reason. Must be called by all
+    ranks, after SGLang has captured its graphs, and only if ``why_prefills_cannot_stop`` returns
+    None.
 
     Raises:
         RuntimeError: graphs could not be captured again.
     """
-    runner = scheduler.tp_worker.model_runner
-    # For passes without graphs: a prefill may be longer than the captured ones.
-    add_safepoints(layers, interval, gate)
-    resumption = Resumption(layers)
-    cut_prefill_graphs(runner, GraphCuts(layers, interval, gate, resumption))
-    no_safepoints: dict[ForwardKind, str] = {}
-    if getattr(runner.decode_cuda_graph_runner, "backend", None) is not None:
-        no_safepoints[ForwardKind.DECODE] = "a decode step is a single CUDA graph, and short"
+    cut_prefill_graphs(model_runner, cuts())
     if groups_decodes:
-        why_not = why_no_grouped_decode_graphs(runner)
+        why_not = why_no_grouped_decode_graphs(model_runner)
         if why_not is None:
-            add_grouped_decode_graphs(runner, GraphCuts(layers, interval, gate, resumption), gate)
-            no_safepoints.clear()
-        else:
-            logger.warning("--safepoint-decode-graphs changes nothing: %s", why_not)
-    return SafepointPlacement(gate, resumption, 1 + RUN_AHEAD, no_safepoints)
+            add_grouped_decode_graphs(model_runner, cuts())
+            return {}
+        logger.warning("--safepoint-decode-graphs changes nothing: %s", why_not)
+    if getattr(model_runner.decode_cuda_graph_runner, "backend", None) is None:
+        return {}
+    return {ForwardKind.DECODE: "a decode step is a single CUDA graph, and short"}

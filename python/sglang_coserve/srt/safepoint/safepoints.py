@@ -7,8 +7,9 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -25,21 +26,17 @@ from sglang_coserve.srt.safepoint.gates import (
     has_ordered_stores,
     share_words,
 )
+from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
 from sglang_coserve.srt.safepoint.inbox import Inbox
 from sglang_coserve.srt.safepoint.instrument import (
     Gate,
-    MustStop,
     Resumption,
+    Stops,
     add_safepoints,
     decoder_layers,
     fitting_interval,
 )
-from sglang_coserve.srt.safepoint.placement import (
-    RUN_AHEAD,
-    SafepointPlacement,
-    place_on_cuda,
-    why_prefills_cannot_stop,
-)
+from sglang_coserve.srt.safepoint.placement import cut_graphs, why_prefills_cannot_stop
 
 _SAMPLES: Final = 1024
 _PERCENTILES: Final = (50, 90, 99)
@@ -130,30 +127,51 @@ def why_batch_must_end(batch: ScheduleBatch, num_prefills: int) -> str | None:
     return None
 
 
-class Stops(NamedTuple):
-    """When a batch of the offline lane is to stop before its end."""
-
-    until_s: float
-    """At this time, on the clock that all ranks share."""
-
-    for_arrivals: MustStop
+_NONE: Final[Mapping[ForwardKind, str]] = MappingProxyType({})
 
 
 class Safepoints:
     """Arms batches of the offline lane, and counts those that were suspended.
 
-    All ranks arm the same batches; the rank that receives requests decides when they stop.
+    All ranks arm the same batches; the rank that receives requests decides when they stop. An
+    engine without safepoints has one of these, too (``none``), and arms nothing.
     """
 
-    def __init__(self, placement: SafepointPlacement, *, num_layers: int, interval: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        resumption: Resumption,
+        *,
+        num_layers: int,
+        interval: int,
+        outstanding_groups: int = 1,
+        no_safepoints: Mapping[ForwardKind, str] = _NONE,
+        inbox: Inbox | None = None,
+    ) -> None:
+        """At most ``outstanding_groups`` groups of layers still run after a stop was requested.
+
+        ``no_safepoints`` are the kinds of batches without safepoints, each with the reason;
+        ``inbox`` receives requests, on the rank that does.
+        """
         self.stats = SafepointStats()
-        self.gate = placement.gate
-        self.resumption = placement.resumption
+        self.gate = gate
+        self.resumption = resumption
         self.num_layers = num_layers
-        self._no_safepoints = placement.no_safepoints
-        self._interval = interval
-        self.stop_share = min(1.0, placement.outstanding_groups * interval / num_layers)
+        self.inbox = inbox
+        self.are_there = True
+        self.stop_share = min(1.0, outstanding_groups * interval / num_layers)
         """Largest share of a batch that still runs after a stop was requested."""
+
+        self._why_not: str | None = None
+        self._no_safepoints = no_safepoints
+        self._interval = interval
+
+    @classmethod
+    def none(cls, why_not: str | None = None) -> Safepoints:
+        """Return those of an engine without any; ``why_not`` says why, if some were asked for."""
+        nowhere = cls(LeaderGate(list), Resumption([]), num_layers=1, interval=1)
+        nowhere.are_there, nowhere._why_not = False, why_not
+        return nowhere
 
     @property
     def decodes_stop(self) -> bool:
@@ -175,7 +193,7 @@ class Safepoints:
 
         ``forward_count`` identifies the batch.
         """
-        self.gate.arm(batch_id(forward_count), stops.until_s, stops.for_arrivals)
+        self.gate.arm(batch_id(forward_count), stops)
         try:
             yield
         finally:
@@ -185,14 +203,13 @@ class Safepoints:
         """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
         self.stats.suspended(kind, self.gate.stops_for, now_s)
 
-    def report(self) -> dict[str, Any]:
-        """Return the settings and statistics as plain values."""
-        return {
-            "enabled": True,
-            "interval_layers": self._interval,
-            "layers": self.num_layers,
-            **self.stats.report(),
-        }
+    def state(self) -> dict[str, Any]:
+        """Return what the status says of safepoints; empty if none were asked for."""
+        if not self.are_there:
+            why_not = self._why_not
+            return {"safepoints": {"enabled": False, "reason": why_not}} if why_not else {}
+        settings = {"interval_layers": self._interval, "layers": self.num_layers}
+        return {"safepoints": {"enabled": True, **settings, **self.stats.report()}}
 
 
 Scheduler = Any
@@ -247,19 +264,11 @@ _INTERVAL: Final = 4
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """The result of ``install_safepoints``."""
-
-    safepoints: Safepoints | None = None
-    inbox: Inbox | None = None
-    """Receives requests; None on the ranks that do not, and without safepoints."""
-
-    why_not: str | None = None
-    """Why there are no safepoints; None if there are some, or none were requested."""
+_RUN_AHEAD: Final = 1
+"""Groups of layers that the host may launch ahead of the one that the GPU computes."""
 
 
-def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
+def install_safepoints(scheduler: Any, config: CoserveConfig) -> Safepoints:
     """Install safepoints in the model, if the settings request them; every rank must call it.
 
     Raises:
@@ -267,31 +276,41 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Installed:
     """
     is_used = "safepoint_interval" not in FIELDS_WITHOUT_EFFECT[config.offline_policy]
     if not is_used or config.safepoint_interval == 0:
-        return Installed()
-    layers = decoder_layers(scheduler.tp_worker.model_runner.model)
+        return Safepoints.none()
+    runner = scheduler.tp_worker.model_runner
+    layers = decoder_layers(runner.model)
     reason = why_no_safepoints(scheduler, layers)
     is_cuda = scheduler.device == "cuda"
-    run_ahead = RUN_AHEAD if runs_beside_host(scheduler.device) else 0
+    run_ahead = _RUN_AHEAD if runs_beside_host(scheduler.device) else 0
     if reason is None and is_cuda:
         if config.safepoint_interval is None:
             reason = "on a GPU, where outputs were not compared yet, only with --safepoint-interval"
         else:
-            reason = why_prefills_cannot_stop(scheduler.tp_worker.model_runner)
+            reason = why_prefills_cannot_stop(runner)
     if reason is not None:
         if compat.is_first_rank(scheduler):
             logger.warning("no safepoints, offline batches run to their end: %s", reason)
-        return Installed(why_not=reason)
+        return Safepoints.none(reason)
     socket = scheduler.recv_from_tokenizer
     inbox = None if socket is None else Inbox(socket)
     gate = _make_gate(scheduler, inbox, run_ahead)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
+    # On a GPU for passes without graphs: a prefill may be longer than the captured ones.
+    add_safepoints(layers, interval, gate)
+    resumption = Resumption(layers)
+    no_safepoints = _NONE
     if is_cuda:
-        groups_decodes = config.safepoint_decode_graphs
-        placement = place_on_cuda(scheduler, layers, interval, gate, groups_decodes=groups_decodes)
-    else:
-        add_safepoints(layers, interval, gate)
-        placement = SafepointPlacement(gate, Resumption(layers), 1 + run_ahead)
-    return Installed(Safepoints(placement, num_layers=len(layers), interval=interval), inbox)
+        cuts = partial(GraphCuts, layers, interval, gate, resumption)
+        no_safepoints = cut_graphs(runner, cuts, groups_decodes=config.safepoint_decode_graphs)
+    return Safepoints(
+        gate,
+        resumption,
+        num_layers=len(layers),
+        interval=interval,
+        outstanding_groups=1 + run_ahead,
+        no_safepoints=no_safepoints,
+        inbox=inbox,
+    )
 
 
 def _make_gate(scheduler: Any, inbox: Inbox | None, run_ahead: int) -> Gate:

@@ -22,7 +22,7 @@ from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.status import SchedulerStatus
 from sglang_coserve.srt.profiling.latency_source import latency_profile
-from sglang_coserve.srt.safepoint.safepoints import Installed
+from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits
@@ -67,7 +67,7 @@ class CoserveParts(EngineParts):
     """The co-serving parts of one scheduler."""
 
     def __init__(
-        self, scheduler: Any, config: CoserveConfig, clock: RankClock, installed: Installed
+        self, scheduler: Any, config: CoserveConfig, clock: RankClock, safepoints: Safepoints
     ) -> None:
         """Create the parts of a scheduler that has loaded its model and has no requests yet.
 
@@ -78,7 +78,7 @@ class CoserveParts(EngineParts):
             scheduler,
             config,
             clock,
-            installed,
+            safepoints,
             switched_off=self._switched_off,
             answer_aborted=lambda req: self.live.answer_aborted(req),
         )
@@ -125,7 +125,7 @@ class CoserveParts(EngineParts):
         self.admission.forget(rid, ending)
         self.ledger.forget(rid)
         self.checkpointing.forget(rid)
-        self.runner.forget(rid)
+        self.lane.safepoints.stats.forget(rid)
         self.advisory.tell("status", self.status.forget, rid)
         self.intake.name_is_free(rid)
 

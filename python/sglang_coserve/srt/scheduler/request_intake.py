@@ -116,7 +116,7 @@ class LiveRequests:
         self.settle()
         self._rounds = 0
         here = set(map(id, self._kept()))
-        gone = [req for req in self._ledger.reqs() if id(req) not in here]
+        gone = [live.req for live in self._ledger if id(live.req) not in here]
         for req in gone:
             logger.warning("request %s has left the engine, and nobody has said so", req.rid)
             self.forget(req, Ending.REFUSED)

@@ -6,6 +6,7 @@ method on where needed.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,8 @@ from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
 from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
 from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
+from sglang_coserve.srt.steps.offline_lane import SUSPENDED
 from sglang_coserve.srt.steps.request_ledger import BatchResults
-from sglang_coserve.srt.steps.step_runner import SUSPENDED
 
 Req = Any
 ScheduleBatch = Any
@@ -57,7 +58,7 @@ class CoserveScheduler(Scheduler):
         """Start SGLang's scheduler and load the model; then create the parts."""
         super().__init__(*args, **kwargs)
         config = config_of(self.server_args)
-        self.parts = CoserveParts(self, config, self._rank_clock, self._installed)
+        self.parts = CoserveParts(self, config, self._rank_clock, self._safepoints)
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
         """Broadcast rank 0's time if there are several ranks and decisions depend on time."""
@@ -95,9 +96,9 @@ class CoserveScheduler(Scheduler):
 
     def init_request_receiver(self) -> None:
         """Install safepoints in the model, where requests are received, too, if there are some."""
-        self._installed = install_safepoints(self, config_of(self.server_args))
-        if self._installed.inbox is not None:
-            self.recv_from_tokenizer = self._installed.inbox
+        self._safepoints = install_safepoints(self, config_of(self.server_args))
+        if self._safepoints.inbox is not None:
+            self.recv_from_tokenizer = self._safepoints.inbox
         super().init_request_receiver()
 
     def init_load_inquirer(self) -> None:
@@ -191,14 +192,15 @@ class CoserveScheduler(Scheduler):
         self, batch: ScheduleBatch | None, last_batch: ScheduleBatch | None
     ) -> bool:
         """Process the last batch's results before a batch that may be suspended runs."""
-        if self.parts.runner.needs_results(batch, self.parts.admission.stops):
+        if self.parts.lane.needs_results(batch, self.parts.admission.stops):
             return True
         return bool(super().is_disable_overlap_for_batch(batch, last_batch))
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
-        return self.parts.runner.run(batch, self.parts.admission.stops, forward)
+        run = partial(self.parts.lane.run, batch, self.parts.admission.stops, forward)
+        return self._rank_clock.timed(run)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""
@@ -222,7 +224,8 @@ class CoserveScheduler(Scheduler):
         tell = self.parts.advisory.tell
         tell("status", self.parts.status.processed, batch, results)
         self.parts.admission.processed(results)
-        tell("safepoint delays", self.parts.runner.processed, batch.reqs)
+        stats = self.parts.lane.safepoints.stats
+        tell("safepoint delays", stats.results, batch.reqs, time.perf_counter())
 
     def publish_load_snapshot(self, force: bool = False) -> Any:
         """Publish the load; after steps with offline prompts alone as often as after decodes."""

@@ -220,6 +220,18 @@ class RankClock:
             return RankTime(now_s, parts_s)
         return RankTime(now_s, parts_s, self.pacer.ahead_s(now_s), self.pacer.results_s)
 
+    def timed(self, launch: Callable[[], Any]) -> Any:
+        """Call what launches a part of a step, and note that it is launched; return its result."""
+        began_s = time.perf_counter()
+        try:
+            result = launch()
+        finally:
+            if self.timer is not None:
+                self.timer.launched()
+        if self.pacer is not None:
+            self.pacer.launched(result, began_s)
+        return result
+
     def take_parts(self) -> tuple[float, ...]:
         """Take out and return the times of the parts of steps that have ended, in order."""
         if not self._is_shared:

@@ -12,15 +12,13 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.safepoint.safepoints import Installed
-from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
+from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
-from sglang_coserve.srt.steps.step_runner import StepRunner
 from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 Req = Any
@@ -39,7 +37,7 @@ class EngineParts:
         scheduler: Any,
         config: CoserveConfig,
         clock: RankClock,
-        installed: Installed,
+        safepoints: Safepoints,
         *,
         switched_off: Callable[[str, Exception], None],
         answer_aborted: Callable[[Req], None],
@@ -53,6 +51,8 @@ class EngineParts:
         """SGLang's."""
 
         self.config = config
+        # Looking a setting up takes as long as much of a plan.
+        self._keeps_prefixes = not compat.settings_of(scheduler.server_args).disable_radix_cache
         self.clock = clock
         self.events: Counter[str] = Counter()
         """Counts of the events of offline requests so far."""
@@ -65,7 +65,6 @@ class EngineParts:
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
-        self.chunks = ChunkAdmission(self.view, self.retraction, self.events, scheduler.page_size)
         clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
         if clock.timer is not None and self.view.micro_batches == 1:
             clock.pacer = LaunchPacer()
@@ -75,20 +74,10 @@ class EngineParts:
             micro_batches=self.view.micro_batches,
         )
         self.lane = OfflineLane(
-            scheduler,
-            self.view,
-            self.chunks,
-            self.retraction,
-            self.tracker,
-            installed.safepoints,
-            self.events,
-            answer_aborted,
+            scheduler, self.view, self.retraction, self.tracker, safepoints, answer_aborted
         )
-        self.runner = StepRunner(scheduler, installed, self.lane, clock.timer, clock.pacer)
 
-    def snapshot(
-        self, running_batch: ScheduleBatch, now_s: float, *, keeps_prefixes: bool
-    ) -> EngineSnapshot:
+    def snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
         """Return the state of SGLang's scheduler. O(requests + waiting online requests)."""
         scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
         admitted = self._admitted(running_batch)
@@ -105,13 +94,13 @@ class EngineParts:
             max_batch_tokens=num_decodes
             + (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
             page_tokens=scheduler.page_size,
-            keeps_prefixes=keeps_prefixes,
+            keeps_prefixes=self._keeps_prefixes,
             window_tokens=pools.window_tokens,
             free_window_tokens=pools.free_window_tokens,
             elsewhere=tuple(ledger.decoding_requests(view.elsewhere(), RequestState.DECODING)),
             suspended=self.lane.seen(),
-            stop_share=self.runner.stop_share,
-            decodes_stop=self.runner.decodes_stop,
+            stop_share=self.lane.safepoints.stop_share,
+            decodes_stop=self.lane.safepoints.decodes_stop,
             resume_s=_RESUME_S,
             ahead_s=self.clock.ahead_s(),
         )

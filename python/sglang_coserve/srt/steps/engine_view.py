@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.steps.paused_requests import CountedRequests, PausedRequests
+from sglang_coserve.srt.steps.paused_requests import PausedRequests
 
 Req = Any
-ScheduleBatch = Any
 
 
 class EngineView:
@@ -66,15 +67,10 @@ class EngineView:
         """Whether the queue has requests that were not offered, i.e. online ones."""
         return len(self.waiting) > len(self._offered)
 
-    def offer(self, reqs: Sequence[Req]) -> None:
-        """Append offline requests to the queue for this scheduling round."""
-        self._offered = list(reqs)
-        self._scheduler.waiting_queue = [*self.waiting, *reqs]
-
-    def offer_only(self, reqs: Sequence[Req], offered: Sequence[Req]) -> None:
+    def offer(self, reqs: Sequence[Req], offered: Sequence[Req]) -> None:
         """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
 
-        The others are hidden until ``show_again``. O(place of the last of ``reqs``), and a copy.
+        The others are hidden until ``withdraw``. O(place of the last of ``reqs``), and a copy.
         """
         sought = set(map(id, reqs)) - set(map(id, offered))
         queue, self._hidden = iter(self.waiting), []
@@ -88,31 +84,21 @@ class EngineView:
         self._offered = list(offered)
         self._scheduler.waiting_queue = list(reqs)
 
-    def withdraw(self) -> tuple[list[Req], int]:
-        """Remove the offered requests that were not admitted from the queue.
+    def withdraw(self) -> list[Req]:
+        """End the offer, if there is one; return the offered requests that were admitted.
 
-        Returns them, and how many were admitted.
+        The queue then has what was not admitted of its own, what was hidden, and what has come
+        meanwhile, in order of arrival. O(shown), and a copy.
         """
-        # By identity: the queue also holds offline requests that failed validation.
-        offered = {id(req) for req in self._offered}
-        left = [req for req in self.waiting if id(req) in offered]
-        if left:
-            self._scheduler.waiting_queue = [r for r in self.waiting if id(r) not in offered]
-        self._offered = []
-        return left, len(offered) - len(left)
-
-    def show_again(self) -> None:
-        """Put back the requests that are hidden, in order of arrival. O(shown), and a copy."""
-        queue, self._hidden = self._hidden, []
+        left, offered = set(map(id, self.waiting)), set(map(id, self._offered))
+        admitted = [req for req in self._offered if id(req) not in left]
+        queue, self._hidden, self._offered = self._hidden, [], []
         for req in self.waiting:
-            insort(queue, req, key=_entered)
+            # By identity: the queue also holds offline requests that failed validation.
+            if id(req) not in offered:
+                insort(queue, req, key=_entered)
         self._scheduler.waiting_queue = queue
-
-    def end_offer(self) -> None:
-        """Restore the queue where a round ended early: nothing is offered, nothing hidden."""
-        self.withdraw()
-        if self._hidden:
-            self.show_again()
+        return admitted
 
     @contextmanager
     def own_queue(self) -> Iterator[None]:
@@ -266,12 +252,14 @@ class EngineView:
         if self.chunk is not None:
             yield self.chunk
 
-    def counted_requests(self) -> CountedRequests:
-        """Return what SGLang's memory check must count instead of the running batch."""
-        scheduler = self._scheduler
-        return CountedRequests(
-            self.requests_with_kv(scheduler.running_batch),
-            counted=scheduler.last_batch.reqs if scheduler.last_batch else (),
+    def counted_requests(self) -> ScheduleBatch:
+        """Return a batch that SGLang's memory check must count instead of the running one: of all
+        requests with KV, each once, but for those of the last batch, which it counts itself."""
+        last = self._scheduler.last_batch
+        counted = set(map(id, last.reqs)) if last else set()
+        reqs = {id(req): req for req in self.requests_with_kv(self._scheduler.running_batch)}
+        return ScheduleBatch(
+            reqs=[req for key, req in reqs.items() if key not in counted], batch_is_full=False
         )
 
     def give_back(self, reqs: Sequence[Req]) -> None:

@@ -9,42 +9,39 @@ metadata, sampling, the relay of last tokens.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
-from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_coserve.core.snapshot import SuspendedStep
-from sglang_coserve.core.step import PrefillChunk, StepPlan, StepResult
-from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.core.step import StepResult
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, stats_of
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
-from sglang_coserve.srt.steps.chunk_admission import ChunkAdmission
 from sglang_coserve.srt.steps.engine_view import EngineView
-from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction, Prefill
-from sglang_coserve.srt.steps.step_tracker import StepTracker
+from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
+from sglang_coserve.srt.steps.step_tracker import StepTracker, TrackedStep
 
 Req = Any
+
+SUSPENDED: Final = GenerationBatchResult()
+"""Result that stands for a batch that was suspended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspendedBatch:
     """A batch that has run up to some layer and can be resumed there."""
 
-    step: int
-    """The number of its plan."""
-
+    tracked: TrackedStep
     batch: Any
     kind: ForwardKind
-    stats: StepStats
     layer: int
     """The first layer that has not run."""
 
@@ -53,7 +50,7 @@ class SuspendedBatch:
 
 
 class OfflineLane:
-    """Prepares the steps of the offline lane, and keeps the suspended one.
+    """Runs the steps of the offline lane, and keeps the suspended one.
 
     Whoever else needs to know of that asks here, but for its requests, which are among those of
     ``EngineView``.
@@ -63,32 +60,26 @@ class OfflineLane:
         self,
         scheduler: Any,
         view: EngineView,
-        chunks: ChunkAdmission,
         retraction: OfflineRetraction,
         tracker: StepTracker,
-        safepoints: Safepoints | None,
-        events: Counter[str],
+        safepoints: Safepoints,
         answer_aborted: Callable[[Req], None],
     ) -> None:
-        """``answer_aborted`` ends a request that is aborted in no batch. Without ``safepoints`` the
-        lane stays empty."""
+        """``answer_aborted`` ends a request that is aborted in no batch."""
+        self.safepoints = safepoints
         self._scheduler = scheduler
         self._answer_aborted = answer_aborted
         self._view = view
-        self._chunks = chunks
         self._retraction = retraction
         self._tracker = tracker
-        self._num_layers = 1 if safepoints is None else safepoints.num_layers
-        self._events = events
         self.suspended: SuspendedBatch | None = None
         """The suspended step, if any."""
 
-        self._step = 0
+        self.has_left_decodes = False
+        """SGLang left the decodes out of the last batch, which had prefills only."""
+
         self._launched: Any = None
         """The lane's batch of the last scheduling round."""
-
-        self._has_left_decodes = False
-        """SGLang left the decodes out of the last batch, which had prefills only."""
 
     @property
     def num_running(self) -> int:
@@ -118,10 +109,14 @@ class OfflineLane:
 
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
-        suspended = self.suspended
-        if suspended is None:
+        if self.suspended is None:
             return None
-        return SuspendedStep(suspended.step, suspended.stats, suspended.layer / self._num_layers)
+        result, share = (
+            self.suspended.tracked.result,
+            self.suspended.layer / self.safepoints.num_layers,
+        )
+        assert result.step is not None, "only planned steps are suspended"
+        return SuspendedStep(result.step, result.batch, share)
 
     # --- A scheduling round --------------------------------------------------------------
 
@@ -135,7 +130,7 @@ class OfflineLane:
         if batch is None:
             return last_batch
         if self.suspended is not None:
-            return None  # SGLang's last batch has no requests any more (see ``stopped``).
+            return None  # SGLang's last batch has no requests any more (see ``_keep``).
         scheduler, paused_requests = self._scheduler, self._view.paused_requests
         away = [req for req in (_chunk_of(batch),) if req is not None]
         chunk = self._view.chunk
@@ -152,67 +147,65 @@ class OfflineLane:
         paused_requests.hold(batch if batch.reqs else None)
         return None
 
-    def prepare(
-        self,
-        plan: StepPlan,
-        chunks: Sequence[PrefillChunk],
-        waiting: Mapping[str, Req],
-        running_batch: Any,
-        prefill: Prefill,
-    ) -> tuple[Any, tuple[PrefillChunk, ...]]:
-        """Prepare a step of the lane, beside which ``running_batch`` does not run.
-
-        ``chunks`` are those of the plan's prefills that SGLang can run now. Returns SGLang's plan,
-        without a batch if there is nothing to run, and the admitted chunks.
-        """
-        running_batch = self._move(plan, running_batch)
-        decodes = self._view.paused_requests.take_paused_batch()
-        if decodes.reqs:
-            decodes.filter_batch()
-        if self._has_left_decodes and decodes.reqs:
-            chunks = ()
-        # Also without chunks, because SGLang then checks which copies from the host have ended.
-        result, admitted = self._chunks.run(
-            chunks, waiting, decodes, prefill, mixes_decodes=not plan.skips_decodes
-        )
-        batch, decodes = result.batch_to_run, result.running_batch
-        self._has_left_decodes = batch is not None and bool(decodes.reqs)
-        if batch is None and decodes.reqs and not plan.skips_decodes:
-            batch = decodes = self._scheduler.update_running_batch(decodes)
-            batch = batch if batch.reqs else None
-        if decodes is not batch and decodes.reqs:
-            self._view.paused_requests.hold(decodes)
+    def launches(self, batch: Any) -> None:
+        """Note the lane's batch of this round; None if nothing is to run."""
         self._launched = batch
-        self._step = plan.step
-        return NextBatchPlan(batch_to_run=batch, running_batch=running_batch), admitted
 
-    def resume(self, running_batch: Any) -> Any:
-        """Return a plan for SGLang that resumes the suspended step, in this pass."""
+    def resume(self) -> Any:
+        """Return the batch of the suspended step, which this round resumes; SGLang has no other
+        unfinished prefill then."""
         suspended = self.suspended
         assert suspended is not None
-        chunk = _chunk_of(suspended.batch)
-        if self._view.chunk is not chunk:
-            self._chunks.park_chunk()
-            assert self._view.chunk is None
-            self._view.put_chunk(chunk)
+        assert self._view.chunk is None
+        self._view.put_chunk(_chunk_of(suspended.batch))
         self._launched = suspended.batch
-        self._tracker.resumed()
-        return NextBatchPlan(batch_to_run=suspended.batch, running_batch=running_batch)
+        self._tracker.resumed(suspended.tracked)
+        return suspended.batch
 
-    def _move(self, plan: StepPlan, running_batch: Any) -> Any:
-        """Remove the requests that a plan pauses from the running batch, and return that batch."""
-        if not plan.pause:
-            return running_batch
-        self._events["paused"] += len(plan.pause)
-        paused_requests = self._view.paused_requests
-        if all(is_offline(req) for req in running_batch.reqs):
-            # The whole batch moves, so requests may have state other than KV.
-            paused_requests.hold(running_batch)
-            return ScheduleBatch(reqs=[], batch_is_full=False)
-        paused_requests.pause(running_batch, set(plan.pause))
-        return running_batch
+    # --- Run a batch -------------------------------------------------------------------------
 
-    # --- Suspend and drop ----------------------------------------------------------------
+    def needs_results(self, batch: Any, stops: Stops | None) -> bool:
+        """Return whether the last batch's results must be processed before this batch runs.
+
+        A step that may be suspended, and later dropped, must not depend on pending results.
+        """
+        return (
+            batch is not None
+            and stops is not None
+            and bool(self._scheduler.result_queue)
+            and self.safepoints.are_there
+            and self.safepoints.why_it_must_end(batch) is None
+        )
+
+    def run(self, batch: Any, stops: Stops | None, forward: Callable[[Any], Any]) -> Any:
+        """Run a batch, or the rest of a suspended one, with ``forward``.
+
+        ``stops`` is None for one that runs to its end, as those of the shared lane do. Returns the
+        result, or ``SUSPENDED``.
+        """
+        safepoints = self.safepoints
+        if stops is None or not safepoints.are_there:
+            return forward(batch)
+        layer, outputs = self.start(batch)
+        if layer == 0 and (why_not := safepoints.why_it_must_end(batch)) is not None:
+            safepoints.stats.ran_to_end[why_not] += 1
+            return forward(batch)
+        safepoints.stats.resumed += layer > 0
+        resumption = safepoints.resumption
+        try:
+            with (
+                resumption.resuming(layer, outputs),
+                safepoints.armed(self._scheduler.forward_ct, stops),
+            ):
+                return forward(batch)
+        except ForwardPreempted as stop:
+            if stop.layer > layer:
+                layer, outputs = stop.layer, resumption.outputs
+            kind = self._keep(batch, layer, outputs)
+            safepoints.suspended(kind, time.perf_counter())
+            return SUSPENDED
+        finally:
+            resumption.outputs = None
 
     def start(self, batch: Any) -> tuple[int, Any]:
         """Return the layer from which the lane's batch is to run, and the outputs before it."""
@@ -222,7 +215,7 @@ class OfflineLane:
         assert suspended.batch is batch
         return suspended.layer, suspended.outputs
 
-    def stopped(self, batch: Any, layer: int, outputs: Any) -> ForwardKind:
+    def _keep(self, batch: Any, layer: int, outputs: Any) -> ForwardKind:
         """Keep the lane's batch, which was suspended before ``layer``; return its kind."""
         kind = kind_of(batch)
         assert kind is not None
@@ -232,10 +225,9 @@ class OfflineLane:
         # Layer states (Mamba) were prepared for the first part of the step: not once more.
         suspended.mamba_clear_indices = None
         suspended.mamba_cow_src_indices = suspended.mamba_cow_dst_indices = None
-        stats = stats_of(suspended, kind)
-        self.suspended = SuspendedBatch(self._step, suspended, kind, stats, layer, outputs)
+        tracked = self._tracker.suspended()
+        self.suspended = SuspendedBatch(tracked, suspended, kind, layer, outputs)
         self._view.suspended_batch = suspended
-        self._tracker.suspended()
         if self._view.chunk is not None and self._view.chunk is _chunk_of(suspended):
             # Otherwise SGLang would insert KV into the radix cache that is not computed yet.
             self._view.put_chunk(None)
@@ -258,20 +250,12 @@ class OfflineLane:
         num_prefills = len(batch.reqs) - num_decodes(batch, suspended.kind)
         for req in self._retraction.release_unfinished(batch, num_prefills):
             self._answer_aborted(req)
-        self._has_left_decodes = False
-        return self._tracker.dropped(rids)
+        self.has_left_decodes = False
+        return self._tracker.dropped(suspended.tracked, rids)
 
     def _take(self) -> SuspendedBatch | None:
         suspended, self.suspended, self._view.suspended_batch = self.suspended, None, None
         return suspended
-
-    def abort(self, matches: Callable[[Req], bool]) -> None:
-        """Make the matching requests of the suspended step end when it does."""
-        if self.suspended is None:
-            return
-        for req in self.suspended.batch.reqs:
-            if matches(req) and not req.finished():
-                req.to_finish = FINISH_ABORT()
 
 
 def _point_ended_to_padding(batch: Any, kind: ForwardKind) -> None:

@@ -6,12 +6,12 @@ They are split off a batch and join it again, with their KV and their penalties 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -240,12 +240,6 @@ class PausedRequests:
         self._drop_empty_batch()
         return running
 
-    def abort_paused(self, matches: Callable[[Req], bool]) -> None:
-        """Mark the matching paused requests as aborted: they end when they run next."""
-        for req in self.paused:
-            if matches(req) and not req.finished():
-                req.to_finish = FINISH_ABORT()
-
     def take_paused(
         self, retract: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
     ) -> None:
@@ -263,20 +257,3 @@ class PausedRequests:
     def _drop_empty_batch(self) -> None:
         if self._paused is not None and not self._paused.reqs:
             self._paused = None
-
-
-class CountedRequests:
-    """The requests with KV, each once, in place of the running batch for SGLang's memory check."""
-
-    def __init__(self, reqs: Iterable[Req], counted: Iterable[Req]) -> None:
-        """``counted`` are requests that SGLang counts itself."""
-        seen = {id(req) for req in counted}
-        self.reqs: list[Req] = []
-        for req in reqs:
-            if id(req) not in seen:
-                seen.add(id(req))
-                self.reqs.append(req)
-
-    def is_empty(self) -> bool:
-        """Return whether there are no such requests."""
-        return not self.reqs

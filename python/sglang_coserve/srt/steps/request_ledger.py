@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -20,20 +21,6 @@ ScheduleBatch = Any
 _MATCHED_WAITING = 8
 """Number of waiting online requests whose cached prefix is looked up in each round; the others
 count as not cached."""
-
-
-@dataclass(slots=True)
-class ClassTotals:
-    """Sums over the requests of a class."""
-
-    requests: int = 0
-    tokens: int = 0
-    """Their lengths: prompts and expected outputs."""
-
-    def add(self, requests: int, tokens: int) -> None:
-        """Add so many of both; negative for requests that leave."""
-        self.requests += requests
-        self.tokens += tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -56,20 +43,23 @@ class RequestLedger:
     def __init__(self, tree_cache: Any) -> None:
         self._tree_cache = tree_cache
         self._live: dict[str, LiveRequest] = {}
-        self._online: dict[str, Req] = {}
+        self._of_class = {each: dict[str, LiveRequest]() for each in RequestClass}
         self._begun: dict[str, LiveRequest] = {}
         """Those that were part of a batch; the others hold no KV."""
 
-        self._totals = {request_class: ClassTotals() for request_class in RequestClass}
+        self._tokens = Counter[RequestClass]()
 
     def __len__(self) -> int:
         return len(self._live)
 
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(self._live.values())
+
     def __contains__(self, rid: str) -> bool:
         return rid in self._live
 
-    def __getitem__(self, rid: str) -> RequestInfo:
-        return self._live[rid].info
+    def __getitem__(self, rid: str) -> LiveRequest:
+        return self._live[rid]
 
     def get(self, rid: str) -> LiveRequest | None:
         """Return what is known of a request; None if it is not in."""
@@ -107,11 +97,10 @@ class RequestLedger:
             job=job_of(req),
             can_pause=has_plain_state(req),
         )
-        if info.is_online:
-            self._online[req.rid] = req
         length_tokens = info.prompt_tokens + _output_tokens(req, info)
-        self._live[req.rid] = LiveRequest(req, info, info.is_online, length_tokens)
-        self._totals[info.request_class].add(1, length_tokens)
+        live = LiveRequest(req, info, info.is_online, length_tokens)
+        self._live[req.rid] = self._of_class[info.request_class][req.rid] = live
+        self._tokens[info.request_class] += length_tokens
         return info
 
     def launched(self, batch: ScheduleBatch | None) -> None:
@@ -125,25 +114,13 @@ class RequestLedger:
         """Return whether a request has been part of a batch."""
         return rid in self._begun
 
-    def length(self, rid: str) -> int:
-        """Return the length of a request in tokens: its prompt and its expected output."""
-        return self._live[rid].length_tokens
+    def of_class(self, request_class: RequestClass) -> Collection[LiveRequest]:
+        """Return the requests of a class in order of arrival, as they are when looked at. O(1)."""
+        return self._of_class[request_class].values()
 
-    def totals(self, request_class: RequestClass) -> ClassTotals:
-        """Return the number and the length of a class's requests. O(1)."""
-        return self._totals[request_class]
-
-    def online_reqs(self) -> list[Req]:
-        """Return the online requests."""
-        return list(self._online.values())
-
-    def in_order_of_arrival(self) -> Iterator[RequestInfo]:
-        """Yield all requests; to be used up, or left, before one comes or goes."""
-        yield from (live.info for live in self._live.values())
-
-    def reqs(self) -> list[Req]:
-        """Return all requests."""
-        return [live.req for live in self._live.values()]
+    def length_tokens(self, request_class: RequestClass) -> int:
+        """Return the sum of the lengths of a class's requests. O(1)."""
+        return self._tokens[request_class]
 
     def with_kv(self) -> tuple[list[Req], list[Req]]:
         """Return the online and the offline requests that hold KV. O(those that have begun)."""
@@ -158,9 +135,9 @@ class RequestLedger:
         """Remove a request, if it is in."""
         live = self._live.pop(rid, None)
         if live is not None:
-            self._totals[live.info.request_class].add(-1, -live.length_tokens)
+            del self._of_class[live.info.request_class][rid]
+            self._tokens[live.info.request_class] -= live.length_tokens
         self._begun.pop(rid, None)
-        self._online.pop(rid, None)
 
     def decoding_requests(self, reqs: Iterable[Req], state: RequestState) -> list[Request]:
         """Return those that generate or are paused as a snapshot has them."""

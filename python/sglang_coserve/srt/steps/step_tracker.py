@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_coserve.core.step import JobTokens, PrefillChunk, ServedRequest, StepResult
@@ -17,52 +17,27 @@ ScheduleBatch = Any
 
 
 @dataclass(slots=True)
-class _Step:
+class TrackedStep:
     """A step whose result is not complete yet."""
 
-    number: int | None
-    """Number of its plan; None if the core did not plan it."""
+    result: StepResult
+    """What is known of it."""
 
-    started_s: float
-    batch: StepStats
-    chunks: tuple[PrefillChunk, ...]
-    seconds: float | None = None
-    """What its timed parts took; None if nothing, or unknown."""
-
-    served: tuple[ServedRequest, ...] = ()
-    jobs: tuple[JobTokens, ...] = ()
-    planning_s: float = 0.0
-    suspensions: int = 0
-    """How often it was suspended and resumed."""
+    has_results: bool
+    """Whether its results are in: it is known which requests got a token."""
 
     untimed_parts: int = 0
     """Parts of it that were launched, and whose times are not known yet."""
 
-    has_results: bool = False
-    """Whether its results are in: it is known which requests got a token."""
-
-    overlapping: tuple[StepStats, ...] = ()
-    """See ``StepResult``."""
+    def learn(self, **values: Any) -> None:
+        """Set fields of its result."""
+        self.result = replace(self.result, **values)
 
     def ran(self, seconds: float) -> None:
         """Add the time of its next part; 0 if unknown."""
         self.untimed_parts -= 1
-        if seconds > 0 and not self.batch.is_empty:
-            self.seconds = (self.seconds or 0.0) + seconds
-
-    def result(self) -> StepResult:
-        return StepResult(
-            self.number,
-            self.started_s,
-            self.seconds,
-            self.batch,
-            self.chunks,
-            self.served,
-            overlapping=self.overlapping,
-            jobs=self.jobs,
-            suspensions=self.suspensions,
-            planning_s=self.planning_s,
-        )
+        if seconds > 0 and not self.result.batch.is_empty:
+            self.learn(seconds=(self.result.seconds or 0.0) + seconds)
 
 
 class StepTracker:
@@ -94,21 +69,20 @@ class StepTracker:
         self._pass_s: float | None = None
         self._planned: int | None = None
         self._planning_s = 0.0
-        self._suspended: _Step | None = None
-        self._resumed: _Step | None = None
-        self._last: deque[_Step | None] = deque(maxlen=2 * micro_batches - 1)
+        self._resumed: TrackedStep | None = None
+        self._last: deque[TrackedStep | None] = deque(maxlen=2 * micro_batches - 1)
         """Steps of the last passes; None for a pass in which nothing ran."""
 
-        self._untimed: deque[_Step] = deque()
+        self._untimed: deque[TrackedStep] = deque()
         """The step of each part whose time is not known yet, in order; not in a pipeline."""
 
-        self._running: deque[_Step] = deque()
+        self._running: deque[TrackedStep] = deque()
         """Launched batches whose results are pending, in order."""
 
-        self._results: list[tuple[_Step, Sequence[Req], Sequence[bool]]] = []
+        self._results: list[tuple[TrackedStep, Sequence[Req], Sequence[bool]]] = []
         """Results since the last pass: the step, its requests, and whether each got a token."""
 
-        self._open: deque[_Step] = deque()
+        self._open: deque[TrackedStep] = deque()
 
     def next_pass(
         self, now_s: float, parts_s: Sequence[float] = (), results_s: float | None = None
@@ -135,8 +109,7 @@ class StepTracker:
         self._pass_s = now_s
         results = []
         while self._open and not self._open[0].untimed_parts and self._open[0].has_results:
-            step = self._open.popleft()
-            results.append(step.result())
+            results.append(self._open.popleft().result)
         return results
 
     def decided(self, now_s: float) -> None:
@@ -158,8 +131,11 @@ class StepTracker:
             self._open.append(step)
         elif number is not None or batch:
             assert self._pass_s is not None
-            step = _Step(number, self._pass_s, *_content(batch), has_results=not batch)
-            step.planning_s = planning_s
+            stats, chunks = _content(batch)
+            result = StepResult(
+                number, self._pass_s, batch=stats, chunks=chunks, planning_s=planning_s
+            )
+            step = TrackedStep(result, has_results=not batch)
             self._open.append(step)
         self._last.append(step)
         if batch:
@@ -169,25 +145,23 @@ class StepTracker:
             if self._micro_batches == 1:
                 self._untimed.append(step)
 
-    def suspended(self) -> None:
-        """Record that the batch launched last was suspended."""
-        step = self._last[-1]
-        self._suspended = self._open.pop()
-        assert self._suspended is step
+    def suspended(self) -> TrackedStep:
+        """Return the step of the batch launched last, which was suspended."""
+        step = self._open.pop()
+        assert step is self._last[-1]
+        return step
 
-    def resumed(self) -> None:
-        """Record that this pass resumes the suspended step."""
-        self._resumed, self._suspended = self._suspended, None
-        assert self._resumed is not None
-        self._resumed.suspensions += 1
+    def resumed(self, step: TrackedStep) -> None:
+        """Record that this pass resumes a suspended step."""
+        step.learn(suspensions=step.result.suspensions + 1)
+        self._resumed = step
 
-    def dropped(self, rids: Sequence[str]) -> StepResult:
-        """Drop the suspended step, and return its result."""
-        step, self._suspended = self._suspended, None
-        assert step is not None
+    def dropped(self, step: TrackedStep, rids: Sequence[str]) -> StepResult:
+        """Return the result of a suspended step that is dropped."""
+        result = step.result
         # What it ran is lost, and not known before the device has told.
-        seconds = None if step.untimed_parts else step.seconds
-        return StepResult(step.number, step.started_s, seconds, dropped=tuple(rids))
+        seconds = None if step.untimed_parts else result.seconds
+        return StepResult(result.step, result.started_s, seconds, dropped=tuple(rids))
 
     def processed(self, reqs: Sequence[Req], has_token: Sequence[bool]) -> None:
         """Record the results of the oldest pending batch: its requests, and which got a token."""
@@ -200,15 +174,16 @@ class StepTracker:
         step = passes[place] if place >= 0 else None
         if step is None:
             return
-        batches = [StepStats() if other is None else other.batch for other in passes]
+        batches = [StepStats() if other is None else other.result.batch for other in passes]
         nothing = [StepStats()] * (before - place)
-        step.overlapping = (*nothing, *batches[:place], *batches[place + 1 :])
         step.untimed_parts = 0
-        if not step.batch.is_empty and now_s > step.started_s:
-            step.seconds = now_s - step.started_s
+        step.learn(overlapping=(*nothing, *batches[:place], *batches[place + 1 :]))
+        seconds = now_s - step.result.started_s
+        if not step.result.batch.is_empty and seconds > 0:
+            step.learn(seconds=seconds)
 
     def _note_results(
-        self, step: _Step, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
+        self, step: TrackedStep, reqs: Sequence[Req], has_token: Sequence[bool], now_s: float
     ) -> None:
         """Note the tokens of a step, and whose its requests were."""
         live_of, served, offline_jobs = self._ledger.live, [], []
@@ -223,15 +198,14 @@ class StepTracker:
                 offline_jobs.append(live.info.job)
             if has:
                 live.last_token_s = now_s
-        step.served, step.has_results = tuple(served), True
-        if step.batch.is_empty:
-            return
-        tokens_of = Counter(offline_jobs)
-        for rid, tokens in step.chunks if offline_jobs else ():
+        step.has_results = True
+        tokens_of = Counter(() if step.result.batch.is_empty else offline_jobs)
+        for rid, tokens in step.result.chunks if tokens_of else ():
             live = self._ledger.get(rid)
             if live is not None and not live.is_online:
                 tokens_of[live.info.job] += tokens - 1
-        step.jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
+        jobs = tuple([JobTokens(job, tokens) for job, tokens in tokens_of.items()])
+        step.learn(served=tuple(served), jobs=jobs)
 
 
 def _content(batch: ScheduleBatch | None) -> tuple[StepStats, tuple[PrefillChunk, ...]]:
