@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from batch.records import a_batch
-from sglang_coserve.batch.forecast import FinishEstimate, ForecastErrors, job_forecasts
+from sglang_coserve.batch.forecast import FinishEstimate, PastBatches, job_forecasts
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.policies import make_policy
@@ -121,13 +121,12 @@ class Feed(TrafficSource, SimulationObserver):
         self.now_s = lambda: 0.0
         self._rate = TokenRate(lambda: self.now_s())
         self._work = ExitStack()
-        self._errors = ForecastErrors()
+        self._past = PastBatches()
         self._coming = deque(batches(rng))
         self._running: list[Batch] = []
         self._owners: dict[str, SlotShare] = {}
         self._said: dict[int, tuple[float, FinishEstimate]] = {}
         self._lines: dict[str, tuple[Batch, Line]] = {}
-        self._took = self._expected = 0
 
     @property
     def next_arrival_s(self) -> float:
@@ -183,13 +182,12 @@ class Feed(TrafficSource, SimulationObserver):
             owner.level(self._owners[each.owner] for each in self._running)
         self._running.append(batch)
         records = [each.record() for each in self._running]
-        bias = self._took / self._expected if self._took else 1.0
         # Before the first token: a guess, as the engine's latency model has one.
         rate_per_s = self._rate.per_s() or 200.0
-        found = job_forecasts(records, rate_per_s, batch.arrival_s, self._errors, bias)
+        found = job_forecasts(records, rate_per_s, batch.arrival_s, self._past)
         forecast_s = found[str(batch.number)].forecast_s
         assert forecast_s is not None
-        self._said[batch.number] = forecast_s, self._errors.finish(forecast_s)
+        self._said[batch.number] = forecast_s, self._past.finish(forecast_s)
 
     def _end(self, batch: Batch, now_s: float) -> None:
         self._running.remove(batch)
@@ -197,9 +195,8 @@ class Feed(TrafficSource, SimulationObserver):
             self._work.close()
         forecast_s, finish = self._said.pop(batch.number)
         self.judged.append((now_s - batch.arrival_s, finish))
-        self._errors.add(forecast_s, now_s - batch.arrival_s)
-        self._took += batch.took_tokens
-        self._expected += batch.estimated_tokens
+        took_s = now_s - batch.arrival_s
+        self._past.add(forecast_s, took_s, batch.took_tokens, batch.estimated_tokens)
 
 
 def served(seed: int) -> list[tuple[float, FinishEstimate]]:

@@ -93,12 +93,6 @@ async def test_a_repeated_call_is_answered_whatever_could_be_kept_now(tmp_path: 
         assert again.id == first.id
 
 
-async def test_without_a_rate_nothing_is_said_or_refused(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path, ScriptedBackend(holds=True))).service:
-        batch = await scene.create(lines(10, max_tokens=100), "1s")
-        assert (batch.coserve.eta, batch.coserve.eta_p95) == (None, None)
-
-
 async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
     backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
     async with (scene := await opened(tmp_path, backend)).service as service:
@@ -110,4 +104,4 @@ async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
         await scene.in_flight(2)
         backend.finish_all()
         await scene.ends(batch.id)
-        assert len(service._runner._forecaster._errors) == 0
+        assert len(service._runner._forecaster._past) == 0

@@ -52,8 +52,9 @@ class FinishEstimate(NamedTuple):
     p95_s: float
 
 
-class ForecastErrors:
-    """Empirical quantiles of actual ÷ forecast: the factors by which forecasts are corrected.
+class PastBatches:
+    """What earlier batches say of forecasts: empirical quantiles of actual ÷ forecast, the factors
+    by which they are corrected, and what lines took over what was expected of them.
 
     Of n past errors the k-th smallest exceeds the next one with the probability k ÷ (n + 1), if
     all of them are alike: no more is assumed of how they are distributed. So with few of
@@ -64,6 +65,8 @@ class ForecastErrors:
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=REMEMBERED)
         self._factors = sorted(_PRIOR)
+        self._took_tokens = 0.0
+        self._expected_tokens = 0.0
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -73,11 +76,23 @@ class ForecastErrors:
         """True when P5 and P95 are of errors that were made, and of no others."""
         return len(self) >= _FEWEST
 
-    def add(self, forecast_s: float, actual_s: float) -> None:
+    @property
+    def token_bias(self) -> float:
+        """Tokens that lines took, over those that they were expected to take."""
+        if self._took_tokens and self._expected_tokens:
+            return self._took_tokens / self._expected_tokens
+        return 1.0
+
+    def add(
+        self, forecast_s: float, actual_s: float, tokens: float = 0.0, expected_tokens: float = 0.0
+    ) -> None:
         """Take in a batch that is complete, in place of the oldest one.
 
-        ``forecast_s`` is its duration as forecast at admission, before any correction.
+        ``forecast_s`` is its duration as forecast at admission, before any correction; its lines
+        took ``tokens``, and ``expected_tokens`` were expected.
         """
+        self._took_tokens += tokens
+        self._expected_tokens += expected_tokens
         if min(forecast_s, actual_s) <= 0:
             return
         self._newest.append(actual_s / forecast_s)
@@ -158,9 +173,7 @@ class Forecaster:
         self._backend = backend
         self._store = store
         self._clock = clock
-        self._errors = ForecastErrors()
-        self._took_tokens = 0.0
-        self._expected_tokens = 0.0
+        self._past = PastBatches()
 
     async def load(self) -> None:
         """Read how the batches of earlier runs ended.
@@ -170,16 +183,16 @@ class Forecaster:
         """
         await self._store.run(batch_rows.void_forecasts)
         for past in await self._store.run(batch_rows.past_forecasts, REMEMBERED):
-            self._note(*past)
+            self._past.add(*past)
 
     def job_forecasts(self, batches: Iterable[JobRecord]) -> dict[str, JobForecast]:
         """Return the forecasts of ``batches``, by id; no other batches are served."""
         now_s = self._clock.now_s()
-        return job_forecasts(batches, self._rate_per_s, now_s, self._errors, self._token_bias)
+        return job_forecasts(batches, self._rate_per_s, now_s, self._past)
 
     def headroom(self, batches: Iterable[JobRecord]) -> Headroom:
         """Return the headroom beside ``batches``; no other batches are served."""
-        return headroom(batches, self._rate_per_s, self._clock.now_s(), self._token_bias)
+        return headroom(batches, self._rate_per_s, self._clock.now_s(), self._past.token_bias)
 
     def ended(self, batch: JobRecord) -> None:
         """Compare a batch in a final state with its forecast, if it is complete and had one."""
@@ -187,22 +200,12 @@ class Forecaster:
             return
         assert batch.completed_at_s is not None
         took_s, progress = batch.completed_at_s - batch.created_at_s, batch.progress
-        self._note(batch.forecast_s, took_s, progress.usage.total_tokens, progress.estimated_tokens)
-
-    @property
-    def _token_bias(self) -> float:
-        if self._took_tokens and self._expected_tokens:
-            return self._took_tokens / self._expected_tokens
-        return 1.0
+        tokens, expected_tokens = progress.usage.total_tokens, progress.estimated_tokens
+        self._past.add(batch.forecast_s, took_s, tokens, expected_tokens)
 
     @property
     def _rate_per_s(self) -> float | None:
         return self._backend.load().offline_tokens_per_s or None
-
-    def _note(self, forecast_s: float, actual_s: float, tokens: float, expected: float) -> None:
-        self._errors.add(forecast_s, actual_s)
-        self._took_tokens += tokens
-        self._expected_tokens += expected
 
 
 def remaining_tokens(batch: JobRecord, token_bias: float = 1.0) -> float:
@@ -276,8 +279,7 @@ def job_forecasts(
     batches: Iterable[JobRecord],
     rate_per_s: float | None,
     now_s: float,
-    errors: ForecastErrors,
-    token_bias: float = 1.0,
+    past: PastBatches,
 ) -> dict[str, JobForecast]:
     """Return the forecast of every batch, by id; nothing is known without a rate.
 
@@ -285,15 +287,14 @@ def job_forecasts(
         batches: Those that are being served, or soon will be.
         rate_per_s: Tokens a second of all offline work; more than 0.
         now_s: Seconds since the epoch.
-        errors: What became of earlier forecasts.
-        token_bias: What finished batches took, over what was expected of their lines.
+        past: What became of earlier forecasts.
     """
     running = list(batches)
     found = {batch.id: JobForecast() for batch in running}
     if rate_per_s is None:
         return found
     works = [
-        RemainingWork(b.owner, remaining_tokens(b, token_bias), b.priority, b.weight)
+        RemainingWork(b.owner, remaining_tokens(b, past.token_bias), b.priority, b.weight)
         for b in running
     ]
     totals = _totals(works)
@@ -301,8 +302,8 @@ def job_forecasts(
         if not batch.estimated_tokens:
             continue
         forecast_s, left_s = served / rate_per_s, batch.expires_at_s - now_s
-        finish = errors.finish(forecast_s)
-        first = errors.finish(_served_to_all(work.tokens, totals) / rate_per_s)
+        finish = past.finish(forecast_s)
+        first = past.finish(_served_to_all(work.tokens, totals) / rate_per_s)
         found[batch.id] = JobForecast(
             eta_s=now_s + min(finish.p50_s, _CENTURY_S),
             rate_tokens_per_s=work.tokens / finish.p50_s if finish.p50_s else None,
@@ -311,6 +312,6 @@ def job_forecasts(
             is_late=finish.p50_s > left_s,
             eta_p95_s=now_s + min(finish.p95_s, _CENTURY_S),
             forecast_s=forecast_s,
-            first_s=first.p05_s if errors.are_enough else None,
+            first_s=first.p05_s if past.are_enough else None,
         )
     return found
