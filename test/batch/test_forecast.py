@@ -12,7 +12,7 @@ from batch.records import a_batch
 from sglang_coserve.batch.admission import window_s, window_text
 from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.batch.forecast import (
-    ForecastErrors,
+    PastBatches,
     RemainingWork,
     headroom,
     job_forecasts,
@@ -21,14 +21,14 @@ from sglang_coserve.batch.forecast import (
 )
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord, Status
-from sglang_coserve.batch.render import batch_object
+from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.lines.result_record import Progress, Usage
 
 
-def errors_of(*actual_s: float, forecast_s: float = 1.0) -> ForecastErrors:
+def errors_of(*actual_s: float, forecast_s: float = 1.0) -> PastBatches:
     """Of batches that took so long, the oldest first."""
-    errors = ForecastErrors()
+    errors = PastBatches()
     for each in actual_s:
         errors.add(forecast_s, each)
     return errors
@@ -119,7 +119,7 @@ def test_errors_of_the_past_say_how_sure_a_forecast_is() -> None:
     assert job_forecast.forecast_s == pytest.approx(100.0)
     assert job_forecast.eta_s == pytest.approx(1100.0)
     assert job_forecast.eta_p95_s == pytest.approx(1110.0)
-    shown = batch_object(served(), job_forecast).coserve
+    shown = BatchObject.of(served(), job_forecast).coserve
     assert (shown.eta, shown.eta_p95) == (1100, 1110)
 
 
@@ -131,13 +131,13 @@ def test_an_unknown_rate_gives_no_eta() -> None:
 def test_a_window_that_cannot_be_kept_is_told_in_words() -> None:
     batch = served(expires_at_s=100.0)
     job_forecast = job_forecasts([batch], 5.0, 0.0, EXACT)["batch_1"]
-    shown = batch_object(batch, job_forecast, None).coserve
+    shown = BatchObject.of(batch, job_forecast, None).coserve
     assert (shown.eta, shown.rate_tokens_per_s) == (200, 5.0)
     assert shown.warning is not None
     assert "expected to be complete at 1970-01-01T00:03:20+00:00, 100 s after" in shown.warning
-    assert batch_object(batch, job_forecast, "disk full").coserve.warning == "disk full"
+    assert BatchObject.of(batch, job_forecast, "disk full").coserve.warning == "disk full"
     in_time = job_forecasts([batch], 50.0, 0.0, EXACT)["batch_1"]
-    assert batch_object(batch, in_time, None).coserve.warning is None
+    assert BatchObject.of(batch, in_time, None).coserve.warning is None
 
 
 def test_only_a_window_that_going_first_can_keep_is_urgent() -> None:

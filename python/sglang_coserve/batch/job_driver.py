@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.job_lines import JobLines
 from sglang_coserve.batch.record import JobRecord, Status
-from sglang_coserve.batch.render import mixed_models
+from sglang_coserve.batch.schemas import mixed_models
 from sglang_coserve.batch.state import (
     DeadlinePassed,
     Event,

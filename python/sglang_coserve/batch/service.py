@@ -22,7 +22,6 @@ from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, ServiceStatus, Status
-from sglang_coserve.batch.render import batch_object, file_object, page_of
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchList,
@@ -210,7 +209,7 @@ class BatchService:
 
         file_id = new_id("file-", self._context.rng)
         file = await self._files.add(owner, file_id, "batch", filename, chunks, expires_at_s)
-        return file_object(file)
+        return FileObject.of(file)
 
     async def list_files(
         self,
@@ -232,13 +231,11 @@ class BatchService:
             purpose=purpose,
         )
         # In a thread: there may be thousands.
-        return await self._context.threads.run(
-            lambda: page_of(FileList, [*map(file_object, found)], limit)
-        )
+        return await self._context.threads.run(FileList.of, found, limit, FileObject.of)
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
-        return file_object(await self._find_file(owner, file_id))
+        return FileObject.of(await self._find_file(owner, file_id))
 
     async def file_content(
         self, owner: str, file_id: str, start: int = 0, end: int | None = None
@@ -253,7 +250,7 @@ class BatchService:
         if not 0 <= start <= end:
             raise RangeError(start, file.size_bytes)
         chunks = self._files.read(file, start, end)
-        return FileContent(file_object(file), start, end, file.size_bytes, chunks)
+        return FileContent(FileObject.of(file), start, end, file.size_bytes, chunks)
 
     async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
         """Delete a file.
@@ -298,9 +295,7 @@ class BatchService:
         )
         render = self._renderer(found)
         # A failed batch has up to a hundred errors, and is not small either.
-        return await self._context.threads.run(
-            lambda: page_of(BatchList, [*map(render, found)], limit)
-        )
+        return await self._context.threads.run(BatchList.of, found, limit, render)
 
     async def change_batch(
         self, owner: str | None, batch_id: str, action: BatchAction
@@ -385,7 +380,7 @@ class BatchService:
         job_forecasts = self._runner.job_forecasts(batches)
         stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
         model = self._context.backend.model or None  # A gateway may not know it yet.
-        return lambda batch: batch_object(
+        return lambda batch: BatchObject.of(
             batch, job_forecasts.get(batch.id), stalled[batch.id], model
         )
 

@@ -9,23 +9,80 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import md5
-from typing import Any, Final
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, Field
 
 from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import BatchRequestError, NotFoundError, TooLargeError
 from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.record import FileRecord
-from sglang_coserve.batch.schemas import (
-    CompleteUpload,
-    CreateUpload,
-    FileObject,
-    UploadObject,
-    UploadPart,
-)
+from sglang_coserve.batch.schemas import ExpiresAfter, FileObject
 from sglang_coserve.batch.store import file_rows
 
 _LIFETIME_S: Final = 3600.0
 """As OpenAI's: what is not complete by then is deleted."""
+
+
+class CreateUpload(BaseModel):
+    """What a file is to become that comes in parts."""
+
+    filename: Annotated[str, Field(min_length=1, max_length=255)]
+    purpose: Literal["batch"]
+    bytes: Annotated[int, Field(ge=0)]
+    mime_type: Annotated[str, Field(max_length=255)]
+    expires_after: ExpiresAfter | None = None
+
+
+class CompleteUpload(BaseModel):
+    """The parts in their order, and a sum over all of them."""
+
+    part_ids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=10_000)]
+    md5: Annotated[str | None, Field(max_length=64)] = None
+
+
+class UploadObject(BaseModel):
+    """An upload, as it is after a call."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch"]
+    status: Literal["pending", "completed", "cancelled"]
+    file: FileObject | None = None
+
+    @classmethod
+    def of(
+        cls,
+        upload: FileRecord,
+        wanted: CreateUpload,
+        status: Literal["pending", "completed", "cancelled"],
+        file: FileObject | None = None,
+    ) -> Self:
+        """Return an upload as the API shows it."""
+        assert upload.expires_at_s is not None
+        return cls(
+            id=upload.id,
+            bytes=wanted.bytes,
+            created_at=int(upload.created_at_s),
+            expires_at=int(upload.expires_at_s),
+            filename=wanted.filename,
+            purpose=wanted.purpose,
+            status=status,
+            file=file,
+        )
+
+
+class UploadPart(BaseModel):
+    """A part that is there."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +112,7 @@ class Uploads:
             once(request.model_dump_json().encode()),
             lambda now_s: now_s + _LIFETIME_S,
         )
-        return _object(upload, request, "pending")
+        return UploadObject.of(upload, request, "pending")
 
     async def add_part(
         self, owner: str, upload_id: str, chunks: AsyncIterable[bytes]
@@ -100,7 +157,7 @@ class Uploads:
             wanted.expires_after,
         )
         await self._forget(owner, upload_id)
-        return _object(upload, wanted, "completed", file)
+        return UploadObject.of(upload, wanted, "completed", file)
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
         """Delete what is there of an upload.
@@ -110,7 +167,7 @@ class Uploads:
         """
         upload, wanted = await self._find(owner, upload_id)
         await self._forget(owner, upload_id)
-        return _object(upload, wanted, "cancelled")
+        return UploadObject.of(upload, wanted, "cancelled")
 
     async def _joined(self, parts: list[FileRecord], expected: str | None) -> AsyncGenerator[bytes]:
         found = md5(usedforsecurity=False)
@@ -145,19 +202,3 @@ class Uploads:
         for part_id in await self.context.store.run(file_rows.parts, owner, upload_id):
             await self.files.remove(owner, part_id)
         await self.files.remove(owner, upload_id)
-
-
-def _object(
-    upload: FileRecord, wanted: CreateUpload, status: Any, file: Any = None
-) -> UploadObject:
-    assert upload.expires_at_s is not None
-    return UploadObject(
-        id=upload.id,
-        bytes=wanted.bytes,
-        created_at=int(upload.created_at_s),
-        expires_at=int(upload.expires_at_s),
-        filename=wanted.filename,
-        purpose=wanted.purpose,
-        status=status,
-        file=file,
-    )

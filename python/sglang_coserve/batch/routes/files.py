@@ -21,16 +21,9 @@ from sglang_coserve.batch.routes.errors import (
     OpenAIRoute,
 )
 from sglang_coserve.batch.routes.transfers import DownloadResponse, UploadForm, form_of, received
-from sglang_coserve.batch.schemas import (
-    CompleteUpload,
-    CreateUpload,
-    FileDeleted,
-    FileList,
-    FileObject,
-    UploadObject,
-    UploadPart,
-)
+from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
 from sglang_coserve.batch.service import FileContent
+from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject, UploadPart
 
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
 
