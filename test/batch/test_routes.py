@@ -149,20 +149,6 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert client.batches.list().data == [batch]
 
 
-def test_a_malformed_file_fails_its_batch_with_the_lines(
-    app: LiveApp, client: openai.OpenAI
-) -> None:
-    bad = [line("a"), "{not json", line("a"), line("c").replace(ENDPOINT, "/v1/embeddings")]
-    batch = until(client, create(client, "\n".join(bad).encode()).id, "failed")
-    assert batch.errors is not None
-    assert batch.errors.data is not None
-    assert [error.line for error in batch.errors.data] == [2, 3, 4]
-    assert all(error.code and error.message for error in batch.errors.data)
-    assert batch.failed_at is not None
-    assert batch.output_file_id is None
-    assert app.backend.started == []
-
-
 def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Client) -> None:
     batch = create(client, lines(2, max_tokens=20))
     engine_has(app, 2)
@@ -178,13 +164,6 @@ def test_pause_and_resume(app: LiveApp, client: openai.OpenAI, http: httpx.Clien
     until(client, batch.id, "completed")
     answer = http.post(f"/v1/batches/{batch.id}/pause")
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "invalid_request_error")
-
-
-def test_priority_and_weight_come_in_the_body(client: openai.OpenAI) -> None:
-    batch = create(client, lines(1), extra_body={"coserve": {"priority": 3, "weight": 2}})
-    assert batch.model_extra is not None
-    assert batch.model_extra["coserve"]["priority"] == 3
-    assert batch.model_extra["coserve"]["weight"] == 2
 
 
 def test_an_idempotency_key_of_an_owner_makes_one_batch(
@@ -209,15 +188,6 @@ def test_an_idempotency_key_of_an_owner_makes_one_batch(
     with app.client("another") as other:
         theirs = create(other, lines(1), extra_headers={"Idempotency-Key": "once"})
     assert theirs.id != first.id
-
-
-def test_pages_of_batches(app: LiveApp, client: openai.OpenAI) -> None:
-    with app.client("another") as other:
-        ids = [(create(client, lines(1)).id, create(other, lines(1)))[0] for _ in range(5)]
-    assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
-    page = client.batches.list(after=ids[3], limit=2)
-    assert ([batch.id for batch in page.data], page.has_more) == (ids[2:0:-1], True)
-    assert (page.first_id, page.last_id) == (ids[2], ids[1])  # type: ignore[attr-defined]
 
 
 def test_another_key_sees_and_changes_nothing(app: LiveApp, client: openai.OpenAI) -> None:

@@ -9,37 +9,7 @@ import pytest
 
 from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened
-from batch.scripted_backend import ScriptedBackend, failure, name_of
-
-
-async def test_a_restart_continues_every_batch_where_it_was(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
-    async with scene.service as service:
-        running = await scene.create(lines(5, "run", max_tokens=30))
-        await scene.in_flight(4)
-        paused = await scene.create(lines(2, "pause"))
-        await service.change_batch(OWNER, paused.id, "pause")
-        await scene.reaches(paused.id, "in_progress")
-        scene.backend.held("run-1").finish()
-        scene.backend.held("run-2").generate(11)
-        await scene.clock.until(lambda: len(scene.backend.started) == 5)
-        checking = await scene.create(lines(3, "check"))
-    assert scene.backend.in_flight == []
-    ids = [running.id, paused.id, checking.id]
-    scene = await opened(tmp_path, clock=ManualClock(1_000_100.0))
-    async with scene.service as service:
-        running, checking = [await scene.ends(ids[i]) for i in (0, 2)]
-        assert running.request_counts.completed == 5
-        assert checking.request_counts.completed == 3
-        generated = {name_of(r): len(r.generated) for r in scene.backend.started}
-        assert "run-1" not in generated, "a finished line was served again"
-        assert generated["run-2"] == 11
-        assert generated["run-3"] == 0
-        assert len(await scene.records(running)) == 5
-        assert (await service.retrieve_batch(OWNER, ids[1])).coserve.paused
-        await service.change_batch(OWNER, ids[1], "resume")
-        assert (await scene.ends(ids[1])).status == "completed"
-    assert list((tmp_path / "journal").iterdir()) == []
+from batch.scripted_backend import ScriptedBackend, failure
 
 
 async def test_an_answer_is_never_of_two_models(tmp_path: Path) -> None:

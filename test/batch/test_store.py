@@ -12,7 +12,6 @@ import pytest
 from batch.records import a_batch, a_file
 from sglang_coserve.batch.errors import (
     BatchRequestError,
-    ConflictError,
     NotFoundError,
     TooManyError,
 )
@@ -132,21 +131,6 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
         batch_rows.create(connection, a_batch(input_file_id="file-y"), 0.0, 10)
     with pytest.raises(TooManyError, match="0 more"):
         batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
-
-
-def test_a_file_in_use_is_neither_deleted_nor_expired(connection: sqlite3.Connection) -> None:
-    file_rows.insert(connection, a_file(expires_at_s=10.0))
-    file_rows.insert(connection, a_file("file-9", expires_at_s=20.0))
-    batch_rows.create(connection, a_batch(), 0.0, 10)
-    with pytest.raises(ConflictError, match="in use by batch batch_1"):
-        file_rows.delete(connection, "o", "file-1")
-    assert file_rows.expired(connection, 15.0, 10) == []
-    assert file_rows.expired(connection, 20.0, 10) == [("o", "file-9")]
-    batch_rows.apply(connection, "batch_1", Asked("cancel"), 1.0)
-    batch_rows.apply(connection, "batch_1", Finalized(), 2.0)
-    assert file_rows.expired(connection, 15.0, 10) == [("o", "file-1")]
-    file_rows.delete(connection, "o", "file-1")
-    assert not file_rows.exists(connection, "file-1")
 
 
 class TestOpening:

@@ -16,7 +16,7 @@ import pytest
 
 from batch.live_app import LiveApp
 from batch.scenarios import line, lines
-from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer, failure, name_of
+from batch.scripted_backend import ScriptedBackend, answer, failure, name_of
 from client.coserve_process import coserve, end, start_submit, submit, submit_json
 from sglang_coserve.batch.routes.caller import set_not_ready
 from sglang_coserve.client import (
@@ -25,7 +25,7 @@ from sglang_coserve.client import (
     JobState,
     read_results,
 )
-from sglang_coserve.errors import CoserveError, InputFileError, ServerError
+from sglang_coserve.errors import InputFileError, ServerError
 from sglang_coserve.lines.backend import LineRequest, LineResult
 from waiting import eventually
 
@@ -248,16 +248,6 @@ def test_a_batch_is_left_to_the_server_and_its_results_fetched(
     assert "409" in stderr
 
 
-def test_cancelling(held: LiveApp, source: Path) -> None:
-    server = ["--base-url", held.base_url]
-    batch_id = coserve("submit", str(source), *server)[1].strip()
-    eventually(lambda: len(held.backend.in_flight) == 20)
-    code, stdout, _ = coserve("cancel", batch_id, *server)
-    assert code == 0
-    assert "cancel" in stdout
-    eventually(lambda: not held.backend.in_flight)
-
-
 def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output: Path) -> None:
     code, _, stderr = submit(source, output, app.base_url, "--window", "soon")
     assert code == 2
@@ -304,31 +294,3 @@ def test_a_server_that_starts_is_waited_for(
         code, stdout, _ = end(process)
     assert (code, "20 ok" in stdout) == (0, True)
     assert 'batch_id": "batch_' in output.with_name("out.batch.json").read_text()
-
-
-def test_a_window_that_cannot_be_kept_is_refused_unless_it_is_best_effort(
-    held: LiveApp, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(held.backend, "tokens_per_s", 1e6)
-    monkeypatch.setattr(held.backend, "holds", False)
-    with held.client() as api:
-        input_id = api.files.create(file=source, purpose="batch").id
-        for _ in range(19):  # Without a history no window is refused.
-            batch = api.batches.create(
-                input_file_id=input_id, endpoint=ENDPOINT, completion_window="24h"
-            )
-            eventually(lambda: api.batches.retrieve(batch.id).status == "completed")  # noqa: B023
-    monkeypatch.setattr(held.backend, "holds", True)
-    monkeypatch.setattr(held.backend, "tokens_per_s", 0.1)
-    with CoserveClient(held.base_url) as client:
-        with pytest.raises(CoserveError, match="completion_window of 1m cannot be kept"):
-            client.submit_jsonl(source, output, batch_options=BatchOptions("1m")).wait()
-        job = client.submit_jsonl(
-            source, output, batch_options=BatchOptions("1m", best_effort=True)
-        )
-        eventually(lambda: job.status.batch_state == "in_progress")
-        batch_id = job.status.batch_id
-        assert batch_id is not None
-        _, shown, _ = coserve("status", batch_id, "--base-url", held.base_url)
-        assert "(P50)" in shown and "(P95)" in shown
-        job.cancel()

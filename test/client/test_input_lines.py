@@ -29,14 +29,6 @@ def contents(path: Path, max_line_bytes: int = 1000) -> list[bytes | None]:
     return [line.content for line in read(path, max_line_bytes)]
 
 
-def test_endings_and_byte_order_mark_are_not_part_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\nfour")
-    assert contents(path) == [b"one", b"two", b"", b"four"]
-    assert [line.number for line in read(path)] == [1, 2, 3, 4]
-    assert sum(line.size_bytes for line in read(path)) == path.stat().st_size
-
-
 def test_a_line_is_the_same_line_with_any_ending(tmp_path: Path) -> None:
     digests = []
     for data in (b"one\ntwo", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\ntwo\n"):
@@ -185,10 +177,3 @@ def test_exactly_the_first_of_each_id_is_a_request(ids: list[str]) -> None:
     checked = check_all(*(valid(custom_id=each) for each in ids))
     firsts = [ids.index(each) == position for position, each in enumerate(ids)]
     assert [isinstance(line, RequestLine) for line in checked] == firsts
-
-
-@settings(deadline=None)
-@given(st.binary())
-def test_no_bytes_break_the_checker(content: bytes) -> None:
-    (checked,) = check_all(content)
-    assert isinstance(checked, UnservedLine)

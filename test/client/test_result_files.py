@@ -79,21 +79,6 @@ def write_all(output: Path, source: Path) -> None:
     files.close()
 
 
-def test_the_error_file_is_beside_the_output(output: Path, source: Path) -> None:
-    write_all(output, source)
-    assert errors_path(output).name == "out.errors.jsonl"
-    assert errors_path(Path("a/out")).name == "out.errors.jsonl"
-    assert errors_path(output).read_bytes().count(b"\n") == 2
-    assert output.read_bytes().count(b"\n") == 3
-
-
-def test_no_error_file_without_errors(output: Path, source: Path) -> None:
-    files = open_files(output, source)
-    append(files, served(1), digests(source)[1])
-    files.close()
-    assert not errors_path(output).exists()
-
-
 def test_two_clients_cannot_write_the_same_output(output: Path, source: Path) -> None:
     files = open_files(output, source)
     with pytest.raises(InputFileError, match="being written by another client"):

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -143,32 +141,6 @@ def test_a_key_is_read_in_one_way_by_all_who_ask_for_it(server: LocalServer) -> 
         for values in ((f"Bearer {key}", "Bearer a"), ("Bearer a", f"Bearer {key}")):
             # None of them makes anybody else of who has the other.
             assert with_headers(server, path, *values).status_code in (400, 401)
-
-
-def test_the_command_line_works_against_it(server: LocalServer, tmp_path: Path) -> None:
-    environment = {**os.environ, "COSERVE_BASE_URL": server.base_url, "COSERVE_API_KEY": API_KEY}
-
-    def coserve(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "sglang_coserve", *arguments]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S
-        )
-
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(lines(30))
-    done = coserve("submit", str(source), "-o", str(output))
-    assert done.returncode == 0, done.stderr
-    assert len(output.read_text().splitlines()) == 30
-    left = coserve("submit", str(source), "--quiet")
-    assert left.returncode == 0, left.stderr
-    batch_id = next(word for word in left.stdout.split() if word.startswith("batch_"))
-    assert coserve("status", batch_id).returncode == 0
-    assert batch_id in coserve("list").stdout
-    eventually(lambda: "completed" in coserve("status", batch_id).stdout)
-    assert coserve("cancel", batch_id).returncode != 0
-    results = coserve("results", batch_id, "-o", str(tmp_path / "again.jsonl"))
-    assert results.returncode == 0, results.stderr
-    assert len((tmp_path / "again.jsonl").read_text().splitlines()) == 30
 
 
 def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from sglang_coserve.http_lines.messages import (
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
-from waiting import until
 
 
 def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
@@ -70,23 +69,6 @@ async def posting(
         yield lambda content: client.post("/coserve/lines", content=content)
 
 
-async def test_tokens_come_before_the_answer_and_continue_what_there_is() -> None:
-    async with connected() as (engine, connection):
-        heard: list[int] = []
-        line = request("a", tokens_of("a", 2), max_tokens=6)
-        attempt = asyncio.ensure_future(connection.run(line, "scripted", heard.extend))
-        await engine.holds(1)
-        held = engine.backend.held("a")
-        held.generate(3)
-        async with asyncio.timeout(READY_S):
-            while len(heard) < 3:
-                await asyncio.sleep(0.002)
-        assert heard == tokens_of("a", 5)[2:]
-        assert not attempt.done()
-        held.finish()
-        assert await attempt == answer(line)
-
-
 async def test_an_answer_of_any_length_comes_over() -> None:
     long = {"text": "x" * 3_000_000, "usage": {}}
 
@@ -110,15 +92,6 @@ async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             await connection.run(request(), "scripted", ignore)
         assert lost.value.had_the_line
         await engine.holds(0)  # It notices that nobody listens.
-
-
-async def test_a_closed_connection_aborts_the_line() -> None:
-    async with connected() as (engine, connection):
-        attempt = await held(engine, connection)
-        attempt.cancel()
-        await engine.holds(0)
-        assert len(engine.backend.aborted) == 1
-        await until(lambda: engine.lines.num_in_flight == 0)
 
 
 async def test_lines_share_one_connection_and_end_one_by_one() -> None:
@@ -211,18 +184,6 @@ async def test_an_engine_that_dies_has_had_the_line_and_one_that_is_gone_has_not
         with pytest.raises(EngineLostError) as lost:
             await connection.run(request(), "scripted", ignore)
         assert not lost.value.had_the_line
-
-
-async def test_an_engine_that_drains_gives_its_lines_back_and_takes_none() -> None:
-    async with connected() as (engine, connection):
-        attempt = await held(engine, connection)
-        assert (await connection.describe()).refuses is None
-        engine.lines.close("it drains")
-        with pytest.raises(LineMovedError, match="it drains"):
-            await attempt
-        with pytest.raises(LineMovedError, match="it drains"):
-            await connection.run(request(), "scripted", ignore)
-        assert (await connection.describe()).refuses == "it drains"
 
 
 async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_model_always() -> (
