@@ -8,7 +8,10 @@ docs/emulation.md, which says where the traces come from. Figures are emulated, 
 GPU. A load of 1 is the rate at which requests end that all come at once, by the latency model.
 
 Each load has a file in ``--out``; those that are there are not run again. A command that was ended
-goes on after the last system that it ran. ``--plots FILE`` draws what is there.
+goes on after the last system that it ran. ``--plots FILE`` draws what is there. ``--effects`` runs
+the papers' headline effects instead, each with its own loads:
+
+    python benchmark/bench_emulated.py --host-factor 0 --effects bros --out …/effects
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from typing import Any
 
 from common.own_process import OwnProcess
 from common.results import claim_folder, settings_of, write_json, write_results
+from emulated_bench import effects
 from emulated_bench.contenders import ALONE, DEFAULT, PLAIN, STOCK, of_papers, ours, stock_settings
+from emulated_bench.effects import EFFECTS
 from emulated_bench.figures import bound_per_s, full_rate_per_s, row
 from emulated_bench.report import plot, table
 from interference_bench.engine import CpuClockEngine
@@ -104,15 +109,13 @@ class Machine:
 def main() -> None:
     """Run what is missing, and print the table of all."""
     options = parse_options()
-    emulation = Emulation.of(options.model, options.hardware, tp_size=options.tp)
     set_environment_defaults()  # SGLang reads it when it is imported.
+    if options.effects:
+        measure_effects(options)
+        return
+    emulation = Emulation.of(options.model, options.hardware, tp_size=options.tp)
     claim_folder(options.out / "settings.json", _claimed(options))
-    with ExitStack() as stack:
-        stack.enter_context(terminate_as_interrupt())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        context = CONTEXT_TOKENS + _SPARE_TOKENS
-        model = make_emulated_model(folder / "model", emulation, vocab=2048, context=context)
-        machine = Machine(options, emulation, model, stack)
+    with machine_of(options, emulation) as machine:
         for name in options.traffic:
             try:
                 traffic = traffic_of(name, options.traces)
@@ -124,6 +127,45 @@ def main() -> None:
     print(table(loads))
     if options.plots:
         plot(loads, options.plots)
+
+
+@contextmanager
+def machine_of(options: argparse.Namespace, emulation: Emulation) -> Iterator[Machine]:
+    """Make an emulated model, and end its engines at last."""
+    with ExitStack() as stack:
+        stack.enter_context(terminate_as_interrupt())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        context = CONTEXT_TOKENS + _SPARE_TOKENS
+        model = make_emulated_model(folder / "model", emulation, vocab=2048, context=context)
+        yield Machine(options, emulation, model, stack)
+
+
+def measure_effects(options: argparse.Namespace) -> None:
+    """Run what is missing of effects of the papers, and print the table of all."""
+    for name in options.effects:
+        effect, path = EFFECTS[name], options.out / f"{name}.json"
+        model, hardware, devices = effect.engine
+        emulation = Emulation.of(model, hardware, tp_size=devices)
+        loads: dict[str, list[Row]] = json.loads(path.read_text())["loads"] if path.exists() else {}
+        with machine_of(options, emulation) as machine:
+            for label, load in effect.loads.items():
+                rows = loads.setdefault(label, [])
+                for system in list(effect.systems)[len(rows) :]:
+                    targets = effect.targets_of(rows)
+                    judged = {
+                        "ttft": SloTargets(ttft_s=targets.ttft_s),
+                        "tpot": SloTargets(tpot_s=targets.tpot_s),
+                    }
+                    engine = effect.system(system, targets)
+                    offered = load if engine.has_offline else load.alone()
+                    (found,) = machine.runs(engine, [offered], judged)
+                    kept = {f"in_{key}": share for key, share in found.pop("attained").items()}
+                    rows.append({"system": system, **found, **kept})
+                    print(f"{name}, {label}: {_line(rows[-1])}", file=sys.stderr)
+                    write_results(path, options, emulated=emulation.name, loads=loads)
+    paths = {name: options.out / f"{name}.json" for name in EFFECTS}
+    stored = {name: json.loads(p.read_text())["loads"] for name, p in paths.items() if p.exists()}
+    print(effects.table(stored))
 
 
 def measure(machine: Machine, name: str, traffic: TraceTraffic) -> None:
@@ -196,7 +238,7 @@ def compared(
             print(f"  {_line(rows[-1])}", file=sys.stderr)
         write_json(kept, {"rows": rows})
 
-    run(PLAIN, ALONE, [Load(one.traffic, one.rate_per_s, one.seconds, one.seed) for one in loads])
+    run(PLAIN, ALONE, [one.alone() for one in loads])
     ttft_s, gap_s = (
         1.2e-3 * statistics.mean(one[key] for one in rows if one["system"] == PLAIN)
         for key in ("ttft_p99_ms", "itl_p99_ms")
@@ -232,7 +274,7 @@ def _line(one: Row) -> str:
 
 def _claimed(options: argparse.Namespace) -> Row:
     """Return the settings that all files of a folder share."""
-    own = {"traffic", "load", "requests", "traces", "core", "plots", "papers"}
+    own = {"traffic", "load", "requests", "traces", "core", "plots", "papers", "effects"}
     return {key: value for key, value in settings_of(options).items() if key not in own}
 
 
@@ -257,6 +299,7 @@ def parse_options() -> argparse.Namespace:
     add("--at-once", type=int, default=1000, help="requests that show what full load is")
     add("--chunks", nargs="+", type=int, default=[512, 1024, 2048], help="tried for stock")
     add("--papers", action="store_true", help="also run the policies of the papers")
+    add("--effects", nargs="+", choices=[*EFFECTS], help="run these of the papers, and no traffic")
     add("--plots", type=Path, help="write a picture of all loads in --out")
     add("--out", type=Path, required=True, help="folder")
     return parser.parse_args()

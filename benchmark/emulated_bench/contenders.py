@@ -43,8 +43,8 @@ def ours(alone: SloTargets, given: SloTargets) -> dict[str, EngineSystem]:
     stated = "ours, {:.0f} and {:.0f} ms".format(*_limits_ms(given))
     return {
         DEFAULT: EngineSystem(coserve={**_POLICY, "online_slowdown": "10%"}),
-        "ours, 1.2 × alone": EngineSystem(coserve={**_POLICY, "slo": _slos(alone)}),
-        stated: EngineSystem(coserve={**_POLICY, "slo": _slos(given)}),
+        "ours, 1.2 × alone": EngineSystem(coserve={**_POLICY, "slo": slos_of(alone)}),
+        stated: EngineSystem(coserve={**_POLICY, "slo": slos_of(given)}),
     }
 
 
@@ -53,7 +53,7 @@ def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
 
     HyGen's budget L is found by test runs (§4.2): it gets the limit of gaps, and parts of it.
     """
-    slos, (_, gap_ms) = _slos(alone), _limits_ms(alone)
+    slos, (_, gap_ms) = slos_of(alone), _limits_ms(alone)
     systems = {
         f"{policy}, 1.2 × alone": EngineSystem(coserve={"offline_policy": policy, "slo": slos})
         for policy in ("conserve", "ooco", "bros", "hygen")
@@ -64,9 +64,10 @@ def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
     return systems
 
 
-def _slos(targets: SloTargets) -> tuple[str, ...]:
-    ttft_ms, gap_ms = _limits_ms(targets)
-    return f"ttft p99 <= {ttft_ms:.3f}ms", f"tbt p99 <= {gap_ms:.3f}ms"
+def slos_of(targets: SloTargets) -> tuple[str, ...]:
+    """Return values of ``--slo``: of P99 TTFT and the P99 gap, as far as there are targets."""
+    limits = {"ttft": targets.ttft_s, "tbt": targets.tpot_s}
+    return tuple(f"{what} p99 <= {1e3 * s:.3f}ms" for what, s in limits.items() if s is not None)
 
 
 def _limits_ms(targets: SloTargets) -> tuple[float, float]:

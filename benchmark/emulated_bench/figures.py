@@ -8,7 +8,7 @@ from typing import Any
 
 from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
 from interference_bench.load import Load
-from interference_bench.outcome import RunOutcome
+from interference_bench.outcome import OnlineOutcome, RunOutcome
 from interference_bench.report import figures
 from sglang_coserve.core.control.baseline import Baseline, EngineSize
 from sglang_coserve.metrics import SloTargets
@@ -45,6 +45,7 @@ def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any
     """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
     return {
         **figures(outcome),
+        "normalized_ms": 1e3 * _mean(outcome.requests),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / max(1, outcome.num_steps),
@@ -56,6 +57,11 @@ def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any
         "recomputed": outcome.recomputed,
         "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},
     }
+
+
+def _mean(requests: Sequence[OnlineOutcome]) -> float:
+    times_s = [one.normalized_s for one in requests if one.normalized_s is not None]
+    return sum(times_s) / len(times_s) if times_s else math.nan
 
 
 def held_share(outcome: RunOutcome, targets: SloTargets) -> float:

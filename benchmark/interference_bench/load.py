@@ -71,7 +71,10 @@ class Load:
     offline_output_tokens: int = 0
     offline_in_flight: int = 0
     offline_prefixes: int = 0
-    """Half of each offline prompt is one of so many; 0: all is its own."""
+    """Each offline prompt begins with one of so many; 0: all is its own."""
+
+    offline_shared: float = 0.5
+    """Such a prefix ÷ its prompt."""
 
     def beside(self, options: argparse.Namespace) -> Load:
         """Return the same with the offline requests of ``load_parser``."""
@@ -84,6 +87,10 @@ class Load:
             offline_prefixes=options.prefixes,
         )
 
+    def alone(self) -> Load:
+        """Return the same without offline requests."""
+        return Load(self.traffic, self.rate_per_s, self.seconds, self.seed)
+
     def online(self, vocab_size: int) -> list[OnlineArrival]:
         """Return the online requests in the order of their arrival."""
         return list(self.traffic.arrivals(self.rate_per_s, self.seconds, self.seed, vocab_size))
@@ -92,7 +99,8 @@ class Load:
         """Yield prompts without end; nothing if there are none."""
         rng = random.Random(self.seed + 1_000_003)
         tokens = self.offline_prompt_tokens
-        prefixes = [_tokens(rng, tokens // 2, vocab_size) for _ in range(self.offline_prefixes)]
+        shared = int(self.offline_shared * tokens)
+        prefixes = [_tokens(rng, shared, vocab_size) for _ in range(self.offline_prefixes)]
         while tokens:
             prefix = rng.choice(prefixes) if prefixes else []
             yield prefix + _tokens(rng, tokens - len(prefix), vocab_size)

@@ -56,6 +56,9 @@ class OnlineOutcome:
     tpot_s: float | None
     """None with fewer than two tokens."""
 
+    normalized_s: float | None = None
+    """From its arrival to its last token, ÷ its tokens; None: it was refused."""
+
 
 @dataclass(slots=True)
 class LiveRequest:
@@ -111,4 +114,5 @@ def _online_outcome(live: LiveRequest) -> OnlineOutcome:
     times_s = live.times_s
     ttft_s = times_s[0] - live.at_s if times_s else None
     tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
-    return OnlineOutcome(ttft_s, tpot_s)
+    normalized_s = (times_s[-1] - live.at_s) / len(times_s) if times_s else None
+    return OnlineOutcome(ttft_s, tpot_s, normalized_s)

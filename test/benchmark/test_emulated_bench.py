@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
+from emulated_bench.effects import EFFECTS
 from emulated_bench.figures import full_rate_per_s, held_share, row
 from emulated_bench.report import plot, table
+from interference_bench.load import TRAFFIC, Load
 from interference_bench.outcome import LiveRequest, OnlineOutcome, RunOutcome, outcome_of
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.core.step_stats import StepStats
@@ -153,3 +156,26 @@ def test_the_table_and_the_picture_of_the_stored_runs_are_made_of_them(tmp_path:
     drawn = (tmp_path / "plots.svg").read_text()
     for one in loads[0]["rows"]:
         assert one["system"] in drawn
+
+
+def test_an_effects_targets_are_those_of_its_first_system_scaled_if_it_says_so() -> None:
+    effect = EFFECTS["hygen_loads"]
+    assert effect.system("gaps +5%", effect.targets_of([])).coserve == {
+        "offline_policy": "hygen",
+        "slo": (),
+    }
+    targets = effect.targets_of([{"ttft_p99_ms": 100.0, "itl_p99_ms": 20.0}])
+    system = effect.system("gaps +5%", targets)
+    assert system.coserve is not None
+    assert system.coserve["slo"] == ("ttft p99 <= 105.000ms", "tbt p99 <= 21.000ms")
+    assert system.flags["max_total_tokens"] == 42_000
+
+
+@pytest.mark.parametrize("shared", [0.5, 0.8])
+def test_offline_prompts_begin_with_a_prefix_of_the_length_asked_for(shared: float) -> None:
+    load = Load(TRAFFIC["chat"], 1.0, 1.0, 0, 100, 2, 4, offline_prefixes=1, offline_shared=shared)
+    first, second = islice(load.offline_prompts(2000), 2)
+    same = int(100 * shared)
+    assert first[:same] == second[:same]
+    assert first[same:] != second[same:]
+    assert len(first) == 100
