@@ -95,7 +95,7 @@ PLACES: Final[dict[str, str]] = {
     "fleet/report.py::_ask": OURS,
     "lines/background.py::run_module": OURS,
     "guard/grammar_process.py::_fault_in_a_fork": OURS,
-    "srt/monitoring/status.py::answer": OURS,
+    "srt/monitoring/scheduler_query.py::asked": OURS,
     "batch/uploads.py::_find": "what create_upload has written",
     "fleet/served_model.py::remembered": OURS,
     "batch/store/batch_rows.py::_record": "up to 100 faults; metadata of SHORT_BODY",

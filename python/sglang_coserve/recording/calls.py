@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Final, TypeAlias, assert_never
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, assert_never
 
 from msgspec import Struct
 
@@ -30,7 +31,7 @@ class Arrived(_Call, frozen=True, tag="arrived"):
     """``Scheduler.arrived`` was called."""
 
     info: RequestInfo
-    cached_tokens: int
+    cached_tokens: int = 0
 
 
 class OfflineAdded(_Call, frozen=True, tag="added"):
@@ -131,6 +132,22 @@ class SchedulerSetup:
         )
 
 
+_P = ParamSpec("_P")
+
+
+def _recorded(
+    method: Callable[Concatenate[Any, _P], None], event: Callable[_P, Event]
+) -> Callable[Concatenate[Any, _P], None]:
+    """Return a method of ``Scheduler`` that records each call of it that has succeeded."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        method(self, *args, **kwargs)
+        self._sink(event(*args, **kwargs))
+
+    return call
+
+
 class RecordingScheduler(Scheduler):
     """A scheduler that passes every successful call to ``sink`` as an event.
 
@@ -142,25 +159,13 @@ class RecordingScheduler(Scheduler):
         self.__dict__ = scheduler.__dict__
         self._sink = sink
 
-    def arrived(self, info: RequestInfo, cached_tokens: int = 0) -> None:
-        """See ``Scheduler.arrived``."""
-        super().arrived(info, cached_tokens)
-        self._sink(Arrived(info, cached_tokens))
-
-    def add_offline(self, request: QueuedRequest) -> None:
-        """See ``Scheduler.add_offline``."""
-        super().add_offline(request)
-        self._sink(OfflineAdded(request))
-
-    def cached(self, rid: str, cached_tokens: int) -> None:
-        """See ``Scheduler.cached``."""
-        super().cached(rid, cached_tokens)
-        self._sink(Cached(rid, cached_tokens))
-
-    def no_room(self, rid: str) -> None:
-        """See ``Scheduler.no_room``."""
-        super().no_room(rid)
-        self._sink(NoRoom(rid))
+    arrived = _recorded(Scheduler.arrived, Arrived)
+    add_offline = _recorded(Scheduler.add_offline, OfflineAdded)
+    cached = _recorded(Scheduler.cached, Cached)
+    no_room = _recorded(Scheduler.no_room, NoRoom)
+    update = _recorded(Scheduler.update, Updated)
+    restore = _recorded(Scheduler.restore, Restored)
+    finish = _recorded(Scheduler.finish, Finished)
 
     def plan(self, snapshot: EngineSnapshot, cache: PrefixCache) -> StepPlan:
         """See ``Scheduler.plan``."""
@@ -178,21 +183,6 @@ class RecordingScheduler(Scheduler):
         """See ``Scheduler.start``."""
         super().start(plan, chunks)
         self._sink(Started(tuple(chunks)))
-
-    def update(self, result: StepResult) -> None:
-        """See ``Scheduler.update``."""
-        super().update(result)
-        self._sink(Updated(result))
-
-    def restore(self, rid: str, generated_tokens: int) -> None:
-        """See ``Scheduler.restore``."""
-        super().restore(rid, generated_tokens)
-        self._sink(Restored(rid, generated_tokens))
-
-    def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:
-        """See ``Scheduler.finish``."""
-        super().finish(rid, ending)
-        self._sink(Finished(rid, ending))
 
 
 class _NotedAnswers:

@@ -235,63 +235,38 @@ class _EventDecoder:
 
     def __init__(self) -> None:
         self._infos: dict[int, RequestInfo] = {}
-        self._numbers: dict[str, int] = {}
-        self._num_known = 0
+        """Of all requests so far, by their numbers."""
 
     def decode(self, text: str) -> Event:
         """Return the event of a line."""
         match _LINES.decode(text):
             case Arrived(info) as event:
-                self._new([info], is_kept=True)
+                self._introduce([info])
                 return event
             case _PlannedLine() as line:
-                return self._planned(line)
+                self._introduce(line.new)
+                admitted, waiting, elsewhere = (
+                    [Request(self._infos[row[0]], *row[1:]) for row in rows]
+                    for rows in (line.admitted, line.waiting, line.elsewhere)
+                )
+                snapshot = replace(
+                    line.engine, admitted=admitted, waiting=waiting, elsewhere=tuple(elsewhere)
+                )
+                return Planned(snapshot, line.cached_tokens, line.plan)
             case _UpdatedLine() as line:
-                return self._updated(line)
-            case Finished(rid) as event:
-                if rid in self._numbers:
-                    del self._infos[self._numbers.pop(rid)]
-                return event
+                self._introduce(line.new)
+                served = tuple(ServedRequest(self._infos[row[0]], *row[1:]) for row in line.served)
+                return Updated(replace(line.result, served=served))
             case OfflineAdded(request) as event:
                 if (size_bytes := len(request.token_ids)) % 4:
                     raise InputFileError(f"request.token_ids: {size_bytes} bytes are no tokens")
                 return event
-            case Started() | Restored() | Cached() | NoRoom() as event:
+            case Started() | Restored() | Cached() | NoRoom() | Finished() as event:
                 return event
         raise AssertionError("a line is one of these")
 
-    def _planned(self, line: _PlannedLine) -> Planned:
-        self._new(line.new, is_kept=True)
-        admitted, waiting, elsewhere = (
-            [
-                Request(self._infos[number], state, generated, computed, cached, last_s)
-                for number, state, generated, computed, cached, last_s in rows
-            ]
-            for rows in (line.admitted, line.waiting, line.elsewhere)
-        )
-        snapshot = replace(
-            line.engine, admitted=admitted, waiting=waiting, elsewhere=tuple(elsewhere)
-        )
-        return Planned(snapshot, line.cached_tokens, line.plan)
-
-    def _updated(self, line: _UpdatedLine) -> Updated:
-        new = self._new(line.new, is_kept=False)
-        served = tuple(
-            ServedRequest(self._infos[number], last_s, token_s)
-            for number, last_s, token_s in line.served
-        )
-        for number in new:
-            del self._infos[number]
-        return Updated(replace(line.result, served=served))
-
-    def _new(self, infos: Sequence[RequestInfo], *, is_kept: bool) -> dict[int, RequestInfo]:
-        """Register the requests that a line introduces; return them by number."""
-        new = dict(enumerate(infos, start=self._num_known))
-        self._infos |= new
-        self._num_known += len(new)
-        if is_kept:
-            self._numbers |= {info.rid: number for number, info in new.items()}
-        return new
+    def _introduce(self, infos: Sequence[RequestInfo]) -> None:
+        self._infos |= enumerate(infos, start=len(self._infos))
 
 
 def _read(decode: Callable[[str], T], source: str, line: str) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.marks.offline_marks import offline_marks, sent_with
-from sglang_coserve.srt.monitoring.scheduler_query import ask, leave, moved_tokens
+from sglang_coserve.srt.monitoring.scheduler_query import LEAVE, ask, moved_tokens
 from srt.own_engine import IDLE_TIMEOUT_S, is_flushed, own_engine, params, state
 
 TIMEOUT_S = 120
@@ -109,7 +109,7 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
             running = asyncio.create_task(generate())
             while await computed_tokens() < enough:
                 await asyncio.sleep(0.01)
-            assert await ask(manager, leave([rid], "model")) == [[rid]]
+            assert await ask(manager, LEAVE, [rid], "model") == [[rid]]
             output = await running
             tokens = moved_tokens(output["meta_info"]["finish_reason"]["message"])
             assert tokens, output

@@ -38,7 +38,12 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_names,
 )
 from sglang_coserve.srt.monitoring.otel_metrics import note_operation
-from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, ask, leave, sum_of_delays_s
+from sglang_coserve.srt.monitoring.scheduler_query import (
+    BATCH_DELAYS,
+    LEAVE,
+    ask,
+    sum_of_delays_s,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +91,7 @@ class LineDepartures:
         for model, rids in by_model.items():
             leaving: set[str] = set()
             try:
-                for known in await ask(self._inner, leave(rids, model)):
+                for known in await ask(self._inner, LEAVE, rids, model):
                     leaving.update(known)
             except Exception:
                 logger.exception("%d lines go on elsewhere without their KV", len(rids))

@@ -12,35 +12,46 @@ from typing import Any, Final
 
 from sglang_coserve.errors import StartupError
 
-STANDING: Final = "coserve-standing"
+STANDING: Final = "standing"
 """How both classes stand now: ``SchedulerStatus.state``."""
 
-BATCH_DELAYS: Final = "coserve-batch-delays"
+BATCH_DELAYS: Final = "batch delays"
 """By how much batches have delayed online requests: ``SchedulerStatus.batch_delays_s``."""
 
-PULSE: Final = "coserve-pulse"
+PULSE: Final = "pulse"
 """Whether they run."""
+
+LAST_STEPS: Final = "last steps"
+"""What ran in so many seconds: ``SchedulerStatus.last_steps``."""
+
+LEAVE: Final = "leave"
+"""That requests leave, by their ids, with their KV, which is that of a model. The answer is those
+that do. Each of them ends with a ``moved_reason``."""
 
 STATUS: Final = "status queries"
 """The part that answers them, by its name in ``Advisory``."""
 
-LAST_STEPS: Final = "coserve-last-steps-"
-LEAVE: Final = "coserve-leave-"
-_MOVED: Final = "coserve: moved with the KV of tokens: "
 ANSWER_KEY: Final = "coserve_answer"
+_MARK: Final = "coserve: "
+_MOVED: Final = "coserve: moved with the KV of tokens: "
 
 
-def last_steps(seconds: float) -> str:
-    """Return the question for the trace events of the last ``seconds``."""
-    return f"{LAST_STEPS}{seconds}"
+async def ask(manager: Any, question: str, *arguments: object) -> list[Any]:
+    """Return the answer of each scheduler; ``manager`` is SGLang's tokenizer manager."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    request = GetInternalStateReq(rid=_MARK + json.dumps([question, *arguments]))
+    answers = await manager.get_internal_state_communicator(request)
+    return [answer.internal_state[ANSWER_KEY] for answer in answers]
 
 
-def leave(rids: Sequence[str], model: str) -> str:
-    """Return the demand that requests leave with their KV, which is that of ``model``.
-
-    The answer is those that do. Each of them ends with a ``moved_reason``.
-    """
-    return LEAVE + json.dumps([list(rids), model])
+def asked(rid: str | None) -> tuple[str, list[Any]] | None:
+    """Return the question in a request of this name, and its arguments; None if it is SGLang's."""
+    if rid is None or not rid.startswith(_MARK):
+        return None
+    question, *arguments = json.loads(rid.removeprefix(_MARK))
+    return question, arguments
 
 
 def moved_reason(tokens: int) -> str:
@@ -53,15 +64,6 @@ def moved_tokens(reason: str | None) -> int | None:
     if reason is None or not reason.startswith(_MOVED):
         return None
     return int(reason.removeprefix(_MOVED))
-
-
-async def ask(manager: Any, question: str) -> list[Any]:
-    """Return the answer of each scheduler; ``manager`` is SGLang's tokenizer manager."""
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    manager.auto_create_handle_loop()
-    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=question))
-    return [answer.internal_state[ANSWER_KEY] for answer in answers]
 
 
 STATE_KEY: Final = "coserve"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     PULSE,
     STANDING,
     STATUS,
+    asked,
 )
 from sglang_coserve.srt.monitoring.step_trace import (
     Ended,
@@ -141,27 +141,23 @@ class SchedulerStatus:
         }
 
     def answer(
-        self, question: str | None, let_leave: Callable[[Sequence[str], str], list[str]]
+        self, rid: str | None, let_leave: Callable[[Sequence[str], str], list[str]]
     ) -> dict[str, Any] | None:
-        """Return the internal state that answers ``question``; None if it is none of ours.
+        """Return the internal state that answers a request named so; None if it is none of ours.
 
         ``let_leave`` lets requests leave with the KV of a model, and returns those that do.
         """
-        found: Any
-        if question == PULSE:
-            found = True
-        elif question == STANDING:
-            found = self._ask(self.state, {})
-        elif question == BATCH_DELAYS:
-            found = self._ask(self.batch_delays_s, None)
-        elif question is not None and question.startswith(LAST_STEPS):
-            seconds = float(question.removeprefix(LAST_STEPS))
-            found = self._ask(lambda: self.last_steps(seconds), [])
-        elif question is not None and question.startswith(LEAVE):
-            found = let_leave(*json.loads(question.removeprefix(LEAVE)))
-        else:
+        if (asked_for := asked(rid)) is None:
             return None
-        return {ANSWER_KEY: found}
+        question, arguments = asked_for
+        answers: dict[str, Callable[..., Any]] = {
+            PULSE: lambda: True,
+            STANDING: lambda: self._ask(self.state, {}),
+            BATCH_DELAYS: lambda: self._ask(self.batch_delays_s, None),
+            LAST_STEPS: lambda seconds: self._ask(lambda: self.last_steps(seconds), []),
+            LEAVE: let_leave,
+        }
+        return {ANSWER_KEY: answers[question](*arguments)}
 
     def batch_delays_s(self) -> dict[str, float] | None:
         """Return by how much each batch has delayed online requests; None if that is not known."""

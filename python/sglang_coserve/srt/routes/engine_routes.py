@@ -32,7 +32,7 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
     model_in_use,
     model_names,
 )
-from sglang_coserve.srt.monitoring.scheduler_query import STANDING, ask, last_steps
+from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, STANDING, ask
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
 from sglang_coserve.srt.routes.drain import is_draining
 from sglang_coserve.view.page import Page
@@ -95,7 +95,7 @@ def add_trace_route(http_server: Any) -> Any:
     async def trace(seconds: Annotated[float, Query(gt=0, le=_MOST_S)] = 60.0) -> Response:
         """Return the steps of the last ``seconds``, as far as they are kept: Trace Event Format."""
         manager = http_server._global_state.tokenizer_manager
-        traces = await ask(manager, last_steps(seconds))
+        traces = await ask(manager, LAST_STEPS, seconds)
         content = await asyncio.to_thread(_file, traces)
         headers = {"content-disposition": 'attachment; filename="coserve-trace.json"'}
         return Response(content, media_type="application/json", headers=headers)
