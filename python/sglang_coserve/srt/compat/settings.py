@@ -6,7 +6,7 @@ docs/support.md lists them, with what was run of those that are supported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -54,14 +54,16 @@ def check_server_args(server_args: Any, config: CoserveConfig) -> None:
     Raises:
         UnsupportedError: one line per such setting.
     """
-    refusals = [
-        *_other_engines(server_args),
-        *_other_servers(server_args),
-        *_other_caches(server_args),
-        *_other_decisions(server_args, config),
-        *_ours(server_args, config),
+    refusals = _refusals(server_args, config)
+    if config.offline_policy != "fifo":  # Which leaves these decisions to SGLang.
+        refusals += _other_decisions(server_args, config.offline_policy)
+    lines = [
+        f"co-serving does not support {refusal.name}: {refusal.reason}: {refusal.instead}"
+        for refusal in refusals
+        if refusal.is_set
     ]
-    _refuse(refusals)
+    if lines:
+        raise UnsupportedError("\n".join(lines))
 
 
 def check_one_replica(server_args: Any) -> None:
@@ -96,9 +98,11 @@ def check_window_cache(server_args: Any, offline_policy: str) -> None:
         )
 
 
-def _other_engines(args: Any) -> Iterable[_Refusal]:
-    """Return the settings with which SGLang runs steps that our scheduler does not compose."""
-    return (
+def _refusals(args: Any, config: CoserveConfig) -> list[_Refusal]:
+    from sglang.srt.environ import envs
+
+    return [
+        # SGLang runs steps that our scheduler does not compose.
         _Refusal(
             args.pp_async_batch_depth,
             "--pp-async-batch-depth",
@@ -143,14 +147,7 @@ def _other_engines(args: Any) -> Iterable[_Refusal]:
             "an encoder-only server (--encoder-only)",
             "it does not generate, and has no scheduler",
         ),
-    )
-
-
-def _other_servers(args: Any) -> Iterable[_Refusal]:
-    """Return the settings that start processes or routes other than ours."""
-    from sglang.srt.environ import envs
-
-    return (
+        # They start processes or routes other than ours.
         _Refusal(
             args.tokenizer_worker_num > 1,
             "several tokenizer workers (--tokenizer-worker-num > 1)",
@@ -188,12 +185,7 @@ def _other_servers(args: Any) -> Iterable[_Refusal]:
             "it makes SGLang's own schedulers, as actors",
             "start one server per machine",
         ),
-    )
-
-
-def _other_caches(args: Any) -> Iterable[_Refusal]:
-    """Return the settings that keep KV outside of the pools that plans count."""
-    return (
+        # They keep KV outside of the pools that plans count.
         _Refusal(
             args.hicache_storage_backend,
             "HiCache storage (--hicache-storage-backend)",
@@ -206,17 +198,27 @@ def _other_caches(args: Any) -> Iterable[_Refusal]:
             "hierarchical sparse attention (--enable-hisparse)",
             "it takes prefills out of their batch until their KV is in the host's memory",
         ),
-    )
+        # Settings of ours that need another one of SGLang.
+        _Refusal(
+            config.safepoint_decode_graphs and args.device == "cpu",
+            "--safepoint-decode-graphs on a CPU",
+            "there are no graphs",
+            "remove the setting",
+        ),
+        _Refusal(
+            config.checkpoint_mode is not CheckpointMode.OFF and args.pp_size > 1,
+            "--kv-checkpoint with pipeline parallelism (--pp-size > 1)",
+            "SGLang's stages do not agree when a copy has ended",
+            "remove one of the two",
+        ),
+    ]
 
 
-def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
-    """Return the settings that decide in place of a plan; ``fifo`` leaves these decisions to
-    SGLang."""
-    if config.offline_policy == "fifo":
-        return ()
-    policy = f"with --offline-policy {config.offline_policy}"
+def _other_decisions(args: Any, offline_policy: str) -> list[_Refusal]:
+    """Return the settings that decide in place of a plan."""
+    policy = f"with --offline-policy {offline_policy}"
     instead = "remove the setting, or add --offline-policy fifo"
-    return (
+    return [
         _Refusal(
             # Since 0.5.19.
             getattr(args, "prefill_decode_interval", 0),
@@ -248,32 +250,4 @@ def _other_decisions(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
             "SGLang would sort what a plan has ordered",
             instead,
         ),
-    )
-
-
-def _ours(args: Any, config: CoserveConfig) -> Iterable[_Refusal]:
-    """Return settings of ours that need another setting of SGLang."""
-    return (
-        _Refusal(
-            config.safepoint_decode_graphs and args.device == "cpu",
-            "--safepoint-decode-graphs on a CPU",
-            "there are no graphs",
-            "remove the setting",
-        ),
-        _Refusal(
-            config.checkpoint_mode is not CheckpointMode.OFF and args.pp_size > 1,
-            "--kv-checkpoint with pipeline parallelism (--pp-size > 1)",
-            "SGLang's stages do not agree when a copy has ended",
-            "remove one of the two",
-        ),
-    )
-
-
-def _refuse(refusals: Iterable[_Refusal]) -> None:
-    lines = [
-        f"co-serving does not support {refusal.name}: {refusal.reason}: {refusal.instead}"
-        for refusal in refusals
-        if refusal.is_set
     ]
-    if lines:
-        raise UnsupportedError("\n".join(lines))
