@@ -41,22 +41,64 @@ def replica(
     return {"slo": report, "online": {"billed": billed, "delay_s": 0.1 * billed}}
 
 
-def test_within_targets_says_what_offline_work_adds() -> None:
-    found = standing([replica(slo())])
-    assert found["level"] == "ok"
-    assert found["text"] == (
-        "Online users are within their targets; offline work adds 31 ms to P99 TTFT."
-    )
-    assert found["slos"][0]["added_ms"] == pytest.approx(31.0)
-
-
-def test_a_missed_target_is_harm_if_it_would_be_met_alone() -> None:
-    found = standing([replica(slo(measured=680.0))])
-    assert found["level"] == "harmed"
-    assert found["text"] == (
+MISSED = slo(measured=680.0)
+MISSED_ALONE_TOO = slo(measured=900.0, alone=880.0, feasible=False)
+STANDINGS: dict[str, tuple[list[Any], str, str]] = {
+    "ok": (
+        [replica(slo())],
+        "ok",
+        "Online users are within their targets; offline work adds 31 ms to P99 TTFT.",
+    ),
+    "faster than predicted alone": (
+        [replica(slo(measured=100.0))],
+        "ok",
+        "Online users are within their targets; offline work adds 0 ms to P99 TTFT.",
+    ),
+    "no baseline": ([replica(slo(alone=None))], "ok", "Online users are within their targets."),
+    "missed, and met alone": (
+        [replica(MISSED)],
+        "harmed",
         "Online users are hurt by offline work: P99 TTFT is 680 ms, allowed are 500 ms, "
-        "without offline work 210 ms."
-    )
+        "without offline work 210 ms.",
+    ),
+    "missed before any offline work ran": (
+        [replica(MISSED, requests=1, billed=0)],
+        "unknown",
+        "No offline work has run beside online requests, and yet P99 TTFT is 680 ms, allowed are "
+        "500 ms, without offline work 210 ms.",
+    ),
+    "missed alone, too": (
+        [replica(MISSED_ALONE_TOO)],
+        "overloaded",
+        "Targets are missed, and would be without offline work, too: P99 TTFT is 900 ms, allowed "
+        "are 500 ms, without offline work 880 ms.",
+    ),
+    "both": (
+        [replica(MISSED_ALONE_TOO, slo("tpot mean <= 10ms", 50.0, 4.0, limit=10.0))],
+        "harmed",
+        "Online users are hurt by offline work: mean TPOT is 50 ms, allowed are 10 ms, without "
+        "offline work 4 ms.",
+    ),
+    "no replica": ([], "unknown", "No online request has ended in the last 10 minutes."),
+    "no request": (
+        [replica(slo(measured=None), requests=0, attainment=None)],
+        "unknown",
+        "No online request has ended in the last 10 minutes.",
+    ),
+    "no target": (
+        [replica()],
+        "unknown",
+        "Online users have no target: give the server --online-slowdown, --slo-ttft-ms, "
+        "--slo-tpot-ms or --slo.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STANDINGS)
+def test_it_is_one_level_and_one_sentence(case: str) -> None:
+    replicas, level, text = STANDINGS[case]
+    found = standing(replicas)
+    assert (found["level"], found["text"]) == (level, text)
 
 
 @pytest.mark.parametrize(
@@ -74,49 +116,6 @@ def test_nobody_is_alarmed_by_fewer_values_than_a_percentile_needs(
     found = standing([replica(slo(name, 680.0, values=values))])
     assert (found["level"], found["slos"][0]["known"]) == (level, level == "harmed")
     assert "is 680 ms, allowed are 500 ms" in found["text"]
-
-
-def test_nobody_is_harmed_by_offline_work_that_has_not_run() -> None:
-    """The first request of a server warms it up."""
-    found = standing([replica(slo(measured=680.0), requests=1, billed=0)])
-    assert found["level"] == "unknown"
-    assert found["text"].startswith("No offline work has run beside online requests, and yet ")
-
-
-def test_a_target_that_is_missed_alone_too_is_overload() -> None:
-    found = standing([replica(slo(measured=900.0, alone=880.0, feasible=False))])
-    assert found["level"] == "overloaded"
-    assert "would be without offline work, too" in found["text"]
-
-
-def test_harm_is_told_before_overload() -> None:
-    overload = slo("tpot mean <= 10ms", 50.0, 40.0, limit=10.0, feasible=False)
-    assert standing([replica(overload, slo(measured=680.0))])["level"] == "harmed"
-
-
-def test_faster_than_predicted_alone_is_nothing_added() -> None:
-    found = standing([replica(slo(measured=100.0))])
-    assert found["slos"][0]["added_ms"] == 0.0
-
-
-def test_without_a_baseline_nothing_is_said_of_what_was_added() -> None:
-    found = standing([replica(slo(alone=None))])
-    assert found["text"] == "Online users are within their targets."
-    assert found["slos"][0]["added_ms"] is None
-
-
-@pytest.mark.parametrize(
-    ("replicas", "part"),
-    [
-        ([], "No online request"),
-        ([replica(slo(measured=None), requests=0, attainment=None)], "No online request"),
-        ([replica()], "give the server --online-slowdown"),
-    ],
-)
-def test_what_is_not_known_is_said(replicas: list[Any], part: str) -> None:
-    found = standing(replicas)
-    assert found["level"] == "unknown"
-    assert part in found["text"]
 
 
 def test_of_several_replicas_the_worst_counts() -> None:
