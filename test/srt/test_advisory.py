@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.advisory import Advisory
+from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, LAST_STEPS, STANDING
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE
 from srt.test_scheduler import prompt
@@ -33,7 +34,11 @@ PLANNED = {
 }
 """The same, of those that a planned policy has."""
 
-QUESTIONS = ("coserve-standing", "coserve-batch-delays", "coserve-last-steps-1.0", "")
+QUESTIONS = (
+    *(f'coserve: ["{question}"]' for question in (STANDING, BATCH_DELAYS)),
+    f'coserve: ["{LAST_STEPS}", 1.0]',
+    "",
+)
 
 
 @pytest.fixture(params=["fifo", "coserve"])

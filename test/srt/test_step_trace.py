@@ -12,14 +12,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_coserve.srt.forward_kind import ForwardKind
 from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
-from sglang_coserve.srt.monitoring.step_trace import (
-    Begun,
-    Ended,
-    Forgotten,
-    Launched,
-    StepTrace,
-    trace_events,
-)
+from sglang_coserve.srt.monitoring.step_trace import StepTrace, trace_events
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 
@@ -47,22 +40,16 @@ def slices(trace: StepTrace) -> list[dict[str, Any]]:
 
 
 def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
-    ledger = RequestLedger(None)
+    ledger, trace = RequestLedger(None), StepTrace()
     req = request("a")
     ledger.add(req, 0.5)
-    trace, ran = StepTrace(), batch(req)
-    first_note = Launched.of(ran, 1.0, lane(), ledger)
+    ran = batch(req)
+    trace.launched(ran, 1.0, lane(), ledger)
     ledger.launched(ran)
-    second_note = Launched.of(ran, 2.0, lane(ran, 4), ledger)
-    trace.take(
-        [
-            first_note,
-            Ended(1.5, ran.reqs, ForwardKind.EXTEND, stopped_at=4),
-            second_note,
-            Ended(2.25, ran.reqs, ForwardKind.EXTEND, [True]),
-            Forgotten(2.5, "a"),
-        ]
-    )
+    trace.ended(1.5, ran.reqs, ForwardKind.EXTEND, stopped_at=4)
+    trace.launched(ran, 2.0, lane(ran, 4), ledger)
+    trace.ended(2.25, ran.reqs, ForwardKind.EXTEND, [True])
+    trace.forget("a", 2.5)
     first, second = slices(trace)
     assert (first["name"], first["ts"], first["dur"]) == ("extend, suspended", 1e6, 5e5)
     assert first["args"]["layers"] == {"from": 0, "before": 4}
@@ -71,10 +58,17 @@ def test_a_suspended_step_is_two_slices_with_their_layers() -> None:
     assert [event["ph"] for event in events(trace)] == ["b", "X", "X", "n", "e"]
 
 
+def decoded(trace: StepTrace, launched_s: float, ended_s: float, *reqs: Req) -> None:
+    trace.launched(batch(*reqs, mode=ForwardMode.DECODE), launched_s, lane(), RequestLedger(None))
+    trace.ended(ended_s, reqs, ForwardKind.DECODE, [True] * len(reqs))
+
+
 def test_under_overlap_a_step_begins_when_the_one_before_it_has_ended() -> None:
     trace = StepTrace()
-    trace.take(Launched(at_s, 0, ()) for at_s in (1.0, 1.1))
-    trace.take(Ended(at_s, [request("a")], ForwardKind.DECODE, [True]) for at_s in (2.0, 3.0))
+    for at_s in (1.0, 1.1):
+        trace.launched(batch(mode=ForwardMode.DECODE), at_s, lane(), RequestLedger(None))
+    for at_s in (2.0, 3.0):
+        trace.ended(at_s, [request("a")], ForwardKind.DECODE, [True])
     assert [(one["ts"], one["dur"]) for one in slices(trace)] == [(1e6, 1e6), (2e6, 1e6)]
 
 
@@ -82,8 +76,7 @@ def test_old_steps_make_room() -> None:
     trace = StepTrace()
     reqs = [request(str(n)) for n in range(40)]
     for number in range(1 << 15):
-        ended = Ended(number + 0.5, reqs, ForwardKind.DECODE, [False] * 40)
-        trace.take([Launched(float(number), 0, ()), ended])
+        decoded(trace, float(number), number + 0.5, *reqs)
     records = trace.since(0.0)
     assert len(records) == 1 << 14
     (last,) = trace_events(records[-1:], process=1)
@@ -92,22 +85,24 @@ def test_old_steps_make_room() -> None:
     assert len(trace.since(float((1 << 15) - 1))) == 1
 
 
-def test_gaps_and_first_tokens_are_counted_however_late_they_are_taken_in() -> None:
-    """A request that has ended meanwhile, and one with its name, too."""
-    ledger = RequestLedger(None)
-    info = ledger.add(request("a"), 0.5)
-    ledger.forget("a")
-    latencies = LatencyHistograms(ledger)
-    reqs = [request("a")]
-    once = [
-        Launched(1.0, 0, [Begun(info, 2)]),
-        Ended(1.25, reqs, ForwardKind.EXTEND, stopped_at=4),
-        Launched(1.5, 4, ()),
-        *(Ended(at_s, reqs, ForwardKind.DECODE, [True]) for at_s in (2.0, 2.5, 3.5)),
-        Forgotten(3.5, "a"),
-        Ended(4.0, reqs, ForwardKind.DECODE, [True]),  # Under overlap scheduling.
-    ]
-    latencies.take(once * 2)
+def test_gaps_and_first_tokens_are_counted() -> None:
+    """Of a request that is suspended, that has tokens after its end, and whose name comes again."""
+    latencies = LatencyHistograms()
+    trace = StepTrace(latencies)
+    for _ in range(2):
+        ledger, req = RequestLedger(None), request("a")
+        ledger.add(req, 0.5)
+        ran = batch(req)
+        ran.prefix_lens = [2]
+        trace.launched(ran, 1.0, lane(), ledger)
+        ledger.launched(ran)
+        trace.ended(1.25, ran.reqs, ForwardKind.EXTEND, stopped_at=4)
+        trace.launched(ran, 1.5, lane(ran, 4), ledger)
+        trace.ended(2.0, ran.reqs, ForwardKind.EXTEND, [True])
+        for before_s, at_s in ((2.0, 2.5), (2.5, 3.5)):
+            decoded(trace, before_s, at_s, req)
+        trace.forget("a", 3.5)
+        decoded(trace, 3.5, 4.0, req)  # Under overlap scheduling.
     assert (sum(latencies.ttft["online"].counts), latencies.ttft["online"].sum_s) == (2, 3.0)
     assert (sum(latencies.gaps["online"].counts), latencies.gaps["online"].sum_s) == (4, 3.0)
     assert latencies.queued["online"].sum_s == 1.0

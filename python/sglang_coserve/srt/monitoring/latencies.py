@@ -13,7 +13,6 @@ from typing import Final
 from sglang_coserve.core.control.bill import Delay
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.monitoring.step_trace import Ended, Launched, Note
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 WAIT_BUCKETS_S: Final = (
@@ -57,17 +56,10 @@ class Buckets:
 
 
 class LatencyHistograms:
-    """Follows the tokens of requests; for one rank."""
+    """What is gathered of requests by class; for one rank. ``StepTrace`` follows the requests."""
 
-    def __init__(self, ledger: RequestLedger) -> None:
-        """``ledger`` knows the live requests."""
-        self._ledger = ledger
-        self._last: dict[str, tuple[bool, float]] = {}
-        """Whether it is online, and when its last token came out."""
-
-        self._begun: dict[str, RequestInfo] = {}
-        """Requests that have begun, and have no token yet."""
-
+    def __init__(self) -> None:
+        """Begin without values."""
         classes = ("online", "offline")
         self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
@@ -76,44 +68,21 @@ class LatencyHistograms:
         self.prompt_tokens = dict.fromkeys(classes, 0)
         self.cached_tokens = dict.fromkeys(classes, 0)
 
-    def take(self, notes: Iterable[Note]) -> None:
-        """Take in what has passed, in this order. O(requests) a step."""
-        for note in notes:
-            if isinstance(note, Ended):
-                self._take_tokens(note)
-            elif isinstance(note, Launched):
-                self._take_begun(note)
-            else:
-                self._last.pop(note.rid, None)
-                self._begun.pop(note.rid, None)
+    def begun(self, info: RequestInfo, cached_tokens: int, now_s: float) -> None:
+        """Take in that a request is in its first batch; the prefix cache had so many tokens of its
+        prompt."""
+        name = info.request_class.value
+        self.queued[name].add(max(0.0, now_s - info.arrival_s))
+        self.prompt_tokens[name] += info.prompt_tokens
+        self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
 
-    def _take_begun(self, note: Launched) -> None:
-        for info, cached_tokens in note.begun:
-            self._begun[info.rid] = info
-            name = info.request_class.value
-            self.queued[name].add(max(0.0, note.at_s - info.arrival_s))
-            self.prompt_tokens[name] += info.prompt_tokens
-            self.cached_tokens[name] += min(cached_tokens, info.prompt_tokens)
+    def first_token(self, info: RequestInfo, now_s: float) -> None:
+        """Take in that a request got its first token."""
+        self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
 
-    def _take_tokens(self, note: Ended) -> None:
-        now_s = note.at_s
-        last, now = self._last, {True: (True, now_s), False: (False, now_s)}
-        gaps: dict[tuple[bool, float], int] = {}
-        # Of a batch that was suspended nobody has a token.
-        for req, has in zip(note.reqs, note.has_token, strict=False):
-            if not has:
-                continue
-            rid = req.rid
-            before = last.get(rid)
-            if before is not None:
-                # Those that end with one step are mostly equal.
-                gaps[before] = gaps.get(before, 0) + 1
-                last[rid] = now[before[0]]
-            elif (info := self._begun.pop(rid, None)) is not None:  # Else it was aborted meanwhile.
-                last[rid] = now[info.is_online]
-                self.ttft[info.request_class.value].add(max(0.0, now_s - info.arrival_s))
-        for (is_online, before_s), count in gaps.items():
-            self.gaps["online" if is_online else "offline"].add(now_s - before_s, count)
+    def gaps_ended(self, is_online: bool, gap_s: float, count: int) -> None:
+        """Take in that so many requests got another token after so long."""
+        self.gaps["online" if is_online else "offline"].add(gap_s, count)
 
     def billed(self, delays: Iterable[Delay]) -> None:
         """Take in what was billed; early tokens are not delayed."""
@@ -121,14 +90,13 @@ class LatencyHistograms:
             self.delays["first"].add(max(0.0, delay.ttft_s))
             self.delays["last"].add(max(0.0, delay.total_s))
 
-    def oldest_waiting_s(self, now_s: float) -> dict[str, float]:
-        """Return how long the request has waited that came first, of those of a class that have
-        never run; 0 where there is none. O(begun requests)."""
-        waited_s = {}
-        for request_class in RequestClass:
-            infos = (live.info for live in self._ledger.of_class(request_class))
-            first = next((info for info in infos if not self._ledger.has_begun(info.rid)), None)
-            waited_s[request_class.value] = (
-                0.0 if first is None else max(0.0, now_s - first.arrival_s)
-            )
-        return waited_s
+
+def oldest_waiting_s(ledger: RequestLedger, now_s: float) -> dict[str, float]:
+    """Return how long the request has waited that came first, of those of a class that have never
+    run; 0 where there is none. O(begun requests)."""
+    waited_s = {}
+    for request_class in RequestClass:
+        infos = (live.info for live in ledger.of_class(request_class))
+        first = next((info for info in infos if not ledger.has_begun(info.rid)), None)
+        waited_s[request_class.value] = 0.0 if first is None else max(0.0, now_s - first.arrival_s)
+    return waited_s

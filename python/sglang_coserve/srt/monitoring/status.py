@@ -21,7 +21,7 @@ from sglang_coserve.srt.monitoring.exporter import (
     load_values,
     state_values,
 )
-from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
+from sglang_coserve.srt.monitoring.latencies import LatencyHistograms, oldest_waiting_s
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
 from sglang_coserve.srt.monitoring.scheduler_query import (
     ANSWER_KEY,
@@ -34,14 +34,7 @@ from sglang_coserve.srt.monitoring.scheduler_query import (
     STATUS,
     asked,
 )
-from sglang_coserve.srt.monitoring.step_trace import (
-    Ended,
-    Forgotten,
-    Launched,
-    Note,
-    Record,
-    StepTrace,
-)
+from sglang_coserve.srt.monitoring.step_trace import Record, StepTrace
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.request_ledger import BatchResults
 
@@ -50,9 +43,6 @@ if TYPE_CHECKING:
 
 _INTERVAL_S: Final = 1.0
 """At which metrics and the spans of delays are published."""
-
-_MOST_NOTES: Final = 128
-"""What has passed in some 40 steps; their requests are kept until it is taken in."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +72,28 @@ class SchedulerStatus:
         self._events = parts.events
         ledger = self._ledger = parts.ledger
         args = compat.settings_of(scheduler.server_args)
-        self._is_rank_0 = compat.is_first_rank(scheduler)
         dp_rank = compat.parallel(scheduler).dp_rank
-        self._exporter: Exporter | None = None
         self._next_s = 0.0
+        self._exporter: Exporter | None = None
         self._latencies: LatencyHistograms | None = None
-        self._trace = StepTrace() if self._is_rank_0 else None
-        self._notes: list[Note] = []
-        """What has passed, and was not taken in yet; rank 0's alone."""
-
         self._spans: RequestSpans | None = None
-        if args.enable_trace and self._is_rank_0:
+        self._trace: StepTrace | None = None
+        """Of rank 0 alone: all ranks have the same state."""
+
+        if not compat.is_first_rank(scheduler):
+            return
+        if args.enable_trace:
             # Imports OpenTelemetry, as SGLang has by now.
             from sglang_coserve.srt.monitoring.request_spans import RequestSpans
 
             self._spans = RequestSpans(ledger)
-        if args.enable_metrics and self._is_rank_0:
+        if args.enable_metrics:
             labels = {"model_name": args.served_model_name}
             if dp_rank is not None:  # As in SGLang's own metrics.
                 labels["dp_rank"] = str(dp_rank)
             self._exporter = Exporter(REPLICA_METRICS, labels)
-            self._latencies = LatencyHistograms(ledger)
+            self._latencies = LatencyHistograms()
+        self._trace = StepTrace(self._latencies)
 
     def internal_state(self) -> dict[str, Any]:
         """Return the state of this replica for ``/coserve/status``."""
@@ -166,7 +157,6 @@ class SchedulerStatus:
 
     def last_steps(self, seconds: float) -> list[Record]:
         """Return the last ``seconds`` of steps, as far as they are kept (``StepTrace``)."""
-        self._take_in()
         return [] if self._trace is None else self._trace.since(time.perf_counter() - seconds)
 
     def switched_off(self, part: str) -> None:
@@ -179,11 +169,11 @@ class SchedulerStatus:
         the ledger's ``launched``."""
         if self._trace is None:
             return
-        now_s = time.perf_counter()
+        now_s, lane = time.perf_counter(), self._lane
         if batch:
-            self._notes.append(Launched.of(batch, now_s, self._lane, self._ledger))
+            self._trace.launched(batch, now_s, lane, self._ledger)
         if self._spans is not None:
-            self._spans.launched(batch, now_s, self._lane)
+            self._spans.launched(batch, now_s, lane)
 
     def stopped(self) -> None:
         """Note that the batch that was launched first has been suspended."""
@@ -192,30 +182,26 @@ class SchedulerStatus:
             return
         now_s = time.perf_counter()
         # SGLang's own object has no rows any more.
-        reqs = list(suspended.batch.reqs)
-        self._notes.append(Ended(now_s, reqs, suspended.kind, stopped_at=suspended.layer))
+        reqs = suspended.batch.reqs
+        self._trace.ended(now_s, reqs, suspended.kind, stopped_at=suspended.layer)
         if self._spans is not None:
             self._spans.suspended(suspended, now_s)
 
     def processed(self, batch: Any, results: BatchResults) -> None:
         """Note the results of a batch, and publish if that is due."""
-        if not self._is_rank_0:
-            return  # All ranks have the same state.
-        now_s = time.perf_counter()
-        self._notes.append(Ended(now_s, results.reqs, kind_of(batch), results.has_token))
-        if len(self._notes) >= _MOST_NOTES:
-            self._take_in()
-        self._publish_if_due(now_s)
+        if self._trace is not None:
+            now_s = time.perf_counter()
+            self._trace.ended(now_s, results.reqs, kind_of(batch), results.has_token)
+            self._publish_if_due(now_s)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept of a request that has ended."""
         if self._trace is not None:
-            self._notes.append(Forgotten(time.perf_counter(), rid))
+            self._trace.forget(rid, time.perf_counter())
 
     def idle(self) -> None:
-        """Publish if that is due, and keep no request that has ended."""
-        if self._is_rank_0:
-            self._take_in()
+        """Publish if that is due."""
+        if self._trace is not None:
             self._publish_if_due(time.perf_counter())
 
     def _publish_if_due(self, now_s: float) -> None:
@@ -233,24 +219,16 @@ class SchedulerStatus:
             self._spans.billed(delays)
         if self._exporter is None or latencies is None:
             return
-        self._take_in()
         latencies.billed(delays)
         self._exporter.publish(
             {
                 **state_values(self.state()),
                 **load_values(self._load.recent().load),
                 **latency_values(latencies),
-                "oldest_waiting_seconds": latencies.oldest_waiting_s(now_s),
+                "oldest_waiting_seconds": oldest_waiting_s(self._ledger, now_s),
                 "budget_seconds": self._admission.budget_s,
             }
         )
-
-    def _take_in(self) -> None:
-        notes, self._notes = self._notes, []
-        if self._trace is not None:
-            self._trace.take(notes)
-        if self._latencies is not None:
-            self._latencies.take(notes)
 
     def _bill(self) -> BillReport | None:
         bill = self._admission.interference.bill

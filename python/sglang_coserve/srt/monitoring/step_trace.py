@@ -1,88 +1,25 @@
 """The last steps of a scheduler, for Perfetto: what ran when, up to which layer, and who was in it.
 
-What passes is noted in a few microseconds, and taken in many steps at a time. Right after a forward
-pass the processor's caches hold something else: looking at the requests of a step then takes 41 µs
-of CPU time, and 18 µs, the note among them, where 32 steps are looked at together (32 requests on
-an AMD EPYC; tag ``measurements-1``).
-
 The scheduler keeps plain values; whoever asks for them makes the events, in the Trace Event Format:
 slices for what ran, and a span for each request with marks in it. Each event is a line of JSON.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 from pydantic_core import to_json
 
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.srt.forward_kind import ForwardKind, prefilled
+from sglang_coserve.srt.monitoring.latencies import LatencyHistograms
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
 from sglang_coserve.srt.steps.request_ledger import RequestLedger
 
 Req = Any
 ScheduleBatch = Any
-
-
-class Begun(NamedTuple):
-    """A request in its first batch."""
-
-    info: RequestInfo
-    cached_tokens: int
-    """Tokens of its prompt that the prefix cache had."""
-
-
-class Launched(NamedTuple):
-    """A batch is about to run."""
-
-    at_s: float
-    first_layer: int
-    """0 unless it goes on after a suspension."""
-
-    begun: Sequence[Begun]
-
-    @classmethod
-    def of(
-        cls, batch: ScheduleBatch, now_s: float, lane: OfflineLane, ledger: RequestLedger
-    ) -> Launched:
-        """Return the note of a batch; to be called before the ledger's ``launched``. O(prompts)."""
-        held = lane.suspended
-        first_layer = held.layer if held is not None and held.batch is batch else 0
-        begun: list[Begun] = []
-        if batch.forward_mode.is_extend():
-            # Requests that decode beside prompts have begun.
-            for req, cached_tokens in zip(prefilled(batch), batch.prefix_lens, strict=False):
-                rid = req.rid
-                if rid in ledger and not ledger.has_begun(rid):
-                    begun.append(Begun(ledger[rid].info, cached_tokens))
-        return cls(now_s, first_layer, begun)
-
-
-class Ended(NamedTuple):
-    """The batch that was launched first has its results, or was suspended."""
-
-    at_s: float
-    reqs: Sequence[Req]
-    kind: ForwardKind | None
-    """What they did."""
-
-    has_token: Sequence[bool] = ()
-    """Which requests got a token; none where it was suspended."""
-
-    stopped_at: int | None = None
-    """The first layer that has not run; None: it ended."""
-
-
-class Forgotten(NamedTuple):
-    """A request has ended."""
-
-    at_s: float
-    rid: str
-
-
-Note: TypeAlias = Launched | Ended | Forgotten
 
 
 def trace_text(events: Iterable[str]) -> str:
@@ -125,64 +62,93 @@ class StepTrace:
     in. What ran beside the scheduler on a GPU ended a little earlier.
     """
 
-    def __init__(self) -> None:
-        """Begin without steps."""
+    def __init__(self, latencies: LatencyHistograms | None = None) -> None:
+        """Begin without steps. ``latencies`` are told of tokens, too."""
+        self._latencies = latencies
         self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
         self._launched: deque[tuple[float, int]] = deque(maxlen=_MOST_UNDER_WAY)
         self._ended_s = 0.0
-        self._spans: dict[str, str] = {}
-        """Requests that have begun, and have not ended: their class."""
+        self._live: dict[str, RequestInfo] = {}
+        """Requests that have begun, and have not ended."""
 
-        self._without_token: set[str] = set()
-        """Of them, those that have no token yet."""
+        self._last_s: dict[str, float] = {}
+        """When the last token of each of them came out."""
 
-    def take(self, notes: Iterable[Note]) -> None:
-        """Take in what has passed, in this order. O(requests) a step."""
-        for note in notes:
-            if isinstance(note, Ended):
-                self._take_end(note)
-            elif isinstance(note, Launched):
-                self._take_launch(note)
-            else:
-                self._take_leave(note)
+    def launched(
+        self, batch: ScheduleBatch, now_s: float, lane: OfflineLane, ledger: RequestLedger
+    ) -> None:
+        """Take in that a batch is about to run; before the ledger's ``launched``. O(prompts)."""
+        held = lane.suspended
+        goes_on = held is not None and held.batch is batch
+        self._launched.append((now_s, held.layer if held is not None and goes_on else 0))
+        if not batch.forward_mode.is_extend():
+            return
+        # Requests that decode beside prompts have begun.
+        for req, cached_tokens in zip(prefilled(batch), batch.prefix_lens, strict=False):
+            if req.rid in ledger and not ledger.has_begun(req.rid):
+                self._begin(ledger[req.rid].info, cached_tokens, now_s)
 
-    def _take_launch(self, note: Launched) -> None:
-        self._launched.append((note.at_s, note.first_layer))
-        for info, _ in note.begun:
-            kind = self._spans[info.rid] = info.request_class.value
-            self._without_token.add(info.rid)
-            self._records.append(
-                (_BEGIN, info.arrival_s, info.rid, kind, info.prompt_tokens, info.job)
-            )
+    def _begin(self, info: RequestInfo, cached_tokens: int, now_s: float) -> None:
+        self._live[info.rid] = info
+        kind = info.request_class.value
+        self._records.append((_BEGIN, info.arrival_s, info.rid, kind, info.prompt_tokens, info.job))
+        if self._latencies is not None:
+            self._latencies.begun(info, cached_tokens, now_s)
 
-    def _take_end(self, note: Ended) -> None:
+    def ended(
+        self,
+        now_s: float,
+        reqs: Sequence[Req],
+        kind: ForwardKind | None,
+        has_token: Sequence[bool] = (),
+        stopped_at: int | None = None,
+    ) -> None:
+        """Take in that the batch that was launched first has its results, or was suspended.
+
+        O(requests). ``kind`` is what they did, ``has_token`` says which of them got a token: none
+        where it was suspended. ``stopped_at`` is then the first layer that has not run.
+        """
         if not self._launched:
             return
-        now_s, reqs, kind, has_token, stopped_at = note
         launched_s, first_layer = self._launched.popleft()
         start_s = max(launched_s, self._ended_s)
         self._ended_s = now_s
-        spans = self._spans
-        rids = [req.rid for req in reqs]
-        offline = [rid for rid in rids if spans.get(rid) == "offline"]
-        num_offline = len(offline)
-        online = rids if not offline else [rid for rid in rids if spans.get(rid) != "offline"]
+        live, rids = self._live, [req.rid for req in reqs]
+        online: list[str] = []
+        offline: list[str] = []
+        for rid in rids:
+            info = live.get(rid)
+            (online if info is None or info.is_online else offline).append(rid)
         name = "other" if kind is None else kind.value
-        counts = len(rids) - num_offline, num_offline
+        counts = len(online), len(offline)
         names = online[:_MOST_NAMES], offline[:_MOST_NAMES]
         self._records.append((_STEP, now_s, start_s, name, first_layer, stopped_at, counts, names))
-        if self._without_token:
-            for rid, has in zip(rids, has_token, strict=False):
-                if has and rid in self._without_token:
-                    self._without_token.discard(rid)
-                    self._records.append((_FIRST, now_s, rid, spans[rid]))
+        if self._latencies is not None or len(self._last_s) < len(live):
+            self._take_tokens(rids, has_token, now_s)
 
-    def _take_leave(self, note: Forgotten) -> None:
-        now_s, rid = note
-        kind = self._spans.pop(rid, None)
-        self._without_token.discard(rid)
-        if kind is not None:
-            self._records.append((_END, now_s, rid, kind))
+    def _take_tokens(self, rids: Sequence[str], has_token: Sequence[bool], now_s: float) -> None:
+        last_s = self._last_s
+        gaps: Counter[tuple[bool, float]] = Counter()
+        for rid, has in zip(rids, has_token, strict=False):
+            if not has or (info := self._live.get(rid)) is None:  # It was aborted meanwhile.
+                continue
+            if (before_s := last_s.get(rid)) is not None:
+                gaps[info.is_online, before_s] += 1
+            else:
+                self._records.append((_FIRST, now_s, rid, info.request_class.value))
+                if self._latencies is not None:
+                    self._latencies.first_token(info, now_s)
+            last_s[rid] = now_s
+        if self._latencies is not None:
+            # Those that end with one step are mostly equal.
+            for (is_online, before_s), count in gaps.items():
+                self._latencies.gaps_ended(is_online, now_s - before_s, count)
+
+    def forget(self, rid: str, now_s: float) -> None:
+        """Take in that a request has ended."""
+        self._last_s.pop(rid, None)
+        if (info := self._live.pop(rid, None)) is not None:
+            self._records.append((_END, now_s, rid, info.request_class.value))
 
     def since(self, at_s: float) -> list[Record]:
         """Return the records from ``at_s`` on, as far back as they are kept. O(records kept)."""
