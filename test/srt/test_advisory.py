@@ -18,7 +18,7 @@ from srt.test_scheduler import prompt
 EVERYWHERE = {
     "status": ("status", ("idle", "launched", "processed", "forget")),
     "load": ("online_load", ("get_pool_stats", "put_into")),
-    "safepoint delays": ("runner", ("processed",)),
+    "safepoint delays": ("lane.safepoints.stats", ("results",)),
     "status queries": ("status", ("internal_state", "state", "batch_delays_s", "last_steps")),
     "judgement": ("admission.interference", ("arrived", "produced", "ended")),
 }
