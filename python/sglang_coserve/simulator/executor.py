@@ -18,7 +18,7 @@ from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.host_kv import HostKv
-from sglang_coserve.simulator.request import DecodingRequests, SimRequest
+from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.request_kv import RequestKv
 from sglang_coserve.simulator.running_step import RunningStep, StepDuration
 
@@ -42,14 +42,11 @@ class SimulatedExecutor:
         """Requests that hold KV, in order of admission."""
 
         self.num_online = 0
-        self._next_place = 0
         self.waiting: list[SimRequest] = []
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
         self.host = HostKv(self._kv, config.checkpoint_tokens_per_s, self.offline_waiting.get)
-        self._decoding = DecodingRequests((), config.page_tokens)
-        self._no_decodes = DecodingRequests((), config.page_tokens)
         self.suspended: RunningStep | None = None
         """The suspended step. It holds its KV, and its requests are in no other step."""
 
@@ -127,27 +124,26 @@ class SimulatedExecutor:
             self._switch(self.admitted[rid], RequestState.DECODING)
         for rid in plan.park:
             self._switch(self.admitted[rid], RequestState.PARKED)
-        if plan.pause or plan.resume:
-            self._list_decoding()
-        decoding = self._decodes_of(plan)
+        decodes = self._decodes_of(plan)
+        contexts = [request.computed_tokens for request in decodes]
         batch = RunningStep(
             step=plan.step,
             lane=plan.lane,
             started_s=now_s,
             chunks=[],
-            decodes=decoding.requests,
-            online_decodes=decoding.online,
+            decodes=decodes,
+            online_decodes=[request for request in decodes if request.info.is_online],
             stats=StepStats(),
             seconds=0.0,
             retracted=retracted,
             shed=shed,
         )
-        batch.opened_pages = decoding.opened_pages
+        batch.opened_pages = sum([tokens % self.pool.page_tokens == 0 for tokens in contexts])
         for rid, tokens in plan.prefills:
             batch.opened_pages += self._begin_chunk(batch, rid, tokens)
         self.pool.allocate(batch.opened_pages)
-        batch.stats = decoding.add_to(
-            StepStats.of((tokens, request.computed_tokens) for request, tokens in batch.chunks)
+        batch.stats = StepStats.of(
+            [(tokens, request.computed_tokens) for request, tokens in batch.chunks], contexts
         )
         assert batch.stats == plan.batch, f"planned {plan.batch}, found {batch.stats}"
         batch.seconds = self._duration.seconds(batch, self._ended)
@@ -174,17 +170,10 @@ class SimulatedExecutor:
             request.view = new_view(Request, (info, decoding, generated, computed, shared, end_s))
             if saves and computed % page_tokens == 0 and not info.is_online:
                 self.host.mark(request)
-        if batch.decodes is self._decoding.requests:
-            self._decoding.advance()
-        begun: list[SimRequest] = []
         for request, tokens in batch.chunks:
             self._end_chunk(request, tokens, end_s, decoding)
             if request.is_complete:
                 ended.append(request)
-            elif request.state is RequestState.DECODING:
-                begun.append(request)
-        if begun or ended:
-            self._decoding.change(begun, ended)
         for request in ended:
             self._finish(request)
         if saves:
@@ -217,7 +206,6 @@ class SimulatedExecutor:
         self._kv.release(request)
         self._remove_admitted(request)
         request.move(RequestState.WAITING)
-        self._list_decoding()
         return request, kv_tokens
 
     def has_room_for(self, kv_tokens: int) -> bool:
@@ -237,7 +225,6 @@ class SimulatedExecutor:
         self._add_admitted(request)
         request.move(RequestState.DECODING)
         request.refresh_view()
-        self._list_decoding()
 
     def settle(self) -> bool:
         """Release the memory of ended requests; return whether there were any."""
@@ -265,7 +252,6 @@ class SimulatedExecutor:
         away = self.suspended.requests if self.suspended else []
         assert all(r.state.holds_kv for r in self.admitted.values())
         assert all(r.computed_tokens > 0 or r in away for r in self.admitted.values())
-        self._decoding.check_invariants(self.admitted.values())
 
     def _begin_chunk(self, batch: RunningStep, rid: str, tokens: int) -> int:
         """Add a chunk to the batch; return the pages that it needs."""
@@ -334,7 +320,6 @@ class SimulatedExecutor:
         request.move(RequestState.WAITING)
         request.refresh_view()
         request.match_version = -1
-        self._list_decoding()
         self.submit(request)
         return request
 
@@ -347,8 +332,6 @@ class SimulatedExecutor:
             self._kv.release(request)
 
     def _add_admitted(self, request: SimRequest) -> None:
-        request.place = self._next_place
-        self._next_place += 1
         self.admitted[request.info.rid] = request
         self.num_online += request.info.is_online
 
@@ -361,22 +344,20 @@ class SimulatedExecutor:
             self._kv.release(request)
         self._ended.clear()
 
-    def _decodes_of(self, plan: StepPlan) -> DecodingRequests:
-        """Return the requests that decode in a step."""
+    def _decodes_of(self, plan: StepPlan) -> list[SimRequest]:
+        """Return the requests that decode in a step. O(requests)."""
         if plan.skips_decodes:
-            return self._no_decodes
+            return []
+        state = _DECODES_IN[plan.lane]
+        decodes = [request for request in self.admitted.values() if request.state is state]
         if plan.lane is Lane.SHARED:
-            return self._decoding
+            return decodes
         away = set(self.suspended.requests) if self.suspended else ()
-        requests = (r for r in self.admitted.values() if not r.info.is_online and r not in away)
-        return DecodingRequests(requests, self.pool.page_tokens, RequestState.PAUSED)
+        return [one for one in decodes if not one.info.is_online and one not in away]
 
     def _switch(self, request: SimRequest, state: RequestState) -> None:
         request.move(state)
         request.refresh_view()
-
-    def _list_decoding(self) -> None:
-        self._decoding = DecodingRequests(self.admitted.values(), self.pool.page_tokens)
 
 
 def _arrival_order(request: SimRequest) -> tuple[float, str]:
