@@ -2,8 +2,7 @@
 
 - ``queue`` chooses the next request: by starvation, deadline, length, prefix or age.
 - ``prefix_trie`` orders requests by common prefixes.
-- ``time_order`` sorts them by a time: arrival or latest start.
-- ``request``, ``tokens`` and ``config`` define the input values.
+- ``request`` and ``config`` define the input values.
 """
 
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -15,15 +16,13 @@ from sglang_coserve.core.offline_queue.request import (
 class TrieLeaf:
     """A request in the trie; it keeps its position while it waits and while it runs."""
 
-    __slots__ = ("is_waiting", "next", "number", "parent", "previous", "request")
+    __slots__ = ("is_waiting", "number", "parent", "request")
 
     def __init__(self, request: QueuedRequest, number: int) -> None:
         self.request = request
         self.number = number
         self.is_waiting = False
         self.parent: _Node | None = None
-        self.previous: _Child | None = None
-        self.next: _Child | None = None
 
     @property
     def tokens(self) -> bytes:
@@ -47,70 +46,26 @@ class _Node:
     the first ``depth_bytes`` are the prefix. So edges need no text of their own,
     and splitting or joining them copies nothing. A node keeps at most one prompt
     alive after its request has left.
-
-    The children with waiting requests below them are a linked list through the
-    children themselves, from ``first`` to ``last``.
     """
 
-    __slots__ = ("children", "depth_bytes", "first", "last", "next", "parent", "previous", "tokens")
+    __slots__ = ("children", "depth_bytes", "parent", "tokens", "waiting")
 
     def __init__(self, parent: _Node | None, tokens: bytes, depth_bytes: int) -> None:
         self.parent = parent
         self.tokens = tokens
         self.depth_bytes = depth_bytes
         self.children: dict[bytes | int, _Child] = {}
-        self.first: _Child | None = None
-        self.last: _Child | None = None
-        self.previous: _Child | None = None
-        self.next: _Child | None = None
+        self.waiting: OrderedDict[bytes | int, _Child] = OrderedDict()
+        """The children with waiting requests below them, in their order."""
 
     @property
     def is_waiting(self) -> bool:
         """True when a request below this node waits."""
-        return self.first is not None
+        return bool(self.waiting)
 
     def branch(self, depth_bytes: int) -> bytes | int:
         """Return the key under which a node of this depth holds this one."""
         return self.tokens[depth_bytes : depth_bytes + TOKEN_BYTES]
-
-    def link_first(self, child: _Child) -> None:
-        """Put ``child`` before all waiting children."""
-        child.previous, child.next = None, self.first
-        if self.first is None:
-            self.last = child
-        else:
-            self.first.previous = child
-        self.first = child
-
-    def link_last(self, child: _Child) -> None:
-        """Put ``child`` behind all waiting children."""
-        child.previous, child.next = self.last, None
-        if self.last is None:
-            self.first = child
-        else:
-            self.last.next = child
-        self.last = child
-
-    def unlink(self, child: _Child) -> None:
-        """Take ``child`` out of the waiting children."""
-        self._join(child.previous, child.next)
-        child.previous = child.next = None
-
-    def replace(self, old: _Child, new: _Child) -> None:
-        """Put ``new`` where ``old`` stands among the waiting children."""
-        self._join(old.previous, new)
-        self._join(new, old.next)
-        old.previous = old.next = None
-
-    def _join(self, left: _Child | None, right: _Child | None) -> None:
-        if left is None:
-            self.first = right
-        else:
-            left.next = right
-        if right is None:
-            self.last = left
-        else:
-            right.previous = left
 
 
 _Child: TypeAlias = _Node | TrieLeaf
@@ -178,7 +133,7 @@ class PrefixTrie:
         leaf.is_waiting = False
         child: _Child = leaf
         while (parent := child.parent) is not None:
-            parent.unlink(child)
+            del parent.waiting[child.branch(parent.depth_bytes)]
             if parent.is_waiting:
                 break
             child = parent
@@ -197,8 +152,7 @@ class PrefixTrie:
         child: _Child = leaf
         while (parent := child.parent) is not None:
             if cached_bytes > parent.depth_bytes:
-                parent.unlink(child)
-                parent.link_first(child)
+                parent.waiting.move_to_end(child.branch(parent.depth_bytes), last=False)
             child = parent
 
     def remove(self, leaf: TrieLeaf) -> None:
@@ -235,16 +189,8 @@ class PrefixTrie:
                 if isinstance(child, _Node):
                     assert child.depth_bytes > node.depth_bytes
                     stack.append(child)
-            linked: list[_Child] = []
-            previous, current = None, node.first
-            while current is not None:
-                assert current.previous is previous
-                linked.append(current)
-                previous, current = current, current.next
-            assert node.last is previous
-            waiting = [child for child in node.children.values() if child.is_waiting]
-            assert len(linked) == len(waiting)
-            assert set(linked) == set(waiting)
+            waiting = {branch: one for branch, one in node.children.items() if one.is_waiting}
+            assert dict(node.waiting) == waiting
 
 
 def _waiting_below(top: _Child, done: _Child | None) -> Iterator[TrieLeaf]:
@@ -252,18 +198,17 @@ def _waiting_below(top: _Child, done: _Child | None) -> Iterator[TrieLeaf]:
     if isinstance(top, TrieLeaf):
         yield top
         return
-    stack = [top.first]
+    stack: list[Iterator[_Child]] = [iter(top.waiting.values())]
     while stack:
-        child = stack.pop()
-        assert child is not None
-        if child.next is not None:
-            stack.append(child.next)
-        if child is done:
-            continue
-        if isinstance(child, TrieLeaf):
+        for child in stack[-1]:
+            if child is done:
+                continue
+            if isinstance(child, _Node):
+                stack.append(iter(child.waiting.values()))
+                break
             yield child
         else:
-            stack.append(child.first)
+            stack.pop()
 
 
 def _wait(leaf: TrieLeaf, *, is_new: bool) -> None:
@@ -272,10 +217,9 @@ def _wait(leaf: TrieLeaf, *, is_new: bool) -> None:
     child: _Child = leaf
     while (parent := child.parent) is not None:
         was_waiting = parent.is_waiting
-        if child is leaf and is_new:
-            parent.link_last(child)
-        else:
-            parent.link_first(child)
+        branch = child.branch(parent.depth_bytes)
+        parent.waiting[branch] = child
+        parent.waiting.move_to_end(branch, last=child is leaf and is_new)
         if was_waiting:
             break
         child = parent
@@ -284,20 +228,21 @@ def _wait(leaf: TrieLeaf, *, is_new: bool) -> None:
 def _split(parent: _Node, child: _Child, depth_bytes: int) -> _Node:
     """Insert a node of the given depth into the edge from ``parent`` to ``child``."""
     node = _Node(parent, child.tokens, depth_bytes)
-    parent.children[child.branch(parent.depth_bytes)] = node
+    branch = child.branch(parent.depth_bytes)
+    parent.children[branch] = node
     node.children[child.branch(depth_bytes)] = child
     child.parent = node
     if child.is_waiting:
-        parent.replace(child, node)
-        node.link_last(child)
+        parent.waiting[branch] = node  # In its place.
+        node.waiting[child.branch(depth_bytes)] = child
     return node
 
 
 def _contract(node: _Node, parent: _Node) -> None:
     """Replace a node that has only one child left by that child."""
     (child,) = node.children.values()
+    branch = child.branch(parent.depth_bytes)
     if child.is_waiting:
-        node.unlink(child)
-        parent.replace(node, child)
-    parent.children[child.branch(parent.depth_bytes)] = child
+        parent.waiting[branch] = child  # In the node's place.
+    parent.children[branch] = child
     child.parent = parent

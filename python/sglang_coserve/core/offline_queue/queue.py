@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
+from sortedcontainers import SortedKeyList
+
 from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 from sglang_coserve.core.offline_queue.request import (
@@ -17,7 +19,6 @@ from sglang_coserve.core.offline_queue.request import (
     QueuedRequest,
     common_prefix_bytes,
 )
-from sglang_coserve.core.offline_queue.time_order import TimeOrder
 from sglang_coserve.errors import RequestError
 
 _EQUAL: Final = 1e-6
@@ -69,9 +70,14 @@ class OfflineQueue:
         self._config = config
         self._leaves: dict[str, TrieLeaf] = {}
         self._trie = PrefixTrie()
-        self._by_age = TimeOrder(_arrival_s)
-        self._by_latest_start = TimeOrder(_latest_start_s)
-        self._longest_first = TimeOrder(_less_service_s)
+        # Ties go by the order of ``add``. In a list what a key is made of must not change.
+        self._by_age = SortedKeyList(key=lambda leaf: (leaf.request.arrival_s, leaf.number))
+        self._by_latest_start = SortedKeyList(
+            key=lambda leaf: (leaf.request.latest_start_s, leaf.number)
+        )
+        self._longest_first = SortedKeyList(
+            key=lambda leaf: (-leaf.request.estimated_service_s, leaf.number)
+        )
         self._service_s = 0.0
         """Sum of ``estimated_service_s`` of the waiting requests."""
 
@@ -152,7 +158,7 @@ class OfflineQueue:
         """
         leaf = self._leaf(rid)
         assert leaf.is_waiting, f"{rid!r} is taken while it runs"
-        self._num_overtakes = 0 if leaf is self._by_age.first else self._num_overtakes + 1
+        self._num_overtakes = 0 if leaf is self._by_age[0] else self._num_overtakes + 1
         self._draw(0)
         self._draws.popleft()
         self._last_tokens = leaf.tokens
@@ -310,8 +316,9 @@ class OfflineQueue:
         )
 
     def _is_at_risk(self, leaf: TrieLeaf, now_s: float) -> bool:
-        slack_s = self._config.deadline_slack_s
-        return slack_s is not None and _latest_start_s(leaf.request) - now_s < slack_s
+        slack_s, latest_start_s = self._config.deadline_slack_s, leaf.request.latest_start_s
+        assert latest_start_s is not None
+        return slack_s is not None and latest_start_s - now_s < slack_s
 
     def _would_end_last(self, longest: TrieLeaf, service_s: float, num_yielded: int) -> bool:
         """Return whether the longest request must start now, or it would end last, alone.
@@ -385,17 +392,3 @@ class _Remaining:
 
 def _common_bytes(a: bytes, b: bytes) -> int:
     return common_prefix_bytes(a, b, 0, min(len(a), len(b)))
-
-
-def _arrival_s(request: QueuedRequest) -> float:
-    return request.arrival_s
-
-
-def _less_service_s(request: QueuedRequest) -> float:
-    return -request.estimated_service_s
-
-
-def _latest_start_s(request: QueuedRequest) -> float:
-    latest_start_s = request.latest_start_s
-    assert latest_start_s is not None
-    return latest_start_s
