@@ -41,7 +41,7 @@ def test_one_decode_takes_little_more_than_reading_the_weights(name: str) -> Non
     hardware = HARDWARE[name]
     model = RooflineModel.from_datasheet(LLAMA, hardware)
     read_s = LLAMA_WEIGHT_BYTES / (share_of_memory(name) * hardware.memory_byte_per_s)
-    one_decode_s = model.predict(StepStats.of([], [100])) - model.decode_step_s
+    one_decode_s = model.predict(StepStats.of([], [100])) - model.coefficients["decode_step_s"]
     assert one_decode_s == pytest.approx(read_s, rel=0.01)
 
 
@@ -52,7 +52,9 @@ def test_a_mixture_of_experts_reads_and_computes_those_of_its_tokens() -> None:
     byte_s = 1 / (share_of_memory("h100") * h100.memory_byte_per_s)
 
     def decode_s(requests: int) -> float:
-        return model.predict(StepStats.of([], [10] * requests)) - model.decode_step_s
+        return (
+            model.predict(StepStats.of([], [10] * requests)) - model.coefficients["decode_step_s"]
+        )
 
     # As its authors publish, it has 46.7e9 parameters, and a token uses 12.9e9.
     assert decode_s(1) == pytest.approx(12.9e9 * byte_s, rel=0.02)
@@ -61,7 +63,7 @@ def test_a_mixture_of_experts_reads_and_computes_those_of_its_tokens() -> None:
     one_each = RooflineModel.from_datasheet(replace(mixture, experts_per_token=1), h100, tp_size=2)
     flops = 8192 * 32 * 2 * 3 * 4096 * 14336 / 2  # tokens, layers, multiply-add, matrices, ranks
     assert model.predict(whole) - one_each.predict(whole) == pytest.approx(
-        flops * model.gemm_flop_s, rel=0.01
+        flops * model.coefficients["gemm_flop_s"], rel=0.01
     )
 
 
@@ -116,7 +118,9 @@ def test_quantized_weights_are_smaller_and_fp8_computes_faster(
     for hardware, factor in ((h100, faster), (a100, 1.0)):
         model = RooflineModel.from_datasheet(shape, hardware)
         plain = RooflineModel.from_datasheet(LLAMA, hardware)
-        assert plain.gemm_flop_s / model.gemm_flop_s == pytest.approx(factor)
+        assert plain.coefficients["gemm_flop_s"] / model.coefficients[
+            "gemm_flop_s"
+        ] == pytest.approx(factor)
 
 
 def test_prefill_times_that_conserve_publishes() -> None:
@@ -141,7 +145,7 @@ def test_decode_attention_reads_every_cached_key_once() -> None:
     longer = StepStats.of([], [5000 + 1000] * 8)
     kv_bytes = 8 * 1000 * 2 * 2 * 32 * 8 * 128  # tokens, K and V, bytes, layers, heads, dim
     grown_s = ROOFLINE.predict(longer) - ROOFLINE.predict(batch)
-    assert grown_s == pytest.approx(kv_bytes * ROOFLINE.attention_byte_s)
+    assert grown_s == pytest.approx(kv_bytes * ROOFLINE.coefficients["attention_byte_s"])
 
 
 def test_a_mixed_batch_pays_the_larger_overhead_once() -> None:
@@ -157,11 +161,15 @@ def test_tensor_parallel_ranks_share_the_work_and_pay_for_talking() -> None:
     chunk = StepStats.of([(4096, 0)])
     one, four = (RooflineModel.from_datasheet(LLAMA, HARDWARE["h100"], tp_size=n) for n in (1, 4))
     silent = four.with_coefficients({"communication_byte_s": 0.0})
-    computing_s = silent.predict(chunk) - four.prefill_step_s
-    assert computing_s == pytest.approx((one.predict(chunk) - one.prefill_step_s) / 4, rel=0.01)
-    assert four.prefill_step_s - one.prefill_step_s == pytest.approx(2 * 32 * 25e-6)
+    computing_s = silent.predict(chunk) - four.coefficients["prefill_step_s"]
+    assert computing_s == pytest.approx(
+        (one.predict(chunk) - one.coefficients["prefill_step_s"]) / 4, rel=0.01
+    )
+    assert four.coefficients["prefill_step_s"] - one.coefficients[
+        "prefill_step_s"
+    ] == pytest.approx(2 * 32 * 25e-6)
     # 2 all-reduces of 4096 × 4096 bf16 values in 32 layers; a ring moves 2·(4 − 1)/4 of each.
-    talk_s = 2 * 32 * 4096 * 4096 * 2 * 1.5 * four.communication_byte_s
+    talk_s = 2 * 32 * 4096 * 4096 * 2 * 1.5 * four.coefficients["communication_byte_s"]
     assert four.predict(chunk) - silent.predict(chunk) == pytest.approx(talk_s)
 
 
@@ -194,18 +202,30 @@ def test_fit_finds_the_efficiencies_of_a_machine() -> None:
     samples = measure(machine, random_batches(4000, seed=1), seed=2)
     fit = ROOFLINE.fit(samples)
     assert error_of(fit.model, machine, random_batches(1000, seed=3)) < 0.005
-    assert fit.model.gemm_flop_s == pytest.approx(machine.gemm_flop_s, rel=0.02)
-    assert fit.model.attention_byte_s == pytest.approx(machine.attention_byte_s, rel=0.02)
-    assert fit.model.prefill_request_s == pytest.approx(machine.prefill_request_s, rel=0.1)
-    assert fit.model.decode_request_s == pytest.approx(machine.decode_request_s, rel=0.1)
+    assert fit.model.coefficients["gemm_flop_s"] == pytest.approx(
+        machine.coefficients["gemm_flop_s"], rel=0.02
+    )
+    assert fit.model.coefficients["attention_byte_s"] == pytest.approx(
+        machine.coefficients["attention_byte_s"], rel=0.02
+    )
+    assert fit.model.coefficients["prefill_request_s"] == pytest.approx(
+        machine.coefficients["prefill_request_s"], rel=0.1
+    )
+    assert fit.model.coefficients["decode_request_s"] == pytest.approx(
+        machine.coefficients["decode_request_s"], rel=0.1
+    )
 
 
 def test_a_few_samples_move_only_what_they_show() -> None:
-    machine = ROOFLINE.with_coefficients({"gemm_byte_s": 1.6 * ROOFLINE.gemm_byte_s})
+    machine = ROOFLINE.with_coefficients(
+        {"gemm_byte_s": 1.6 * ROOFLINE.coefficients["gemm_byte_s"]}
+    )
     samples = measure(machine, random_batches(40, seed=1, prefills=False), seed=2)
     model = ROOFLINE.fit(samples).model
     # Without prefill nothing is known of it, so its cost stays as the datasheet has it.
-    assert model.prefill_attention_flop_s == pytest.approx(ROOFLINE.prefill_attention_flop_s)
+    assert model.coefficients["prefill_attention_flop_s"] == pytest.approx(
+        ROOFLINE.coefficients["prefill_attention_flop_s"]
+    )
     assert error_of(model, machine, random_batches(500, seed=3, prefills=False)) < 0.02
     assert error_of(ROOFLINE, machine, random_batches(500, seed=3, prefills=False)) > 0.1
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -15,13 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_coserve.core.latency_model.model import (
-    Floats,
-    LatencyModel,
-    SampleTable,
-    longest_prefill,
-    solve_chunk,
-)
+from sglang_coserve.core.latency_model.model import Floats, LatencyModel, SampleTable
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
@@ -268,10 +262,6 @@ class LinearModel(LatencyModel):
         """See ``LatencyModel.kind``."""
         return self.features.kind
 
-    def with_coefficients(self, values: Mapping[str, float]) -> LinearModel:
-        """See ``LatencyModel.with_coefficients``."""
-        return replace(self, coefficients={**self.coefficients, **values})
-
     def predict(self, batch: StepStats) -> float:
         """See ``LatencyModel.predict``."""
         prefills, prefill_tokens, prefill_context, pairs, decodes, decode_tokens = batch
@@ -309,20 +299,6 @@ class LinearModel(LatencyModel):
             + any_decode_s
         )
         return self._with_graphs(seconds, batch) if self.captured_batch_sizes else seconds
-
-    def max_prefill_tokens(
-        self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
-    ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; starts from a closed-form solution."""
-        # Beyond the first token, m more add m·(C + 2) + m² to ΣP·(P + C), 2·S_p·m + m² to S_p².
-        first = batch.with_prefill(1, context_tokens)
-        token_s, _, pair_s, token_squared_s = self._prices[1:5]
-        slope_s = (
-            token_s + pair_s * (context_tokens + 2) + 2 * token_squared_s * first.prefill_tokens
-        )
-        slack_s = budget_s - self.predict(first)
-        more = solve_chunk(slack_s, slope_s, pair_s + token_squared_s)
-        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, 1 + more)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Final, Generic, Self, TypeVar
 
@@ -17,6 +17,9 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
 _HELD_OUT_FRACTION: Final = 0.2
+
+_SECOND_TRY_TOKENS: Final = 1024
+"""Of the search for the longest chunk: about as long as chunks are."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating]
@@ -176,14 +179,12 @@ class LatencyModel(ABC):
     def kind(self) -> str:
         """The name of the model in a saved profile."""
 
-    @property
-    @abstractmethod
-    def coefficients(self) -> Mapping[str, float]:
-        """The coefficients by name, in the order of ``contributions``."""
+    coefficients: Mapping[str, float]
+    """By name, in the order of ``contributions``."""
 
-    @abstractmethod
     def with_coefficients(self, values: Mapping[str, float]) -> Self:
         """Return the same form with the named coefficients replaced."""
+        return replace(self, coefficients={**self.coefficients, **values})
 
     @abstractmethod
     def form(self) -> dict[str, object]:
@@ -193,7 +194,6 @@ class LatencyModel(ABC):
     def predict(self, batch: StepStats) -> float:
         """Return the predicted seconds of a batch; 0 for an empty batch. O(1)."""
 
-    @abstractmethod
     def max_prefill_tokens(
         self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
     ) -> int:
@@ -203,7 +203,31 @@ class LatencyModel(ABC):
         and ``limit_tokens`` left. The result n is the largest one up to ``limit_tokens``
         for which ``predict`` with a prefill of n more tokens stays within ``budget_s``; 0 if
         not even one token fits.
+
+        Tries where the line through the last two tries meets the budget, as models are nearly
+        linear in pieces: six predictions mostly. Every eighth halves what is left, so it takes
+        O(log limit) of them for any monotone ``predict``.
         """
+        low, high = 0, limit_tokens + 1  # low fits, high does not
+        probe, last, last_s = 1, 0, 0.0
+        for number in count(1):
+            if high - low <= 1:
+                break
+            seconds = self.predict(batch.with_prefill(probe, context_tokens))
+            if seconds <= budget_s:
+                low, ahead = probe, 1.0
+            else:
+                high, ahead = probe, -1.0
+            if number == 1:
+                ahead = _SECOND_TRY_TOKENS
+            elif seconds != last_s:
+                ahead = (budget_s - seconds) * (probe - last) / (seconds - last_s)
+            last, last_s = probe, seconds
+            if number % 8:
+                probe = math.floor(min(max(probe + ahead, low + 1), high - 1))
+            else:
+                probe = (low + high) // 2
+        return low
 
     @abstractmethod
     def contributions(self, table: SampleTable) -> Floats:
@@ -250,55 +274,3 @@ class LatencyModel(ABC):
         """Assert that all coefficients are finite and non-negative."""
         for name, value in self.coefficients.items():
             assert math.isfinite(value) and value >= 0, f"{self.kind}: {name} = {value}"
-
-
-def solve_chunk(slack_s: float, per_token_s: float, per_token_squared_s: float) -> float:
-    """Return the smallest n ≥ 0 with per_token_squared_s·n² + per_token_s·n = slack_s.
-
-    0 without slack, infinity if both coefficients are 0, or if no n is enough.
-    """
-    if slack_s <= 0:
-        return 0.0
-    discriminant = per_token_s**2 + 4 * per_token_squared_s * slack_s
-    if discriminant < 0:
-        return math.inf
-    # This form of the root avoids cancellation, so it is also exact for tiny quadratic terms.
-    root = per_token_s + math.sqrt(discriminant)
-    return 2 * slack_s / root if root > 0 else math.inf
-
-
-def longest_prefill(
-    model: LatencyModel,
-    batch: StepStats,
-    context_tokens: int,
-    limit_tokens: int,
-    budget_s: float,
-    guess: float | None = None,
-) -> int:
-    """Return the largest n ≤ limit for which ``model.predict`` stays within the budget.
-
-    Correct for any monotone ``predict``, in O(log limit) predictions: at most every third halves
-    what is left. With ``guess``, an approximate solution, the search starts there, and takes two
-    predictions if the guess is exact. From there it follows the line through the last two, as
-    models are linear in pieces.
-    """
-    assert limit_tokens >= 0, f"negative limit: {limit_tokens}"
-    low, high = 0, limit_tokens + 1  # low fits, high does not
-    last, last_s = 0, budget_s
-    probe = high // 2 if guess is None else round(min(guess, limit_tokens))
-    for number in count(1):
-        if high - low <= 1:
-            break
-        seconds = model.predict(batch.with_prefill(probe, context_tokens))
-        if seconds <= budget_s:
-            low, ahead = probe, 1.0
-        else:
-            high, ahead = probe, -1.0
-        if number > 1 and seconds != last_s:
-            ahead = (budget_s - seconds) * (probe - last) / (seconds - last_s)
-        last, last_s = probe, seconds
-        if number % 3:
-            probe = math.floor(min(max(probe + ahead, low + 1), high - 1))
-        else:
-            probe = (low + high) // 2
-    return low

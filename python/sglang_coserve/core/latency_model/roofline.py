@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
 from sglang_coserve.core.latency_model.machine import Hardware
-from sglang_coserve.core.latency_model.model import (
-    Floats,
-    Ints,
-    LatencyModel,
-    SampleTable,
-    longest_prefill,
-    solve_chunk,
-)
+from sglang_coserve.core.latency_model.model import Floats, Ints, LatencyModel, SampleTable
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.operators import Gemm, Operators
 from sglang_coserve.core.latency_model.refiner import fit_rescaled
@@ -55,21 +47,50 @@ _LINK: Final = 0.7
 _STEP_S: Final = 1e-3
 _REQUEST_S: Final = 1e-6
 
-_COEFFICIENTS: Final = (
-    "gemm_flop_s",
-    "gemm_byte_s",
-    "prefill_attention_flop_s",
-    "decode_attention_flop_s",
-    "attention_byte_s",
-    "communication_byte_s",
-    "prefill_step_s",
-    "decode_step_s",
-    "prefill_request_s",
-    "decode_request_s",
-)
-
 _GemmLine = tuple[float, float, float, float]
 """Seconds to compute a row, to read and write a row, and to read the weights; ``Gemm.missed``."""
+
+
+class _Costs(NamedTuple):
+    """What the coefficients make of the operators, in seconds where nothing else is said."""
+
+    layer_gemms: tuple[_GemmLine, ...]
+    lm_head: _GemmLine
+    token_s: float
+    """Of communication."""
+
+    prefill_pair_s: float
+    decode_pair_s: float
+    kv_byte_s: float
+    query_bytes: int
+    key_bytes: int
+    prefill_step_s: float
+    decode_step_s: float
+    prefill_request_s: float
+    decode_request_s: float
+
+    @classmethod
+    def of(cls, operators: Operators, coefficients: Mapping[str, float]) -> _Costs:
+        flop_s, byte_s, prefill_flop_s, decode_flop_s, kv_byte_s, link_s, *static_s = (
+            coefficients.values()
+        )
+
+        def line(gemm: Gemm) -> _GemmLine:
+            weight_s = byte_s * gemm.weight_bytes
+            return flop_s * gemm.row_flops, byte_s * gemm.row_bytes, weight_s, gemm.missed
+
+        attention = operators.attention
+        return cls(
+            tuple(map(line, operators.layer_gemms)),
+            line(operators.lm_head),
+            link_s * operators.communication_bytes,
+            prefill_flop_s * attention.prefill_pair_flops,
+            decode_flop_s * attention.decode_pair_flops,
+            kv_byte_s,
+            attention.query_bytes,
+            attention.key_bytes,
+            *static_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +98,9 @@ class RooflineModel(LatencyModel):
     """Sums max(FLOPs / F, bytes / M) over the operators of a step (OOCO §3.3).
 
     The coefficients are the inverses of those in the paper's Table 4, so that all of
-    them are seconds per unit. A batch with prefills and decodes pays the
-    larger of the two static overheads. Each request adds a cost of its own, which
-    the paper does not have (see ``CONSERVE``). Built from the
+    them are seconds per unit: of F_g, M_g, F_ap, F_ad, M_a, B_c, O_p and O_d, in this order. A
+    batch with prefills and decodes pays the larger of the two static overheads, O. Each request
+    adds a cost of its own, which the paper does not have (see ``CONSERVE``). Built from the
     model's config and the device's datasheet, it can predict before anything was
     measured; ``fit`` replaces the assumed efficiencies by measured ones.
     """
@@ -88,66 +109,16 @@ class RooflineModel(LatencyModel):
     hardware: Hardware
     tp_size: int
 
-    gemm_flop_s: float
-    """1 / F_g."""
+    coefficients: Mapping[str, float]
 
-    gemm_byte_s: float
-    """1 / M_g."""
-
-    prefill_attention_flop_s: float
-    """1 / F_ap."""
-
-    decode_attention_flop_s: float
-    """1 / F_ad."""
-
-    attention_byte_s: float
-    """1 / M_a."""
-
-    communication_byte_s: float
-    """1 / B_c."""
-
-    prefill_step_s: float
-    """O_p."""
-
-    decode_step_s: float
-    """O_d."""
-
-    prefill_request_s: float
-    """Cost of each prefill."""
-
-    decode_request_s: float
-    """Cost of each decode."""
-
-    _operators: Operators = field(init=False, repr=False, compare=False)
-    _layer_gemm_lines: tuple[_GemmLine, ...] = field(init=False, repr=False, compare=False)
-    _lm_head_line: _GemmLine = field(init=False, repr=False, compare=False)
-    _per_token_s: float = field(init=False, repr=False, compare=False)
-    """Communication time per token."""
-
-    _token_s: float = field(init=False, repr=False, compare=False)
-    """Time per token in the layers, for large batches."""
-
-    _prefill_pair_s: float = field(init=False, repr=False, compare=False)
-    _decode_pair_s: float = field(init=False, repr=False, compare=False)
+    _costs: _Costs = field(init=False, repr=False, compare=False)
 
     kind: ClassVar[str] = "roofline"
 
     def __post_init__(self) -> None:
         self.assert_coefficients()
-        operators = Operators.of(self.shape, self.tp_size)
-        object.__setattr__(self, "_operators", operators)
-        lines = tuple(self._line(gemm) for gemm in operators.layer_gemms)
-        object.__setattr__(self, "_layer_gemm_lines", lines)
-        object.__setattr__(self, "_lm_head_line", self._line(operators.lm_head))
-        per_token_s = self.communication_byte_s * operators.communication_bytes
-        object.__setattr__(self, "_per_token_s", per_token_s)
-        token_s = per_token_s + sum(max(line[:2]) for line in lines)
-        object.__setattr__(self, "_token_s", token_s)
-        attention = operators.attention
-        prefill_pair_s = self.prefill_attention_flop_s * attention.prefill_pair_flops
-        object.__setattr__(self, "_prefill_pair_s", prefill_pair_s)
-        decode_pair_s = self.decode_attention_flop_s * attention.decode_pair_flops
-        object.__setattr__(self, "_decode_pair_s", decode_pair_s)
+        costs = _Costs.of(Operators.of(self.shape, self.tp_size), self.coefficients)
+        object.__setattr__(self, "_costs", costs)
 
     @classmethod
     def from_datasheet(
@@ -165,31 +136,20 @@ class RooflineModel(LatencyModel):
         kv_memory = min(memory, grouped) if has_groups else memory
         all_reduces = 2 * shape.num_layers if tp_size > 1 else 0
         step_s = _STEP_S + all_reduces * _ALL_REDUCE_S
-        return cls(
-            shape,
-            hardware,
-            tp_size,
-            gemm_flop_s=1 / (_GEMM_COMPUTE * speedup * hardware.bf16_flop_per_s),
-            gemm_byte_s=1 / (memory * hardware.memory_byte_per_s),
-            prefill_attention_flop_s=1 / (_PREFILL_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
-            decode_attention_flop_s=1 / (_DECODE_ATTENTION_COMPUTE * hardware.bf16_flop_per_s),
-            attention_byte_s=1 / (kv_memory * hardware.memory_byte_per_s),
-            communication_byte_s=1 / (_LINK * hardware.link_byte_per_s),
-            prefill_step_s=step_s,
-            decode_step_s=step_s,
-            prefill_request_s=_REQUEST_S,
-            decode_request_s=_REQUEST_S,
-        )
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """See ``LatencyModel.coefficients``."""
-        return {name: getattr(self, name) for name in _COEFFICIENTS}
-
-    def with_coefficients(self, values: Mapping[str, float]) -> RooflineModel:
-        """See ``LatencyModel.with_coefficients``."""
-        coefficients = {**self.coefficients, **values}
-        return RooflineModel(self.shape, self.hardware, self.tp_size, **coefficients)
+        flop_per_s, byte_per_s = hardware.bf16_flop_per_s, hardware.memory_byte_per_s
+        coefficients = {
+            "gemm_flop_s": 1 / (_GEMM_COMPUTE * speedup * flop_per_s),
+            "gemm_byte_s": 1 / (memory * byte_per_s),
+            "prefill_attention_flop_s": 1 / (_PREFILL_ATTENTION_COMPUTE * flop_per_s),
+            "decode_attention_flop_s": 1 / (_DECODE_ATTENTION_COMPUTE * flop_per_s),
+            "attention_byte_s": 1 / (kv_memory * byte_per_s),
+            "communication_byte_s": 1 / (_LINK * hardware.link_byte_per_s),
+            "prefill_step_s": step_s,
+            "decode_step_s": step_s,
+            "prefill_request_s": _REQUEST_S,
+            "decode_request_s": _REQUEST_S,
+        }
+        return cls(shape, hardware, tp_size, coefficients)
 
     def predict(self, batch: StepStats) -> float:
         """See ``LatencyModel.predict``."""
@@ -198,80 +158,61 @@ class RooflineModel(LatencyModel):
         requests = prefills + decodes
         if not requests:
             return 0.0
+        costs = self._costs
         tokens = prefill_tokens + decodes
         seconds = (
-            self._per_token_s * tokens
-            + self.prefill_request_s * prefills
-            + self.decode_request_s * decodes
+            costs.token_s * tokens
+            + costs.prefill_request_s * prefills
+            + costs.decode_request_s * decodes
         )
-        for row_compute_s, row_memory_s, weight_s, missed in self._layer_gemm_lines:
+        for row_compute_s, row_memory_s, weight_s, missed in costs.layer_gemms:
             if missed:
                 # Experts that no row goes through are not read, if rows choose independently.
                 weight_s *= 1.0 - missed**tokens
             compute_s, memory_s = row_compute_s * tokens, weight_s + row_memory_s * tokens
             seconds += compute_s if compute_s > memory_s else memory_s
-        row_compute_s, row_memory_s, weight_s, _ = self._lm_head_line
+        row_compute_s, row_memory_s, weight_s, _ = costs.lm_head
         compute_s, memory_s = row_compute_s * requests, weight_s + row_memory_s * requests
         seconds += compute_s if compute_s > memory_s else memory_s
-        attention = self._operators.attention
         step_s = 0.0
         if prefills:
             keys = prefill_tokens + prefill_context
-            compute_s = self._prefill_pair_s * pairs
-            moved = attention.query_bytes * prefill_tokens + attention.key_bytes * keys
-            memory_s = self.attention_byte_s * moved
+            compute_s = costs.prefill_pair_s * pairs
+            moved = costs.query_bytes * prefill_tokens + costs.key_bytes * keys
+            memory_s = costs.kv_byte_s * moved
             seconds += compute_s if compute_s > memory_s else memory_s
-            step_s = self.prefill_step_s
+            step_s = costs.prefill_step_s
         if decodes:
-            compute_s = self._decode_pair_s * decode_keys
-            moved = attention.query_bytes * decodes + attention.key_bytes * decode_keys
-            memory_s = self.attention_byte_s * moved
+            compute_s = costs.decode_pair_s * decode_keys
+            moved = costs.query_bytes * decodes + costs.key_bytes * decode_keys
+            memory_s = costs.kv_byte_s * moved
             seconds += compute_s if compute_s > memory_s else memory_s
-            if step_s < self.decode_step_s:
-                step_s = self.decode_step_s
+            if step_s < costs.decode_step_s:
+                step_s = costs.decode_step_s
         return seconds + step_s
-
-    def max_prefill_tokens(
-        self, batch: StepStats, context_tokens: int, limit_tokens: int, budget_s: float
-    ) -> int:
-        """See ``LatencyModel.max_prefill_tokens``; searches from a closed-form estimate."""
-        if limit_tokens <= 0:
-            return 0
-        whole_s = self.predict(batch.with_prefill(limit_tokens, context_tokens))
-        if whole_s <= budget_s:
-            return limit_tokens
-        # Assume compute-bound operators: m of n tokens less take m·(2n + C) - m² off ΣP·(P + C).
-        slope_s = self._token_s + self._prefill_pair_s * (context_tokens + 2 * limit_tokens)
-        less = solve_chunk(whole_s - budget_s, slope_s, -self._prefill_pair_s)
-        tokens = limit_tokens - math.ceil(min(less, limit_tokens - 1))
-        return longest_prefill(self, batch, context_tokens, limit_tokens, budget_s, tokens)
 
     def contributions(self, table: SampleTable) -> Floats:
         """See ``LatencyModel.contributions``; the smaller side of each maximum contributes 0."""
-        attention = self._operators.attention
-        gemm_compute_s, gemm_memory_s = self._gemm(self._operators.lm_head, table.num_requests)
-        for gemm in self._operators.layer_gemms:
-            compute_s, memory_s = self._gemm(gemm, table.compute_tokens)
+        costs = self._costs
+        gemm_compute_s, gemm_memory_s = _gemm(costs.lm_head, table.num_requests)
+        for line in costs.layer_gemms:
+            compute_s, memory_s = _gemm(line, table.compute_tokens)
             gemm_compute_s += compute_s
             gemm_memory_s += memory_s
+        query_bytes, key_bytes = costs.query_bytes, costs.key_bytes
         keys = table.prefill_tokens + table.prefill_context_tokens
         prefill_compute_s, prefill_memory_s = _larger(
-            self._prefill_pair_s * table.prefill_attention_pairs,
-            self.attention_byte_s
-            * (attention.query_bytes * table.prefill_tokens + attention.key_bytes * keys),
+            costs.prefill_pair_s * table.prefill_attention_pairs,
+            costs.kv_byte_s * (query_bytes * table.prefill_tokens + key_bytes * keys),
         )
         keys = table.decode_context_tokens
         decode_compute_s, decode_memory_s = _larger(
-            self._decode_pair_s * keys,
-            self.attention_byte_s
-            * (attention.query_bytes * table.decode_requests + attention.key_bytes * keys),
+            costs.decode_pair_s * keys,
+            costs.kv_byte_s * (query_bytes * table.decode_requests + key_bytes * keys),
         )
         prefill_step_s, decode_step_s = _larger(
-            self.prefill_step_s * (table.prefill_requests > 0),
-            self.decode_step_s * (table.decode_requests > 0),
-        )
-        communication_s = (
-            self.communication_byte_s * self._operators.communication_bytes * table.compute_tokens
+            costs.prefill_step_s * (table.prefill_requests > 0),
+            costs.decode_step_s * (table.decode_requests > 0),
         )
         return np.vstack(
             [
@@ -280,11 +221,11 @@ class RooflineModel(LatencyModel):
                 prefill_compute_s,
                 decode_compute_s,
                 prefill_memory_s + decode_memory_s,
-                communication_s,
+                costs.token_s * table.compute_tokens,
                 prefill_step_s,
                 decode_step_s,
-                self.prefill_request_s * table.prefill_requests,
-                self.decode_request_s * table.decode_requests,
+                costs.prefill_request_s * table.prefill_requests,
+                costs.decode_request_s * table.decode_requests,
             ]
         ).T
 
@@ -307,18 +248,11 @@ class RooflineModel(LatencyModel):
             "tp_size": self.tp_size,
         }
 
-    def _line(self, gemm: Gemm) -> _GemmLine:
-        return (
-            self.gemm_flop_s * gemm.row_flops,
-            self.gemm_byte_s * gemm.row_bytes,
-            self.gemm_byte_s * gemm.weight_bytes,
-            gemm.missed,
-        )
 
-    def _gemm(self, gemm: Gemm, rows: Ints) -> tuple[Floats, Floats]:
-        row_compute_s, row_memory_s, weight_s, missed = self._line(gemm)
-        read_s = weight_s * (1.0 - missed**rows) if missed else weight_s
-        return _larger(row_compute_s * rows, read_s + row_memory_s * rows)
+def _gemm(line: _GemmLine, rows: Ints) -> tuple[Floats, Floats]:
+    row_compute_s, row_memory_s, weight_s, missed = line
+    read_s = weight_s * (1.0 - missed**rows) if missed else weight_s
+    return _larger(row_compute_s * rows, read_s + row_memory_s * rows)
 
 
 def _larger(left_s: Floats, right_s: Floats) -> tuple[Floats, Floats]:
