@@ -8,12 +8,11 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Final, NoReturn, Self, get_origin, get_type_hints
+from typing import Any, Final, NoReturn, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from sglang_coserve.core.validation import STRICT, explain
+from sglang_coserve.core.validation import check_ranges
 from sglang_coserve.errors import ConfigError
 
 POSITIVE: Final = Field(gt=0)
@@ -94,15 +93,9 @@ class FlagSettings:
     """
 
     def __post_init__(self) -> None:
-        own: Any = type(self)
-        ranges = _ranges(own)
+        check_ranges(self, flag)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ranges:
-                try:
-                    ranges[field.name].validate_python(value)
-                except ValidationError as error:
-                    raise ConfigError(f"{flag(field.name)} {explain(error)}") from error
             choices = field.metadata["cli"].get("choices")
             if choices is not None and value != field.default and value not in choices:
                 raise ConfigError(
@@ -142,13 +135,3 @@ class FlagSettings:
             if (value := getattr(self, field.name)) != field.default
             and not (value == 0 and field.metadata["is_off_at_zero"])
         }
-
-
-@cache
-def _ranges(settings: type[FlagSettings]) -> Mapping[str, TypeAdapter[Any]]:
-    """Return what checks a value, for the fields that have a range."""
-    return {
-        name: TypeAdapter(kind, config=STRICT)
-        for name, kind in get_type_hints(settings, include_extras=True).items()
-        if get_origin(kind) is Annotated
-    }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
-from sglang_coserve.errors import ConfigError
+from pydantic import Field
+
+from sglang_coserve.core.validation import check_ranges
 
 
 class Overload(Enum):
@@ -28,39 +30,39 @@ class SchedulerConfig:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    iteration_budget_s: float | None = None
+    iteration_budget_s: Annotated[float | None, Field(gt=0)] = None
     """Latency budget of a step with online work (the budget that HyGen §4.2 searches for);
     ``None``: only the targets bound it. Online work alone may exceed it."""
 
     overload: Overload = Overload.BEST_EFFORT
 
-    min_chunk_tokens: int = 16
+    min_chunk_tokens: Annotated[int, Field(ge=1)] = 16
     """Smallest chunk into which an offline prefill is cut."""
 
-    headroom_tokens: int = 512
+    headroom_tokens: Annotated[int, Field(ge=0)] = 512
     """KV kept free for each running request when a new offline request is admitted, so that it is
     not retracted again at once; at most an eighth of all KV. Simulated on an H100 at 80% load,
     prompts of 2,048 and outputs of 64 tokens: 6,079 offline tokens/s and 52 retractions, with 64
     tokens 4,798 and 228."""
 
-    max_offline_requests: int | None = None
+    max_offline_requests: Annotated[int | None, Field(ge=1)] = None
     """Most offline requests that may hold KV at once; ``None``: only memory bounds them."""
 
-    max_picks: int = 64
+    max_picks: Annotated[int, Field(ge=1)] = 64
     """Most offline requests taken from the queue in one step; bounds the planning time."""
 
-    utility_ratio: float | None = None
+    utility_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
     """For policies with prefix sharing in the queue: the probability that a pick follows the
     prefix order instead of being the oldest request (HyGen's u); ``None``: the policy's default."""
 
-    random_picks: int | None = None
+    random_picks: Annotated[int | None, Field(ge=0)] = None
     """For OOCO: number of offline decodes drawn at random (K of its Algorithm 2); ``None``: the
     policy's default."""
 
-    step_prefill_tokens: int | None = None
+    step_prefill_tokens: Annotated[int | None, Field(ge=1)] = None
     """For HyGen: most prompt tokens of a step (C); ``None``: the policy's default."""
 
-    base_batch_requests: int | None = None
+    base_batch_requests: Annotated[int | None, Field(ge=1)] = None
     """For BROS: most requests of a step after one that a deadline limited (B_base); ``None``: the
     policy's default."""
 
@@ -71,31 +73,4 @@ class SchedulerConfig:
     """Seed of the policies that draw at random."""
 
     def __post_init__(self) -> None:
-        """Check every range."""
-        budget_s = self.iteration_budget_s
-        if budget_s is not None and not 0 < budget_s < math.inf:
-            raise ConfigError(
-                f"scheduler: iteration_budget_s is {budget_s}: use a positive time or None"
-            )
-        if self.utility_ratio is not None and not 0 <= self.utility_ratio <= 1:
-            raise ConfigError(
-                f"scheduler: utility_ratio is {self.utility_ratio}: use a number from 0 to 1"
-            )
-        if self.max_offline_requests is not None and self.max_offline_requests < 1:
-            raise ConfigError(
-                f"scheduler: max_offline_requests is {self.max_offline_requests}: "
-                "use at least 1, or None"
-            )
-        for name, least in (
-            ("min_chunk_tokens", 1),
-            ("headroom_tokens", 0),
-            ("max_picks", 1),
-            ("random_picks", 0),
-            ("step_prefill_tokens", 1),
-            ("base_batch_requests", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"scheduler: {name} is {value}: use an integer of at least {least}"
-                )
+        check_ranges(self, "scheduler: {}".format)

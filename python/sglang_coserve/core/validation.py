@@ -1,12 +1,14 @@
-"""Parses JSON into typed values, with errors that name the file and the field."""
+"""Checks values by their types, with errors that name the file, and the field or setting."""
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Annotated, Any, Final, TypeVar, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.errors import ConfigError, InputFileError
 
 T = TypeVar("T")
 
@@ -30,6 +32,28 @@ def read_json(kind: type[T], text: str | bytes, source: str) -> T:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
         raise InputFileError(f"{source}: {explain(error)}") from error
+
+
+def check_ranges(settings: object, label: Callable[[str], str]) -> None:
+    """Check the fields of a dataclass whose types have a range: those that are ``Annotated``.
+
+    Raises:
+        ConfigError: a value is out of its range; the message begins with the field's ``label``.
+    """
+    for name, adapter in _ranges(type(settings)).items():
+        try:
+            adapter.validate_python(getattr(settings, name))
+        except ValidationError as error:
+            raise ConfigError(f"{label(name)} {explain(error)}") from error
+
+
+@cache
+def _ranges(settings: type) -> Mapping[str, TypeAdapter[Any]]:
+    return {
+        name: TypeAdapter(kind, config=STRICT)
+        for name, kind in get_type_hints(settings, include_extras=True).items()
+        if get_origin(kind) is Annotated
+    }
 
 
 def explain(error: ValidationError) -> str:

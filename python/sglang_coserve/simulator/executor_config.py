@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from pydantic import NonNegativeFloat, PositiveInt
+
 from sglang_coserve.core.control.baseline import EngineSize
+from sglang_coserve.core.validation import check_ranges
 from sglang_coserve.errors import ConfigError
 
 
@@ -19,21 +21,18 @@ class SafepointConfig:
         ConfigError: a value is out of range.
     """
 
-    num_layers: int
-    interval_layers: int = 4
+    num_layers: PositiveInt
+    interval_layers: PositiveInt = 4
     """Number of layers between checks; ConServe §6.5 uses 4."""
 
-    check_s: float = 10e-6
+    check_s: NonNegativeFloat = 10e-6
     """Cost of one check; ConServe §6.5 states less than 10 µs on one GPU."""
 
-    resume_s: float = 1e-3
+    resume_s: NonNegativeFloat = 1e-3
     """Cost of suspending and resuming a step, as measured with a prototype on a CPU."""
 
     def __post_init__(self) -> None:
-        _check(self.num_layers >= 1, "layers", self.num_layers, ">= 1")
-        _check(self.interval_layers >= 1, "safepoint interval", self.interval_layers, ">= 1 layer")
-        _check(0 <= self.check_s < math.inf, "safepoint cost", self.check_s, ">= 0 s")
-        _check(0 <= self.resume_s < math.inf, "cost of a resumption", self.resume_s, ">= 0 s")
+        check_ranges(self, "simulator: {} of safepoints".format)
 
     @property
     def checks_per_iteration(self) -> int:
@@ -55,10 +54,10 @@ class ExecutorConfig:
     """
 
     kv_capacity_tokens: int
-    page_tokens: int = 16
+    page_tokens: PositiveInt = 16
     """KV is allocated in pages of this many tokens."""
 
-    max_running_requests: int = 256
+    max_running_requests: PositiveInt = 256
     """Most requests that hold KV at once."""
 
     max_batch_tokens: int = 8192
@@ -67,7 +66,7 @@ class ExecutorConfig:
     prefix_cache: bool = True
     """False: KV is never shared, and a retracted request keeps none on the device."""
 
-    checkpoint_tokens_per_s: float = 0.0
+    checkpoint_tokens_per_s: NonNegativeFloat = 0.0
     """KV tokens per second that are copied to host memory, and back (ConServe §4.4; §6.5 measured
     37 GB/s from one H100); 0: KV released on the device must be computed again."""
 
@@ -83,33 +82,21 @@ class ExecutorConfig:
     """With ``overlap``: whether the step after one with offline work is planned as that ends, as
     our engine does."""
 
-    noise_cv: float = 0.0
+    noise_cv: NonNegativeFloat = 0.0
     """Coefficient of variation of step times around the latency model."""
 
     seed: int = 0
     """Seed of the noise."""
 
     def __post_init__(self) -> None:
-        _check(self.page_tokens >= 1, "page size", self.page_tokens, ">= 1 token")
-        _check(
-            self.kv_capacity_tokens >= self.page_tokens,
-            "KV capacity",
-            self.kv_capacity_tokens,
-            f">= one page of {self.page_tokens} tokens",
-        )
-        _check(
-            self.max_running_requests >= 1, "running requests", self.max_running_requests, ">= 1"
-        )
+        check_ranges(self, "simulator: {}".format)
         # Chunks end at page boundaries, so a smaller batch would never make progress.
-        _check(
-            self.max_batch_tokens >= self.page_tokens,
-            "batch tokens",
-            self.max_batch_tokens,
-            f">= one page of {self.page_tokens} tokens",
-        )
-        bandwidth = self.checkpoint_tokens_per_s
-        _check(0 <= bandwidth < math.inf, "checkpoint bandwidth", bandwidth, ">= 0")
-        _check(0 <= self.noise_cv < math.inf, "noise", self.noise_cv, ">= 0")
+        for name in ("kv_capacity_tokens", "max_batch_tokens"):
+            if (tokens := getattr(self, name)) < self.page_tokens:
+                raise ConfigError(
+                    f"simulator: {name} is {tokens}: it must be at least one page of "
+                    f"{self.page_tokens} tokens"
+                )
 
     @property
     def engine_size(self) -> EngineSize:
@@ -120,8 +107,3 @@ class ExecutorConfig:
             kv_tokens=self.kv_capacity_tokens,
             overlaps=self.overlap,
         )
-
-
-def _check(is_valid: bool, name: str, value: float, valid: str) -> None:
-    if not is_valid:
-        raise ConfigError(f"simulator: {name} is {value}: it must be {valid}")
