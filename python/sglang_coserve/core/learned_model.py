@@ -7,6 +7,7 @@ from typing import Final
 
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.core.latency_model.refiner import Refiner
+from sglang_coserve.core.learned_times import MovingMean
 from sglang_coserve.core.step_stats import StepStats
 
 _REFINED_AT_ONCE: Final = 16
@@ -83,9 +84,7 @@ class PredictionError:
         self.limit = max(_LEAST_LIMIT, _LIMIT_OVER_PROFILE * (profile_mape or 0.0))
         """The error from which predictions count as drifted."""
 
-        self._count = 0
-        self._mape = 0.0
-        self._bias = 0.0
+        self._mape, self._bias = MovingMean(_WEIGHT), MovingMean(_WEIGHT)
         self._warn_from_s = 0.0
         self.slowness = 1.0
         """Measured ÷ predicted time, averaged over about the last ten steps."""
@@ -95,13 +94,10 @@ class PredictionError:
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Record the times of one step, both positive. O(1)."""
-        # A plain mean at first, so that one early outlier does not weigh for long.
-        self._count += 1
-        weight = max(_WEIGHT, 1 / self._count)
         error = predicted_s / measured_s - 1.0
         # Errors are capped, as a single stall of the machine says nothing about the next steps.
-        self._mape += weight * (min(abs(error), _MOST) - self._mape)
-        self._bias += weight * (min(error, _MOST) - self._bias)
+        self._mape.add(min(abs(error), _MOST))
+        self._bias.add(min(error, _MOST))
         slowness = min(measured_s / predicted_s, _MOST)
         self.slowness += _SLOWNESS_WEIGHT * (slowness - self.slowness)
 
@@ -112,17 +108,17 @@ class PredictionError:
     @property
     def mape(self) -> float | None:
         """Mean absolute error as a fraction of the measured time; None without measurements."""
-        return self._mape if self._count else None
+        return self._mape.value if self._mape.count else None
 
     @property
     def bias(self) -> float | None:
         """Mean of (predicted - measured) / measured; positive if steps are overestimated."""
-        return self._bias if self._count else None
+        return self._bias.value if self._bias.count else None
 
     @property
     def has_drifted(self) -> bool:
         """True once at least 100 steps were observed and the mean error exceeds ``limit``."""
-        return self._count >= _FEWEST and self._mape > self.limit
+        return self._mape.count >= _FEWEST and self._mape.value > self.limit
 
     def warning(self, now_s: float) -> str | None:
         """Return what operators are to know while predictions are off, at most once a minute."""
@@ -130,8 +126,8 @@ class PredictionError:
             return None
         self._warn_from_s = now_s + _WARNING_INTERVAL_S
         return (
-            f"predicted step times are off by {self._mape:.0%} on average (bias "
-            f"{self._bias:+.0%}): targets may be missed or time wasted; other work on this "
+            f"predicted step times are off by {self._mape.value:.0%} on average (bias "
+            f"{self._bias.value:+.0%}): targets may be missed or time wasted; other work on this "
             "machine? profile again with coserve profile"
         )
 

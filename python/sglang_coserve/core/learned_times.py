@@ -1,7 +1,6 @@
 """Times and rates that a scheduler learns while it serves.
 
-How long an offline request runs, what it costs to suspend and resume a step, and how fast offline
-work is on an otherwise idle engine.
+How long an offline request runs, and how fast offline work is on an otherwise idle engine.
 """
 
 from __future__ import annotations
@@ -13,35 +12,23 @@ from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.core.step_stats import StepStats
 
-_RESUME_WEIGHT: Final = 1 / 64
-"""Weight of one step in the moving average: as many as average an error of the latency model of
-twice the cost down to a quarter of it."""
-
-
-class ResumeCost:
-    """The mean of what suspended steps took beyond their predicted time, per suspension.
-
-    Without this the latency model would have to learn it, which predicts steps that are not
-    suspended, too.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._mean_s = 0.0
-
-    def observe(self, seconds: float, predicted_s: float, suspensions: int) -> None:
-        """Record that a step took ``seconds`` in all, instead of ``predicted_s`` without them."""
-        self._count += 1
-        weight = max(_RESUME_WEIGHT, 1 / self._count)
-        self._mean_s += weight * ((seconds - predicted_s) / suspensions - self._mean_s)
-
-    def seconds(self, default_s: float) -> float:
-        """Return the cost of one suspension, at least 0; ``default_s`` before any was observed."""
-        return max(self._mean_s, 0.0) if self._count else default_s
-
-
 _SERVICE_WEIGHT: Final = 1 / 200
 """Weight of one step in the moving average, the same as for prediction errors."""
+
+
+class MovingMean:
+    """A mean in which a new value has at least a given weight, and at first that of a plain mean,
+    so that one early outlier does not weigh for long."""
+
+    def __init__(self, least_weight: float) -> None:
+        self._least_weight = least_weight
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Take one more value into account. O(1)."""
+        self.count += 1
+        self.value += max(self._least_weight, 1 / self.count) * (value - self.value)
 
 
 class ServiceTime:
@@ -53,8 +40,7 @@ class ServiceTime:
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._token_s = 0.0
+        self._token_s = MovingMean(_SERVICE_WEIGHT)
         self._last_s: float | None = None
 
     def observe(self, result: StepResult, *, is_busy: bool) -> None:
@@ -70,19 +56,16 @@ class ServiceTime:
             return
         end_s = result.started_s + (result.seconds or 0.0)
         if self._last_s is not None and end_s > self._last_s:
-            self._count += 1
-            weight = max(_SERVICE_WEIGHT, 1 / self._count)
             # In a pipeline the preceding step belongs to another micro-batch.
-            token_s = (end_s - self._last_s) * result.concurrency
-            self._token_s += weight * (token_s - self._token_s)
+            self._token_s.add((end_s - self._last_s) * result.concurrency)
         self._last_s = end_s
 
     def predict(self, request: QueuedRequest, model: LatencyModel) -> float:
         """Return the predicted seconds of ``request`` from its next start to its end."""
         length_tokens = request.num_prompt_tokens + request.num_generated_tokens
         prefill_s = model.predict(StepStats().with_prefill(length_tokens, 0))
-        token_s = self._token_s
-        if not self._count:
+        token_s = self._token_s.value
+        if not self._token_s.count:
             token_s = model.predict(StepStats().with_decode(length_tokens))
         return prefill_s + request.expected_tokens_left * token_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
@@ -12,7 +13,7 @@ from sglang_coserve.core.control.interference import Interference
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample
 from sglang_coserve.core.learned_model import LearnedModel, PredictionError
-from sglang_coserve.core.learned_times import ResumeCost, ServiceTime
+from sglang_coserve.core.learned_times import MovingMean, ServiceTime
 from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.lanes import (
     is_late_behind,
@@ -30,6 +31,10 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, RequestInfo, SuspendedStep
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan, StepResult
 from sglang_coserve.core.work_log import WorkLog
+
+_RESUME_WEIGHT: Final = 1 / 64
+"""Weight of one step in the mean cost of a suspension: as many as average an error of the latency
+model of twice the cost down to a quarter of it."""
 
 
 class Scheduler:
@@ -85,7 +90,10 @@ class Scheduler:
 
         self._mixes_decodes = engine is not None and engine.mixes_decodes
         self._service_time = ServiceTime()
-        self._resume_cost = ResumeCost()
+        self._resume_s = MovingMean(_RESUME_WEIGHT)
+        """What suspended steps took beyond their predicted time, per suspension. Without this the
+        latency model would have to learn it, which predicts steps that are not suspended, too."""
+
         self._added_s = 0.0
         """What the last step added to the TTFT of requests that wait now, with all the steps
         before it in which some waited."""
@@ -297,7 +305,7 @@ class Scheduler:
             allowance=self._allowance,
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
-            resume_s=self._resume_cost.seconds(resume_s),
+            resume_s=max(self._resume_s.value, 0.0) if self._resume_s.count else resume_s,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
             and not self.queue.num_running
@@ -325,7 +333,7 @@ class Scheduler:
         """Correct the latency models, or the cost of suspending, by the measured time of a step."""
         if result.suspensions:
             predicted_s = self._learned.predict_now(result.batch)
-            self._resume_cost.observe(seconds, predicted_s, result.suspensions)
+            self._resume_s.add((seconds - predicted_s) / result.suspensions)
             return
         self._learned.observe(Sample(result.batch, seconds), result.overlapping)
         if not result.has_offline:
