@@ -2,7 +2,7 @@
 
 Reading is streaming, strict and in order: a row that cannot be right raises, naming file, line and
 field, because a slightly wrong workload would give wrong results without anybody noticing. Fields
-are found by name, so extra ones (BurstGPT 3 has two) do no harm. A decoder of a format sees one
+are found by name, so extra ones (BurstGPT 3 has two) do no harm. What reads a field sees one
 row and knows nothing of files; what it finds wrong it raises as ``BadRowError``.
 """
 
@@ -24,9 +24,8 @@ BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
 
 
-_Row = tuple[int, int, int, tuple[int, ...]]
-"""A row: its time in ns, from an origin that differs by format, the tokens of prompt and output,
-and the hash ids."""
+_Row = Mapping[str, Any]
+"""Text by column name from CSV, values by key from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,11 @@ class TraceLayout:
     name: str
     container: Literal["csv", "jsonl"]
 
-    fields: tuple[str, ...]
-    """Names that must be present; the first is the time."""
+    fields: tuple[str, str, str]
+    """Names that must be present: of the time, and of the tokens of prompt and output."""
 
-    decode: Callable[[Mapping[str, Any]], _Row]
-    """Reads one row: text by column name from CSV, values by key from JSON.
-    Raises ``BadRowError``."""
+    time_ns: Callable[[_Row, str], int]
+    """Reads the time, from an origin that differs by format. Raises ``BadRowError``."""
 
 
 class BadRowError(Exception):
@@ -64,7 +62,7 @@ def _fraction_ns(digits: str | None) -> int:
     return int((digits or "")[:9].ljust(9, "0"))
 
 
-def _wall_clock_ns(row: Mapping[str, Any], field: str) -> int:
+def _wall_clock_ns(row: _Row, field: str) -> int:
     """Return nanoseconds since 1970; without an offset the time is UTC.
 
     ``datetime`` alone holds microseconds and would cut Azure's seventh digit off.
@@ -79,45 +77,35 @@ def _wall_clock_ns(row: Mapping[str, Any], field: str) -> int:
     return (moment - _EPOCH) // timedelta(seconds=1) * 10**9 + _fraction_ns(match[2])
 
 
-def _seconds_ns(row: Mapping[str, Any], field: str) -> int:
+def _seconds_ns(row: _Row, field: str) -> int:
     match = _SECONDS.fullmatch(row[field])
     if match is None:
         _bad(field, "seconds, 0 or more", row[field])
     return int(match[1]) * 10**9 + _fraction_ns(match[2])
 
 
-def _csv_tokens(row: Mapping[str, Any], field: str) -> int:
-    if _COUNT.fullmatch(row[field]) is None:
-        _bad(field, "a whole number of tokens, 0 or more", row[field])
-    return int(row[field])
-
-
-def _json_ms_ns(row: Mapping[str, Any], field: str) -> int:
+def _json_ms_ns(row: _Row, field: str) -> int:
     value = row.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 10**15:
         _bad(field, "milliseconds, 0 or more", value)
     return round(value * 10**6)
 
 
-def _json_tokens(row: Mapping[str, Any], field: str) -> int:
+def _csv_tokens(row: _Row, field: str) -> int:
+    if _COUNT.fullmatch(row[field]) is None:
+        _bad(field, "a whole number of tokens, 0 or more", row[field])
+    return int(row[field])
+
+
+def _json_tokens(row: _Row, field: str) -> int:
     value = row.get(field)
     if type(value) is not int or not 0 <= value < 10**12:
         _bad(field, "a whole number of tokens, 0 or more", value)
     return value
 
 
-def _azure(row: Mapping[str, Any]) -> _Row:
-    time_ns = _wall_clock_ns(row, "TIMESTAMP")
-    return time_ns, _csv_tokens(row, "ContextTokens"), _csv_tokens(row, "GeneratedTokens"), ()
-
-
-def _burstgpt(row: Mapping[str, Any]) -> _Row:
-    time_ns = _seconds_ns(row, "Timestamp")
-    return time_ns, _csv_tokens(row, "Request tokens"), _csv_tokens(row, "Response tokens"), ()
-
-
-def _mooncake(row: Mapping[str, Any]) -> _Row:
-    prompt_tokens = _json_tokens(row, "input_length")
+def _hash_ids(row: _Row, prompt_tokens: int) -> tuple[int, ...]:
+    """Return Mooncake's names of blocks; none in other formats."""
     hash_ids = row.get("hash_ids", [])
     if type(hash_ids) is not list:
         _bad("hash_ids", "a list of block ids", hash_ids)
@@ -129,17 +117,16 @@ def _mooncake(row: Mapping[str, Any]) -> _Row:
     if len(hash_ids) > -(-prompt_tokens // BLOCK_TOKENS):
         expected = f"at most one id per {BLOCK_TOKENS} of {prompt_tokens} prompt tokens"
         _bad("hash_ids", expected, len(hash_ids))
-    time_ns, output_tokens = _json_ms_ns(row, "timestamp"), _json_tokens(row, "output_length")
-    return time_ns, prompt_tokens, output_tokens, tuple(hash_ids)
+    return tuple(hash_ids)
 
 
 _LAYOUTS: Final = (
     # Azure LLM inference trace, 2023 and 2024: wall-clock timestamps.
-    TraceLayout("azure", "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure),
+    TraceLayout("azure", "csv", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _wall_clock_ns),
     # Timestamps in seconds.
-    TraceLayout("burstgpt", "csv", ("Timestamp", "Request tokens", "Response tokens"), _burstgpt),
+    TraceLayout("burstgpt", "csv", ("Timestamp", "Request tokens", "Response tokens"), _seconds_ns),
     # Timestamps in milliseconds, prefixes as hash ids.
-    TraceLayout("mooncake", "jsonl", ("timestamp", "input_length", "output_length"), _mooncake),
+    TraceLayout("mooncake", "jsonl", ("timestamp", "input_length", "output_length"), _json_ms_ns),
 )
 
 
@@ -205,19 +192,24 @@ def detect_format(path: str | Path) -> TraceLayout:
 
 
 def _requests(path: Path, layout: TraceLayout) -> Iterator[TraceRequest]:
-    rows = _csv_rows(path) if layout.container == "csv" else _json_rows(path)
+    is_csv = layout.container == "csv"
+    rows = _csv_rows(path) if is_csv else _json_rows(path)
+    tokens = _csv_tokens if is_csv else _json_tokens
+    time_field, prompt_field, output_field = layout.fields
     first_ns: int | None = None
     previous_ns = 0
     for index, (line, row) in enumerate(rows):
         try:
-            time_ns, prompt_tokens, output_tokens, hash_ids = layout.decode(row)
+            time_ns = layout.time_ns(row, time_field)
+            prompt_tokens, output_tokens = tokens(row, prompt_field), tokens(row, output_field)
+            hash_ids = () if is_csv else _hash_ids(row, prompt_tokens)
         except BadRowError as error:
             raise _malformed(path, line, str(error)) from None
         if first_ns is None:
             first_ns = time_ns
         elif time_ns < previous_ns:
-            field = layout.fields[0]
-            problem = f"{field}: {row[field]!r} is earlier than the row before: sort the file"
+            problem = f"{time_field}: {row[time_field]!r} is earlier than the row before: "
+            problem += "sort the file"
             raise _malformed(path, line, problem)
         previous_ns = time_ns
         # Whole numbers until here: a float of seconds since 1970 cannot hold 100 ns.
