@@ -6,8 +6,9 @@ import io
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.observer import EventLog, RequestEvent, SimulationObserver, StepRecord
+from sglang_coserve.simulator.observer import EventLog, RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
 from sglang_coserve.workload.trace import TraceRequest
@@ -63,11 +64,11 @@ class Follower(SimulationObserver):
             del self._told[info.rid]
             self._baseline.ended(info.rid)
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_step(self, record: Mapping[str, Any]) -> None:
         for rid in list(self._told):
             self._tell(self.online[rid])
         # What arrived since the step began is not told of yet.
-        self.advance(record.start_s)
+        self.advance(record["start_s"])
 
     def advance(self, now_s: float) -> None:
         for step in self._baseline.advance(MODEL.predict, now_s):

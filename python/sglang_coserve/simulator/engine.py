@@ -14,7 +14,7 @@ from sglang_coserve.core.step import Lane, StepPlan
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import SafepointConfig
-from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver, StepRecord
+from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import Counters
 from sglang_coserve.simulator.running_step import RunningStep
@@ -261,25 +261,28 @@ class SimEngine:
         if not self._observers:
             return
         executor = self._executor
-        record = StepRecord(
-            counters.iterations - 1,
-            start_s,
-            self.now_s,
-            plan.predicted_s,
-            plan.budget_s,
-            online,
-            offline,
-            executor.num_online,
-            len(executor.admitted) - executor.num_online,
-            len(executor.waiting),
-            len(executor.offline_waiting),
-            executor.pool.held_tokens,
-            executor.cache.evictable_tokens,
-            tuple((request.info.rid, tokens) for request, tokens in batch.chunks),
-            len(batch.online_decodes),
-            len(batch.decodes) - len(batch.online_decodes),
-            is_suspended,
-        )
+        record = {
+            "number": counters.iterations - 1,
+            "start_s": start_s,
+            "end_s": self.now_s,
+            "predicted_s": plan.predicted_s,
+            "budget_s": None if math.isinf(plan.budget_s) else plan.budget_s,
+            # Computed and kept: those of a suspended step are in the part in which it ends.
+            "online_tokens": online,
+            "offline_tokens": offline,
+            # Requests that hold KV, also paused and parked ones.
+            "online_running": executor.num_online,
+            "offline_running": len(executor.admitted) - executor.num_online,
+            "online_waiting": len(executor.waiting),
+            "offline_waiting": len(executor.offline_waiting),
+            "held_kv_tokens": executor.pool.held_tokens,
+            # That only the prefix cache holds.
+            "cached_kv_tokens": executor.cache.evictable_tokens,
+            "prefills": [(request.info.rid, tokens) for request, tokens in batch.chunks],
+            "online_decodes": len(batch.online_decodes),
+            "offline_decodes": len(batch.decodes) - len(batch.online_decodes),
+            "is_suspended": is_suspended,
+        }
         for observer in self._observers:
             observer.on_step(record)
 

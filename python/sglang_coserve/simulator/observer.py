@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Final, NamedTuple, TextIO
+from typing import Any, Final, TextIO
 
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.terminal import StoppableBar
@@ -29,51 +29,15 @@ class RequestEvent(Enum):
     """Refused: by the scheduler, or because it could never fit the device."""
 
 
-class StepRecord(NamedTuple):
-    """A step that has ended; of a suspended step there is one record for each part."""
-
-    number: int
-    """From 0."""
-
-    start_s: float
-    end_s: float
-    predicted_s: float
-    budget_s: float
-    """Infinite if no online request bounded it."""
-
-    online_tokens: int
-    """Tokens computed and kept, prefill and decode together."""
-
-    offline_tokens: int
-    online_running: int
-    offline_running: int
-    """Requests that hold KV, including paused and parked ones."""
-
-    online_waiting: int
-    offline_waiting: int
-    held_kv_tokens: int
-    """KV slots that requests hold."""
-
-    cached_kv_tokens: int
-    """KV slots that only the prefix cache holds."""
-
-    prefills: tuple[tuple[str, int], ...]
-    """Chunks whose results were kept: request id and tokens."""
-
-    online_decodes: int
-    offline_decodes: int
-    is_suspended: bool
-    """It was suspended; its tokens are in the record of the part in which it ends."""
-
-
 class SimulationObserver:
     """Receives all events of a run in order of time. Here it ignores them."""
 
     def on_request(self, now_s: float, event: RequestEvent, request: SimRequest) -> None:
         """Called for each event of a request."""
 
-    def on_step(self, record: StepRecord) -> None:
-        """Called at the end of each step, before the events of its requests."""
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """Called at the end of each step, before the events of its requests; of a suspended step
+        for each part. The fields of ``record`` are those of an iteration in the event log."""
 
 
 _SCHEMA_VERSION: Final = 1
@@ -112,12 +76,9 @@ class EventLog(SimulationObserver):
             line["generated_tokens"] = request.generated_tokens
         self._write(line)
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_step(self, record: Mapping[str, Any]) -> None:
         """See ``SimulationObserver``."""
-        fields = record._asdict()
-        if math.isinf(record.budget_s):
-            fields["budget_s"] = None
-        self._write({"event": "iteration", "t_s": record.end_s, **fields})
+        self._write({"event": "iteration", "t_s": record["end_s"], **record})
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")

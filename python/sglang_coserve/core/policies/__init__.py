@@ -1,8 +1,9 @@
 """The scheduling policies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from sglang_coserve.core.policies.baselines import (
     FcfsPolicy,
@@ -22,7 +23,7 @@ from sglang_coserve.errors import ConfigError
 
 __all__ = ["POLICIES", "make_policy"]
 
-POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
+POLICIES: Final[Mapping[str, type[Any]]] = MappingProxyType(
     {
         policy.name: policy
         for policy in (
@@ -41,24 +42,15 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
 )
 """All policies by name; the constructor arguments are their settings."""
 
-_SHARED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        CoservePolicy.name: ("utility_ratio",),
-        HygenPolicy.name: ("utility_ratio", "step_prefill_tokens"),
-        BrosPolicy.name: ("base_batch_requests",),
-        OocoPolicy.name: ("random_picks",),
-    }
-)
-"""Settings of each policy that a ``SchedulerConfig`` can override."""
-
 
 def make_policy(name: str, config: SchedulerConfig | None = None) -> Policy:
-    """Return a new policy with its default settings, overridden by those set in ``config``.
+    """Return a new policy with its default settings, overridden by those of the same names that
+    ``config`` sets.
 
     Raises:
         ConfigError: no policy has this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown scheduling policy {name!r}: use one of {', '.join(POLICIES)}")
-    values = {key: getattr(config, key, None) for key in _SHARED_SETTINGS.get(name, ())}
+    values = {field.name: getattr(config, field.name, None) for field in fields(POLICIES[name])}
     return POLICIES[name](**{key: value for key, value in values.items() if value is not None})
