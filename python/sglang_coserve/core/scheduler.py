@@ -23,8 +23,7 @@ from sglang_coserve.core.planning.lanes import (
     reaches_safepoint,
     stop_share,
 )
-from sglang_coserve.core.planning.plan_context import PlanContext
-from sglang_coserve.core.planning.step_builder import StepBuilder
+from sglang_coserve.core.planning.step_builder import PlanContext, StepBuilder
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -156,10 +155,9 @@ class Scheduler:
 
         O(requests + waiting online requests), whatever waits in the offline queue.
         """
-        context = self._context(snapshot.resume_s, cache)
+        shared = StepBuilder(self._context(snapshot, cache))
         if snapshot.stop_share == 1.0 or not self._policy.is_preemptive:
-            return self._compose(self._builder(snapshot, context)).build()
-        shared = self._builder(snapshot, context)
+            return self._compose(shared).build()
         left_s = offline_left_s(shared)
         if snapshot.suspended is None:
             if left_s is None:
@@ -274,7 +272,7 @@ class Scheduler:
         most_s = longest_s(shared)
 
         def within(budget_s: float) -> StepBuilder:
-            batch = self._builder(seen, shared.context, Lane.OFFLINE)
+            batch = StepBuilder(shared.context, Lane.OFFLINE)
             batch.offline_budget_s = budget_s
             return self._compose(batch)
 
@@ -287,25 +285,24 @@ class Scheduler:
             alone = within(math.inf)
         return alone
 
-    def _builder(
-        self, snapshot: EngineSnapshot, context: PlanContext, lane: Lane = Lane.SHARED
-    ) -> StepBuilder:
-        return StepBuilder(snapshot, self.model, context, self._policy.victims, lane)
-
     def _compose(self, batch: StepBuilder) -> StepBuilder:
         """Let the policy add the work of the next step to ``batch``; return it."""
         self._policy.compose(batch)
         return batch
 
-    def _context(self, resume_s: float, cache: PrefixCache) -> PlanContext:
+    def _context(self, snapshot: EngineSnapshot, cache: PrefixCache) -> PlanContext:
+        resume_s = self._resume_s
         return PlanContext(
+            snapshot=snapshot,
+            model=self.model,
             config=self._config,
             queue=self.queue,
             cache=cache,
             allowance=self._allowance,
+            victims=self._policy.victims,
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
-            resume_s=max(self._resume_s.value, 0.0) if self._resume_s.count else resume_s,
+            resume_s=max(resume_s.value, 0.0) if resume_s.count else snapshot.resume_s,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
             and not self.queue.num_running

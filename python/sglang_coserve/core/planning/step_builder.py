@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
+from sglang_coserve.core.control.allowance import Allowance
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.offline_queue import QueuedRequest
-from sglang_coserve.core.planning.plan_context import PlanContext
+from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
 from sglang_coserve.core.planning.step_memory import Prompt, StepMemory
 from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import EngineSnapshot, Request
+from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, Request
 from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 
@@ -21,6 +23,39 @@ _PREFILLING = RequestState.PREFILLING
 _ONLINE = RequestClass.ONLINE
 
 
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """The engine, and the state of the scheduler, during one call of ``plan``."""
+
+    snapshot: EngineSnapshot
+    model: LatencyModel
+    config: SchedulerConfig
+    queue: OfflineQueue
+    cache: PrefixCache
+    allowance: Allowance
+    victims: Callable[[StepBuilder], Sequence[Request]]
+    """Returns the offline requests in the order in which they are to be retracted."""
+
+    step: int
+    """Number of the step; together with the seed it makes random draws reproducible."""
+
+    prompt_s: float
+    """Longest time, in seconds, that the step may add to the TTFT of the requests that wait."""
+
+    resume_s: float
+    """What it costs to suspend a step and resume it."""
+
+    timely: float
+    """Share of a time until which a step must be predicted to end, to end in that time."""
+
+    is_plain: bool
+    """Online work runs as in plain SGLang: no offline work is there, and no target asks for
+    other latencies."""
+
+    mixes_decodes: bool
+    """Plain SGLang would run decodes in the same step as prompts, instead of after them."""
+
+
 class StepBuilder:
     """Collects the work of one step during a call of ``Scheduler.plan``.
 
@@ -28,27 +63,15 @@ class StepBuilder:
     and KV and request slots in ``memory``. Latency limits are up to the policy.
     """
 
-    def __init__(
-        self,
-        snapshot: EngineSnapshot,
-        model: LatencyModel,
-        context: PlanContext,
-        victims: Callable[[StepBuilder], Sequence[Request]],
-        lane: Lane = Lane.SHARED,
-    ) -> None:
+    def __init__(self, context: PlanContext, lane: Lane = Lane.SHARED) -> None:
         """Start with an empty batch, and sort the admitted requests. O(requests).
 
-        Args:
-            snapshot: The engine.
-            model: Predicts the latency of the batch.
-            context: What the scheduler knows beside it.
-            victims: Returns the offline requests in the order in which they are to be retracted.
-            lane: Lane of the step. In that of offline requests, no online one holds KV.
+        In the lane of offline requests, no online one holds KV.
         """
-        self.snapshot = snapshot
-        self.lane = lane
-        self.model = model
+        self.snapshot = snapshot = context.snapshot
+        self.model = context.model
         self.context = context
+        self.lane = lane
         self.targets = context.allowance.targets
         """TTFT and TPOT targets of online requests without their own."""
 
@@ -86,7 +109,7 @@ class StepBuilder:
         self.free_tokens = snapshot.max_batch_tokens
         self.shed: list[str] = []
         """Waiting online requests that are refused."""
-        self.memory = StepMemory(snapshot, lambda: victims(self))
+        self.memory = StepMemory(snapshot, lambda: context.victims(self))
 
     def _sort(self) -> None:
         online_decodes, offline_decodes = self.online_decodes, self.offline_decodes
