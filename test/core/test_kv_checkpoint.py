@@ -12,8 +12,6 @@ from sglang_coserve.core.kv_checkpoint import (
     Backoff,
     CheckpointMode,
     CheckpointPolicy,
-    PageCopy,
-    RequestToSave,
     plan_copies,
     reclaim_tokens,
 )
@@ -24,44 +22,40 @@ PRESSURE = CheckpointPolicy(CheckpointMode.PRESSURE, watermark=0.8)
 
 modes = st.sampled_from(CheckpointMode)
 unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
-    lambda dirty: tuple(RequestToSave(f"r{i}", tokens) for i, tokens in enumerate(dirty))
+    lambda dirty: {f"r{i}": tokens for i, tokens in enumerate(dirty)}
 )
 
 
 def test_eager_copies_all_full_pages_of_all_requests() -> None:
-    requests = (RequestToSave("a", 40), RequestToSave("b", 16), RequestToSave("c", 15))
+    requests = {"a": 40, "b": 16, "c": 15}
     copies = plan_copies(EAGER, requests, PAGE, used_share=0.1)
-    assert set(copies) == {PageCopy("a", 32), PageCopy("b", 16)}
+    assert copies == {"a": 32, "b": 16}
 
 
 def test_small_pages_wait_until_a_copy_is_worth_its_cost() -> None:
-    requests = (RequestToSave("a", 17), RequestToSave("b", 16), RequestToSave("c", 15))
+    requests = {"a": 17, "b": 16, "c": 15}
     copies = plan_copies(EAGER, requests, 1, used_share=0.1)
-    assert set(copies) == {PageCopy("a", 17), PageCopy("b", 16)}
+    assert copies == {"a": 17, "b": 16}
     at_once = replace(EAGER, least_copy_tokens=1)
     assert len(plan_copies(at_once, requests, 1, used_share=0.1)) == 3
 
 
 def test_the_requests_admitted_last_are_saved_first() -> None:
     policy = replace(EAGER, step_tokens=2 * PAGE)
-    requests = (
-        RequestToSave("oldest", PAGE),
-        RequestToSave("middle", PAGE),
-        RequestToSave("newest", PAGE),
-    )
+    requests = {"oldest": PAGE, "middle": PAGE, "newest": PAGE}
     copies = plan_copies(policy, requests, PAGE, used_share=0.1)
-    assert [copy.rid for copy in copies] == ["newest", "middle"]
+    assert list(copies) == ["newest", "middle"]
 
 
 @pytest.mark.parametrize(("used_share", "copied"), [(0.79, 0), (0.8, 1), (0.95, 1)])
 def test_pressure_copies_above_the_watermark(used_share: float, copied: int) -> None:
-    requests = (RequestToSave("a", PAGE),)
+    requests = {"a": PAGE}
     assert len(plan_copies(PRESSURE, requests, PAGE, used_share=used_share)) == copied
 
 
 @pytest.mark.parametrize("mode", [CheckpointMode.LAZY, CheckpointMode.OFF])
 def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
-    requests = (RequestToSave("a", 1000),)
+    requests = {"a": 1000}
     assert not plan_copies(CheckpointPolicy(mode), requests, PAGE, used_share=1.0)
 
 
@@ -72,15 +66,13 @@ def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
     page=st.sampled_from([1, 16]),
 )
 def test_plans_are_whole_pages_within_all_bounds(
-    mode: CheckpointMode, requests: tuple[RequestToSave, ...], in_flight: int, page: int
+    mode: CheckpointMode, requests: dict[str, int], in_flight: int, page: int
 ) -> None:
     policy = CheckpointPolicy(mode, step_tokens=1024, in_flight_tokens=8192)
     copies = plan_copies(policy, requests, page, used_share=0.9, in_flight_tokens=in_flight)
-    dirty = {request.rid: request.dirty_tokens for request in requests}
-    assert len({copy.rid for copy in copies}) == len(copies)
-    assert all(0 < copy.tokens <= dirty[copy.rid] for copy in copies)
-    assert all(copy.tokens % page == 0 for copy in copies)
-    total = sum(copy.tokens for copy in copies)
+    assert all(0 < tokens <= requests[rid] for rid, tokens in copies.items())
+    assert all(tokens % page == 0 for tokens in copies.values())
+    total = sum(copies.values())
     assert total <= 1024
     assert total == 0 or in_flight + total <= 8192
 

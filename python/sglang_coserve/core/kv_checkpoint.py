@@ -8,10 +8,10 @@ engine decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 _LOADED_TOKENS: Final = 4096
 _LOADED_SHARE: Final = 0.25
@@ -65,54 +65,39 @@ class CheckpointPolicy:
     """Fewest tokens to reclaim at a time, so that not every step reclaims a few."""
 
 
-class RequestToSave(NamedTuple):
-    """An offline request that has pages to save."""
-
-    rid: str
-    dirty_tokens: int
-
-
-class PageCopy(NamedTuple):
-    """A copy of the first ``tokens`` dirty tokens of a request, in whole pages."""
-
-    rid: str
-    tokens: int
-
-
 def plan_copies(
     policy: CheckpointPolicy,
-    requests: Sequence[RequestToSave],
+    dirty_tokens: Mapping[str, int],
     page_tokens: int,
     *,
     used_share: float,
     in_flight_tokens: int = 0,
-) -> tuple[PageCopy, ...]:
-    """Return the copies to begin now. O(requests).
+) -> dict[str, int]:
+    """Return how many of the first dirty tokens of which requests to copy now. O(requests).
 
     The requests admitted last come first, as they are retracted first.
 
     Args:
         policy: Limits them.
-        requests: In order of admission.
+        dirty_tokens: What each offline request has to save, in order of admission.
         page_tokens: Only whole pages are copied.
         used_share: Share of the device's KV slots that requests hold, 0 to 1.
         in_flight_tokens: Whose copies are under way.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
-        return ()
+        return {}
     if policy.mode is CheckpointMode.PRESSURE and used_share < policy.watermark:
-        return ()
+        return {}
     left = max(min(policy.step_tokens, policy.in_flight_tokens - in_flight_tokens), 0)
-    copies = []
-    least_tokens = policy.least_copy_tokens
-    for request in reversed(requests):
-        if request.dirty_tokens < least_tokens:
+    copies = {}
+    for rid in reversed(dirty_tokens):
+        if dirty_tokens[rid] < policy.least_copy_tokens:
             continue
-        tokens = min(request.dirty_tokens, left) // page_tokens * page_tokens
+        tokens = min(dirty_tokens[rid], left) // page_tokens * page_tokens
         if tokens:
-            copies.append(PageCopy(request.rid, tokens))
+            copies[rid] = tokens
             left -= tokens
-    return tuple(copies)
+    return copies
 
 
 def reclaim_tokens(wanted_tokens: int, least_tokens: int, page_tokens: int) -> int:

@@ -49,15 +49,11 @@ _UNITS: Final = {
 """What values are counted in, and summed up; all others are seconds of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One thing that was decided of a step."""
-
-    subject: Subject
-    value: float = 0.0
+_Decision = tuple[Subject, float]
+"""What was decided, and the value of it; 0 where the sentence has none."""
 
 
-def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[Decision]:
+def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[_Decision]:
     """Yield what is notable of a step that was carried out.
 
     Args:
@@ -66,14 +62,14 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
         arrival_s: How long an arrival might wait for a step when it was planned.
     """
     if result.dropped:
-        yield Decision(Subject.DROPPED)
+        yield Subject.DROPPED, 0.0
         return
     if plan.shed:
-        yield Decision(Subject.SHED, len(plan.shed))
+        yield Subject.SHED, len(plan.shed)
     if plan.retract:
-        yield Decision(Subject.RETRACTED, sum(retraction.tokens for retraction in plan.retract))
+        yield Subject.RETRACTED, sum(retraction.tokens for retraction in plan.retract)
     if plan.pause:
-        yield Decision(Subject.PAUSED, len(plan.pause))
+        yield Subject.PAUSED, len(plan.pause)
     if result.batch.is_empty:
         return
     if plan.lane is Lane.OFFLINE:
@@ -81,27 +77,27 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
     elif result.served:
         yield _beside_online(plan, result, arrival_s)
     elif result.has_offline:
-        yield Decision(Subject.ALONE, plan.predicted_s)
+        yield Subject.ALONE, plan.predicted_s
 
 
-def _in_lane(plan: StepPlan, result: StepResult) -> Decision:
+def _in_lane(plan: StepPlan, result: StepResult) -> _Decision:
     left_s = plan.until_s - result.started_s
     if math.isinf(left_s):
-        return Decision(Subject.ALONE, plan.predicted_s)
+        return Subject.ALONE, plan.predicted_s
     if plan.predicted_s > left_s:
-        return Decision(Subject.CUT, left_s)
-    return Decision(Subject.FITS, plan.predicted_s)
+        return Subject.CUT, left_s
+    return Subject.FITS, plan.predicted_s
 
 
-def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> Decision:
+def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> _Decision:
     allowed_s = plan.budget_s - plan.expected.online_part_s
     if allowed_s <= 0 and not result.has_offline:
-        return Decision(Subject.NONE_BESIDE)
+        return Subject.NONE_BESIDE, 0.0
     if math.isinf(plan.budget_s):
-        return Decision(Subject.UNLIMITED, max(plan.predicted_s - plan.expected.online_part_s, 0))
+        return Subject.UNLIMITED, max(plan.predicted_s - plan.expected.online_part_s, 0)
     if math.isclose(allowed_s, arrival_s):
-        return Decision(Subject.BESIDE_ARRIVALS, arrival_s)
-    return Decision(Subject.BESIDE_TOKENS, max(allowed_s, 0.0))
+        return Subject.BESIDE_ARRIVALS, arrival_s
+    return Subject.BESIDE_TOKENS, max(allowed_s, 0.0)
 
 
 @dataclass(slots=True)
@@ -138,16 +134,15 @@ class DecisionLog:
         self._entries: deque[_Entry] = deque(maxlen=_ENTRIES)
         self._open: dict[Subject, _Entry] = {}
 
-    def note(self, decision: Decision, now_s: float) -> None:
+    def note(self, subject: Subject, value: float, now_s: float) -> None:
         """Take in a decision that was made at ``now_s``. O(1)."""
-        entry = self._open.get(decision.subject)
+        entry = self._open.get(subject)
         is_newest = bool(self._entries) and entry is self._entries[-1]
         if entry is not None and (is_newest or now_s - entry.first_s < _SPAN_S):
-            entry.add(now_s, decision.value)
+            entry.add(now_s, value)
             return
-        value = decision.value
-        entry = _Entry(decision.subject, now_s, now_s, value, value, value)
-        self._open[decision.subject] = entry
+        entry = _Entry(subject, now_s, now_s, value, value, value)
+        self._open[subject] = entry
         self._entries.append(entry)
 
     def to_list(self, now_s: float) -> list[dict[str, Any]]:
@@ -231,8 +226,8 @@ class WorkLog:
         totals = self.totals
         if plan is not None:
             arrival_s = self._arrival_s.pop(plan.step)
-            for decision in decisions_of(plan, result, arrival_s):
-                self.decisions.note(decision, result.started_s)
+            for subject, value in decisions_of(plan, result, arrival_s):
+                self.decisions.note(subject, value, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         if result.dropped:
             totals.dropped_steps += 1

@@ -22,7 +22,7 @@ from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.core.step import Lane, StepPlan, StepResult
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.core.work_log import Decision, DecisionLog, Subject, WorkLog
+from sglang_coserve.core.work_log import DecisionLog, Subject, WorkLog
 
 DECODING = RequestState.DECODING
 
@@ -136,8 +136,8 @@ def test_steps_without_a_plan_count() -> None:
 def test_decisions_of_a_kind_are_one_entry() -> None:
     log = DecisionLog()
     for number in range(10):
-        log.note(Decision(Subject.CUT, 0.01 + number / 1e3), number / 10)
-        log.note(Decision(Subject.RETRACTED, 100), number / 10)
+        log.note(Subject.CUT, 0.01 + number / 1e3, number / 10)
+        log.note(Subject.RETRACTED, 100, number / 10)
     found = log.to_list(now_s=1.0)
     assert len(found) == 2
     by_subject = {each["subject"]: each for each in found}
@@ -150,25 +150,25 @@ def test_decisions_of_a_kind_are_one_entry() -> None:
 def test_the_only_kind_stays_one_entry_and_others_begin_new_ones() -> None:
     log = DecisionLog()
     for at_s in range(100):
-        log.note(Decision(Subject.NONE_BESIDE), float(at_s))
+        log.note(Subject.NONE_BESIDE, 0.0, float(at_s))
     (only,) = log.to_list(now_s=100.0)
     assert (only["steps"], only["span_s"]) == (100, 99.0)
-    log.note(Decision(Subject.DROPPED), 100.0)
-    log.note(Decision(Subject.NONE_BESIDE), 101.0)
+    log.note(Subject.DROPPED, 0.0, 100.0)
+    log.note(Subject.NONE_BESIDE, 0.0, 101.0)
     assert [each["steps"] for each in log.to_list(102.0)] == [1, 1, 100]
 
 
 def test_the_log_is_bounded() -> None:
     log = DecisionLog()
     for number in range(1000):
-        log.note(Decision(Subject.CUT, 0.01), 100.0 * number)
-        log.note(Decision(Subject.SHED, 1), 100.0 * number)
+        log.note(Subject.CUT, 0.01, 100.0 * number)
+        log.note(Subject.SHED, 1, 100.0 * number)
     assert len(log.to_list(0.0)) <= 40
 
 
 @pytest.mark.parametrize("subject", Subject)
 def test_every_subject_is_a_sentence(subject: Subject) -> None:
     log = DecisionLog()
-    log.note(Decision(subject, 1.0), 0.0)
+    log.note(subject, 1.0, 0.0)
     (entry,) = log.to_list(0.0)
     assert re.fullmatch(r"[A-Z0-9][^{}]+\.", entry["text"])

@@ -4,7 +4,7 @@ tree, and what is in flight."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
 from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
-from sglang_coserve.core.kv_checkpoint import PageCopy, RequestToSave, plan_copies
+from sglang_coserve.core.kv_checkpoint import plan_copies
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     can_save,
@@ -243,8 +243,7 @@ class CheckpointWriter:
         if not self._cache.copies.may_begin(step):
             return
         targets: list[Target] = [(node, len(node.key)) for node in self._not_begun(end)]
-        unsaved = RequestToSave(rid, sum(tokens for _, tokens in targets))
-        if self._plan([unsaved]):
+        if self._plan({rid: sum(tokens for _, tokens in targets)}):
             self._copy(targets, step)
 
     def save_path(self, path: Sequence[Node], step: int) -> None:
@@ -257,7 +256,7 @@ class CheckpointWriter:
         if targets and self._cache.copies.may_begin(step):
             self._copy(targets, step)
 
-    def _plan(self, unsaved: Sequence[RequestToSave]) -> tuple[PageCopy, ...]:
+    def _plan(self, unsaved: Mapping[str, int]) -> dict[str, int]:
         cache = self._cache
         allocator = cache.token_to_kv_pool_allocator
         unused = allocator.available_size() + cache.evictable_size()
@@ -269,13 +268,13 @@ class CheckpointWriter:
             in_flight_tokens=self._cache.copies.in_flight_tokens,
         )
 
-    def _unsaved(self) -> list[RequestToSave]:
-        unsaved = []
+    def _unsaved(self) -> dict[str, int]:
+        unsaved = {}
         for rid, checkpoint in self.checkpoints.items():
             tokens = checkpoint.dirty_tokens
             tokens += sum(len(node.key) for node in self._not_begun(self._prefix_end(checkpoint)))
             if tokens:
-                unsaved.append(RequestToSave(rid, tokens))
+                unsaved[rid] = tokens
         return unsaved
 
     def _prefix_end(self, checkpoint: RequestCheckpoint) -> Node:
@@ -286,11 +285,11 @@ class CheckpointWriter:
         path = unsaved_path(end, self._cache.root_node)
         return [node for node in path if not self._cache.copies.is_copying(node)]
 
-    def _targets(self, plan: Iterable[PageCopy]) -> list[Target]:
+    def _targets(self, plan: Mapping[str, int]) -> list[Target]:
         """Return the targets of a plan; the nodes of a request's prefix come before the request."""
         targets: list[Target] = []
         begun: set[int] = set()
-        for rid, tokens in plan:
+        for rid, tokens in plan.items():
             checkpoint, left = self.checkpoints[rid], tokens
             for node in self._not_begun(self._prefix_end(checkpoint)):
                 left -= len(node.key)
