@@ -202,8 +202,8 @@ class Scheduler:
         for chunk in chunks:
             if chunk.rid in self.queue:
                 self.queue.take(chunk.rid)
-        before_s = self._added_s if plan.expected.waits_online else 0.0
-        self._added_s = before_s + plan.expected.added_s
+        before_s = self._added_s if plan.waits_online else 0.0
+        self._added_s = before_s + plan.added_s
 
     def update(self, result: StepResult) -> None:
         """Learn from the result of a step in flight. O(online requests of the step).
@@ -323,7 +323,7 @@ class Scheduler:
             return seconds, 0.0
         if plan.lane is Lane.OFFLINE:
             return 0.0, seconds
-        online_s = min(plan.expected.online_part_s / result.concurrency, seconds)
+        online_s = min(plan.online_part_s / result.concurrency, seconds)
         return online_s, seconds - online_s
 
     def _learn_time(self, result: StepResult, seconds: float) -> None:

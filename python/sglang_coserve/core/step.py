@@ -43,24 +43,6 @@ class Retraction(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedResult:
-    """What the scheduler remembers of a plan for ``update``; adapters ignore it."""
-
-    online_part_s: float = 0.0
-    """Predicted latency of the step's online work alone."""
-
-    is_deadline_bound: bool = False
-    """Online work was left out of the step because a deadline would be missed."""
-
-    added_s: float = 0.0
-    """How much later than without offline work the step makes first tokens: its online prompts',
-    and that of a request that arrives during the step."""
-
-    waits_online: bool = False
-    """Online prompts waited when it was planned."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the next step does.
 
@@ -110,7 +92,19 @@ class StepPlan:
     """Latency budget for offline work; infinite if it is not bounded, 0 if online work was left
     over, so that there is no offline work."""
 
-    expected: ExpectedResult = field(default_factory=ExpectedResult)
+    # The rest is for ``Scheduler.update``; adapters ignore it.
+    online_part_s: float = 0.0
+    """Predicted latency of the step's online work alone."""
+
+    is_deadline_bound: bool = False
+    """Online work was left out of the step because a deadline would be missed."""
+
+    added_s: float = 0.0
+    """How much later than without offline work the step makes first tokens: its online prompts',
+    and that of a request that arrives during the step."""
+
+    waits_online: bool = False
+    """Online prompts waited when it was planned."""
 
     @property
     def is_idle(self) -> bool:

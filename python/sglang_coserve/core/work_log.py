@@ -90,11 +90,11 @@ def _in_lane(plan: StepPlan, result: StepResult) -> _Decision:
 
 
 def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> _Decision:
-    allowed_s = plan.budget_s - plan.expected.online_part_s
+    allowed_s = plan.budget_s - plan.online_part_s
     if allowed_s <= 0 and not result.has_offline:
         return Subject.NONE_BESIDE, 0.0
     if math.isinf(plan.budget_s):
-        return Subject.UNLIMITED, max(plan.predicted_s - plan.expected.online_part_s, 0)
+        return Subject.UNLIMITED, max(plan.predicted_s - plan.online_part_s, 0)
     if math.isclose(allowed_s, arrival_s):
         return Subject.BESIDE_ARRIVALS, arrival_s
     return Subject.BESIDE_TOKENS, max(allowed_s, 0.0)
@@ -248,7 +248,7 @@ def _granted_s(plan: StepPlan, result: StepResult, offline_s: float) -> float:
     if plan.lane is Lane.OFFLINE:
         allowed_s = plan.until_s - result.started_s
     else:
-        allowed_s = plan.budget_s - plan.expected.online_part_s
+        allowed_s = plan.budget_s - plan.online_part_s
     return offline_s if math.isinf(allowed_s) else max(allowed_s, 0.0)
 
 

@@ -39,7 +39,7 @@ from sglang_coserve.recording.calls import (
 T = TypeVar("T")
 
 FORMAT: Final = "coserve plans"
-VERSION: Final = 15
+VERSION: Final = 16
 
 _Row = tuple[int, RequestState, int, int, int, float | None]
 """A ``Request``, in the order of its fields: the first is a number."""

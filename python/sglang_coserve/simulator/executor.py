@@ -127,14 +127,10 @@ class SimulatedExecutor:
         decodes = self._decodes_of(plan)
         contexts = [request.computed_tokens for request in decodes]
         batch = RunningStep(
-            step=plan.step,
-            lane=plan.lane,
+            plan=plan,
             started_s=now_s,
-            chunks=[],
             decodes=decodes,
             online_decodes=[request for request in decodes if request.info.is_online],
-            stats=StepStats(),
-            seconds=0.0,
             retracted=retracted,
             shed=shed,
         )
@@ -142,10 +138,10 @@ class SimulatedExecutor:
         for rid, tokens in plan.prefills:
             batch.opened_pages += self._begin_chunk(batch, rid, tokens)
         self.pool.allocate(batch.opened_pages)
-        batch.stats = StepStats.of(
+        stats = StepStats.of(
             [(tokens, request.computed_tokens) for request, tokens in batch.chunks], contexts
         )
-        assert batch.stats == plan.batch, f"planned {plan.batch}, found {batch.stats}"
+        assert stats == plan.batch, f"planned {plan.batch}, found {stats}"
         batch.seconds = self._duration.seconds(batch, self._ended)
         return batch
 
@@ -156,7 +152,7 @@ class SimulatedExecutor:
         page_tokens = self.pool.page_tokens
         saves = self.host.saves
         new_view = tuple.__new__
-        decoding = _DECODES_IN[batch.lane]
+        decoding = _DECODES_IN[batch.plan.lane]
         for request in batch.decodes:
             request.computed_tokens = computed = request.computed_tokens + 1
             times_s = request.token_times_s

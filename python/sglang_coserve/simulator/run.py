@@ -9,7 +9,7 @@ from typing import Final
 
 from sglang_coserve.core.control.slo import Slo, deadlines
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.offline_queue import OfflineQueue, OfflineQueueConfig
+from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
@@ -63,9 +63,6 @@ class SimulationSetup:
     """SLOs that limit offline work; if empty, ``targets`` converted by ``deadlines``."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    queue: OfflineQueueConfig | None = None
-    """Settings of the offline queue; None for the policy's."""
-
     true_model: LatencyModel | None = None
     """The model of the real step times; None for the scheduler's."""
 
@@ -73,7 +70,7 @@ class SimulationSetup:
         """Return a new scheduler; its baseline is SGLang on this machine."""
         engine = self.executor.engine_size
         slos = self.slos or deadlines(self.targets)
-        queue = OfflineQueue(self.queue or policy.queue_config(self.scheduler.seed))
+        queue = OfflineQueue(policy.queue_config(self.scheduler.seed))
         return Scheduler(policy, self.model, slos, queue, self.scheduler, engine=engine)
 
     def follows_latencies(self, policy: Policy) -> bool:

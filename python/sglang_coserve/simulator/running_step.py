@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.snapshot import SuspendedStep
-from sglang_coserve.core.step import Lane, PrefillChunk, ServedRequest, StepResult
-from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.core.step import PrefillChunk, ServedRequest, StepPlan, StepResult
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 
@@ -19,30 +18,23 @@ from sglang_coserve.simulator.request import SimRequest
 class RunningStep:
     """A step between ``Executor.begin`` and ``Executor.end``, which may be suspended."""
 
-    step: int
-    """The number of its plan."""
-
-    lane: Lane
+    plan: StepPlan
     started_s: float
-
-    chunks: list[tuple[SimRequest, int]]
-    """Prefill requests, and the tokens that each computes."""
-
     decodes: list[SimRequest]
     online_decodes: list[SimRequest]
     """The online ones of them."""
-
-    stats: StepStats
-    """Sums over its requests."""
-
-    seconds: float
-    """Duration without suspensions."""
 
     retracted: list[SimRequest]
     """Requests that the plan retracted; they wait again."""
 
     shed: list[SimRequest]
     """Requests that the plan refused."""
+
+    chunks: list[tuple[SimRequest, int]] = field(default_factory=list)
+    """Prefill requests, and the tokens that each computes."""
+
+    seconds: float = 0.0
+    """Duration without suspensions."""
 
     opened_pages: int = 0
     """Pages allocated for the KV that it computes."""
@@ -70,7 +62,7 @@ class RunningStep:
 
     def suspended(self) -> SuspendedStep:
         """Return it as the suspended step of a snapshot."""
-        return SuspendedStep(self.step, self.stats, self.done_share)
+        return SuspendedStep(self.plan.step, self.plan.batch, self.done_share)
 
     def result(self, end_s: float) -> StepResult:
         """Return its result, after ``Executor.end``. O(chunks + online requests)."""
@@ -82,10 +74,10 @@ class RunningStep:
             for request in self.online_decodes
         ]
         return StepResult(
-            step=self.step,
+            step=self.plan.step,
             started_s=self.started_s,
             seconds=self.spent_s,
-            batch=self.stats,
+            batch=self.plan.batch,
             chunks=tuple([PrefillChunk(r.info.rid, tokens) for r, tokens in self.chunks]),
             served=tuple(served),
             suspensions=self.suspensions,
@@ -94,7 +86,7 @@ class RunningStep:
     def dropped(self) -> StepResult:
         """Return its result if it is dropped. O(requests)."""
         rids = tuple([request.info.rid for request in self.requests])
-        return StepResult(step=self.step, started_s=self.started_s, dropped=rids)
+        return StepResult(step=self.plan.step, started_s=self.started_s, dropped=rids)
 
     def tokens_by_class(self) -> tuple[int, int]:
         """Return the tokens computed for online and for offline requests. O(chunks)."""
@@ -127,7 +119,7 @@ class StepDuration:
 
     def seconds(self, batch: RunningStep, ended: Iterable[SimRequest]) -> float:
         """Return the seconds of a step, in which the ``ended`` requests decode to no purpose."""
-        stats = batch.stats
+        stats = batch.plan.batch
         for request in ended:
             stats = stats.with_decode(request.computed_tokens)
         seconds = self._model.predict(stats)

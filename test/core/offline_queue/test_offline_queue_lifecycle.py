@@ -107,8 +107,7 @@ def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], messa
         ("utility_ratio", 1.1),
         ("utility_ratio", math.nan),
         ("max_overtakes", -1),
-        ("max_wait_s", -1.0),
-        ("max_wait_s", math.inf),
+        ("deadline_slack_s", math.inf),
         ("deadline_slack_s", math.nan),
     ],
 )

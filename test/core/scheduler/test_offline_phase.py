@@ -71,9 +71,9 @@ def test_offline_work_counts_as_offline_whether_it_can_pause_or_not(can_pause: b
     requests = [offline(can_pause=can_pause) for _ in range(50)]
     plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
     assert plan.batch.decode_requests == 51
-    assert plan.expected.online_part_s == MODEL.predict(StepStats.of(decodes=[10]))
+    assert plan.online_part_s == MODEL.predict(StepStats.of(decodes=[10]))
     alone = scheduler("coserve").plan(snapshot(*requests), NO_CACHE)
-    assert alone.expected.online_part_s == 0.0
+    assert alone.online_part_s == 0.0
 
 
 def test_a_chunk_is_the_longest_under_the_budget() -> None:

@@ -40,7 +40,7 @@ def test_time_and_tokens_are_those_of_both_classes() -> None:
     brain = scheduler()
     seen = snapshot(online(10, DECODING), offline(10, DECODING))
     plan = brain.plan(seen, NO_CACHE)
-    alone_s = plan.expected.online_part_s
+    alone_s = plan.online_part_s
     ran(brain, plan, seen, seconds=0.05)
     totals = brain.work.totals
     assert totals.steps == 1

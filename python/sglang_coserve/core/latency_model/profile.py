@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
@@ -57,7 +57,7 @@ class LatencyProfile:
             InputFileError: the text is not JSON or has another schema version, an
                 unknown kind, or a missing or malformed field.
         """
-        document = read_json(_Profile, text, source)
+        document = read_json(_Profile[Any], text, source)
         model = _form(document.kind, text, source)
         given, names = document.coefficients, model.coefficients
         for name in names:
@@ -88,8 +88,11 @@ def _this_version(version: int) -> int:
     return version
 
 
-class _Profile(JsonDocument):
-    """A profile without its form, which depends on its kind."""
+F = TypeVar("F")
+
+
+class _Profile(JsonDocument, Generic[F]):
+    """A profile; its form depends on its kind."""
 
     schema_version: Annotated[int, AfterValidator(_this_version)]
     kind: Literal["linear", "polynomial", "roofline", "split_linear"]
@@ -98,6 +101,7 @@ class _Profile(JsonDocument):
     tp_size: PositiveInt
     sglang_version: str
     fit_report: FitReport | None = None
+    form: F
     coefficients: dict[str, NonNegativeFloat]
 
 
@@ -117,18 +121,10 @@ class _RooflineForm(JsonDocument):
     tp_size: PositiveInt
 
 
-class _WithGraphForm(JsonDocument):
-    form: _GraphForm
-
-
-class _WithRooflineForm(JsonDocument):
-    form: _RooflineForm
-
-
 def _form(kind: str, text: str, source: str) -> LatencyModel:
     """Return a model of the document's form, with default coefficients."""
     if kind == RooflineModel.kind:
-        form = read_json(_WithRooflineForm, text, source).form
+        form = read_json(_Profile[_RooflineForm], text, source).form
         try:
             return RooflineModel.from_datasheet(form.shape, form.hardware, tp_size=form.tp_size)
         except ConfigError as error:
@@ -136,5 +132,5 @@ def _form(kind: str, text: str, source: str) -> LatencyModel:
     features = FEATURE_SETS[kind]
     if not features.replay_coefficients:
         return LinearModel.of(features)
-    sizes = read_json(_WithGraphForm, text, source).form.captured_batch_sizes
+    sizes = read_json(_Profile[_GraphForm], text, source).form.captured_batch_sizes
     return LinearModel.of(features, captured_batch_sizes=sizes)

@@ -25,11 +25,6 @@ class OfflineQueueConfig:
     max_overtakes: Annotated[int | None, Field(ge=0)] = 64
     """Most consecutive picks that may pass over the oldest request; ``None``: no limit."""
 
-    max_wait_s: Annotated[float | None, Field(ge=0)] = None
-    """Age from which requests are served in order of arrival, before anything else;
-    ``None``: no limit. A value below the time the backlog takes to drain gives up
-    prefix sharing, since every request then gets that old."""
-
     deadline_slack_s: Annotated[float | None, Field(ge=0)] = 600.0
     """A request goes before those without time pressure once less than this is left
     until its latest start; ``None``: deadlines do not matter."""

@@ -34,7 +34,7 @@ class OfflineQueue:
     The next request is, by the first rule that applies:
 
     1. Starvation: the oldest request, if the last ``max_overtakes`` picks all
-       passed over the oldest one, or if it is ``max_wait_s`` old.
+       passed over the oldest one.
     2. Deadlines: the request with the earliest latest start, if that is less than
        ``deadline_slack_s`` away. For requests that have yet to start, the latest start is what
        matters, not the deadline.
@@ -58,8 +58,7 @@ class OfflineQueue:
     (a + 1)·(K + 1) picks, whatever else arrives. Proof: by rule 1, at least one of
     any K + 1 consecutive picks takes the request that is the oldest
     at that time. While r waits, that is r itself or one of the a; so it is r by
-    the (a + 1)th such pick. Likewise, once r is ``max_wait_s`` old, at most a
-    picks come before it, all of them older. The bound counts picks: a caller
+    the (a + 1)th such pick. The bound counts picks: a caller
     that skips the first candidate for lack of room gets it first again the next time, or once
     another one is taken (``no_room``).
 
@@ -275,7 +274,7 @@ class OfflineQueue:
 
     def _in_order(self, now_s: float) -> Iterator[TrieLeaf]:
         num_changes = self._num_changes
-        num_overtakes = self._num_overtakes
+        num_overtakes, most_overtakes = self._num_overtakes, self._config.max_overtakes
         yielded: set[TrieLeaf] = set()
         by_age = _Remaining(self._by_age, yielded)
         by_latest_start = _Remaining(self._by_latest_start, yielded)
@@ -285,7 +284,7 @@ class OfflineQueue:
         last_tokens = self._last_tokens
         while (oldest := by_age.first) is not None:
             draw = self._draw(len(yielded))
-            if self._is_starving(oldest, num_overtakes, now_s):
+            if most_overtakes is not None and num_overtakes >= most_overtakes:
                 leaf = oldest
             elif (urgent := by_latest_start.first) and self._is_at_risk(urgent, now_s):
                 leaf = urgent
@@ -308,12 +307,6 @@ class OfflineQueue:
             yielded.add(leaf)
             yield leaf
             assert num_changes == self._num_changes, "the queue changed under its candidates"
-
-    def _is_starving(self, oldest: TrieLeaf, num_overtakes: int, now_s: float) -> bool:
-        max_overtakes, max_wait_s = self._config.max_overtakes, self._config.max_wait_s
-        return (max_overtakes is not None and num_overtakes >= max_overtakes) or (
-            max_wait_s is not None and now_s >= oldest.request.arrival_s + max_wait_s
-        )
 
     def _is_at_risk(self, leaf: TrieLeaf, now_s: float) -> bool:
         slack_s, latest_start_s = self._config.deadline_slack_s, leaf.request.latest_start_s

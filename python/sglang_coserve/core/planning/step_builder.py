@@ -14,7 +14,7 @@ from sglang_coserve.core.planning.step_memory import Prompt, StepMemory
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, PrefixCache, Request
-from sglang_coserve.core.step import ExpectedResult, Lane, PrefillChunk, StepPlan
+from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
 from sglang_coserve.core.step_stats import StepStats
 
 _DECODING = RequestState.DECODING
@@ -348,12 +348,10 @@ class StepBuilder:
             batch=self.stats,
             predicted_s=self.predicted_s,
             budget_s=self.offline_budget_s,
-            expected=ExpectedResult(
-                online_part_s=self.online_part_s,
-                is_deadline_bound=self.is_deadline_bound,
-                added_s=max(added_s, 0.0),
-                waits_online=has_prompts,
-            ),
+            online_part_s=self.online_part_s,
+            is_deadline_bound=self.is_deadline_bound,
+            added_s=max(added_s, 0.0),
+            waits_online=has_prompts,
         )
 
 

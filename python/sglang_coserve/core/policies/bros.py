@@ -95,7 +95,7 @@ class BrosPolicy(Policy):
         current = self._batch_requests or self.base_batch_requests
         self._batch_requests = (
             self.base_batch_requests
-            if plan.expected.is_deadline_bound
+            if plan.is_deadline_bound
             else min(2 * current, _MAX_BATCH_REQUESTS)
         )
 
