@@ -90,10 +90,10 @@ def plan_copies(
         return {}
     left = max(min(policy.step_tokens, policy.in_flight_tokens - in_flight_tokens), 0)
     copies = {}
-    for rid in reversed(dirty_tokens):
-        if dirty_tokens[rid] < policy.least_copy_tokens:
+    for rid, dirty in reversed(list(dirty_tokens.items())):
+        if dirty < policy.least_copy_tokens:
             continue
-        tokens = min(dirty_tokens[rid], left) // page_tokens * page_tokens
+        tokens = min(dirty, left) // page_tokens * page_tokens
         if tokens:
             copies[rid] = tokens
             left -= tokens

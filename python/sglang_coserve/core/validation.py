@@ -40,7 +40,8 @@ def check_ranges(settings: object, label: Callable[[str], str]) -> None:
     Raises:
         ConfigError: a value is out of its range; the message begins with the field's ``label``.
     """
-    for name, adapter in _ranges(type(settings)).items():
+    kind: Any = type(settings)
+    for name, adapter in _ranges(kind).items():
         try:
             adapter.validate_python(getattr(settings, name))
         except ValidationError as error:

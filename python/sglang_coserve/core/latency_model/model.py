@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import count
-from typing import Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +184,9 @@ class LatencyModel(ABC):
 
     def with_coefficients(self, values: Mapping[str, float]) -> Self:
         """Return the same form with the named coefficients replaced."""
-        return replace(self, coefficients={**self.coefficients, **values})
+        form: Any = self
+        changed: Self = replace(form, coefficients={**self.coefficients, **values})
+        return changed
 
     @abstractmethod
     def form(self) -> dict[str, object]:

@@ -53,4 +53,6 @@ def make_policy(name: str, config: SchedulerConfig | None = None) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"unknown scheduling policy {name!r}: use one of {', '.join(POLICIES)}")
     values = {field.name: getattr(config, field.name, None) for field in fields(POLICIES[name])}
-    return POLICIES[name](**{key: value for key, value in values.items() if value is not None})
+    given = {key: value for key, value in values.items() if value is not None}
+    policy: Policy = POLICIES[name](**given)
+    return policy
