@@ -71,7 +71,7 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     info = engine.ledger["r2"].info
     stats = StepStats.of([(3, 0)])
     assert result == StepResult(
-        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, None, 11.25),)
+        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, 11.25),)
     )
 
 
@@ -146,7 +146,7 @@ def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
             0.5,
             StepStats.of([(1, 0)]),
             (PrefillChunk("r0", 1),),
-            (ServedRequest(info, None, 10.5),),
+            (ServedRequest(info, 10.5),),
         )
     ]
 

@@ -341,7 +341,7 @@ class Scheduler:
         """Record when online requests got their tokens, and advance the baseline."""
         interference = self.interference
         interference.worked(online_s, offline_s, result.jobs)
-        for info, _, token_s in result.served:
+        for info, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)
         interference.advance(self._learned_alone.predict_now, result.started_s)

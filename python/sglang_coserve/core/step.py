@@ -116,9 +116,6 @@ class ServedRequest(NamedTuple):
     """An online request that took part in a step."""
 
     info: RequestInfo
-    last_token_s: float | None
-    """Time of its previous token; None if it had none."""
-
     token_s: float | None
     """Time of its token in this step; None if more of its prompt is still to be computed."""
 

@@ -44,7 +44,7 @@ VERSION: Final = 16
 _Row = tuple[int, RequestState, int, int, int, float | None]
 """A ``Request``, in the order of its fields: the first is a number."""
 
-_Served = tuple[int, float | None, float | None]
+_Served = tuple[int, float | None]
 """A ``ServedRequest``, likewise."""
 
 

@@ -118,7 +118,7 @@ class RecordedTraffic:
                     if (recorded := self._live.get(seen.info.rid)) and not seen.info.is_online:
                         recorded.generated_tokens = seen.generated_tokens
             case Updated(result):
-                for info, _, token_s in result.served:
+                for info, token_s in result.served:
                     if (served := self._live.get(info.rid)) and token_s is not None:
                         served.generated_tokens += info.is_online
                 if result.seconds is not None and not result.batch.is_empty:

@@ -66,13 +66,12 @@ class RunningStep:
 
     def result(self, end_s: float) -> StepResult:
         """Return its result, after ``Executor.end``. O(chunks + online requests)."""
-        served = [_served(request, end_s) for request, _ in self.chunks if request.info.is_online]
-        # A decode has a token of its prefill and one of this step. Like Served(), at half the cost.
-        new = tuple.__new__
-        served += [
-            new(ServedRequest, (request.info, request.token_times_s[-2], end_s))
-            for request in self.online_decodes
+        served = [
+            ServedRequest(one.info, end_s if one.token_times_s[-1:] == [end_s] else None)
+            for one, _ in self.chunks
+            if one.info.is_online
         ]
+        served += [ServedRequest(request.info, end_s) for request in self.online_decodes]
         return StepResult(
             step=self.plan.step,
             started_s=self.started_s,
@@ -98,13 +97,6 @@ class RunningStep:
             else:
                 offline += tokens
         return online, offline
-
-
-def _served(request: SimRequest, end_s: float) -> ServedRequest:
-    times_s = request.token_times_s
-    if not times_s or times_s[-1] != end_s:
-        return ServedRequest(request.info, times_s[-1] if times_s else None, None)
-    return ServedRequest(request.info, times_s[-2] if len(times_s) > 1 else None, end_s)
 
 
 class StepDuration:

@@ -207,14 +207,10 @@ def result_of(
     contexts = {
         request.info.rid: request.computed_tokens or request.cached_tokens for request in prefills
     }
-    served = [
-        ServedRequest(request.info, request.last_token_s, seen.now_s + seconds)
-        for request in decodes
-    ]
+    served = [ServedRequest(request.info, seen.now_s + seconds) for request in decodes]
     served += [
         ServedRequest(
             request.info,
-            request.last_token_s,
             seen.now_s + seconds if left[request.info.rid] == request.tokens_to_compute else None,
         )
         for request in prefills

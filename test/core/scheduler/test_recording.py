@@ -31,7 +31,6 @@ from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.step import (
-    ExpectedResult,
     PrefillChunk,
     Retraction,
     ServedRequest,
@@ -340,10 +339,10 @@ def test_rounding_is_no_difference_in_a_time_but_a_token_is_one() -> None:
 
 def all_lines() -> list[str]:
     made_of, events = recorded_evening()
-    served = (ServedRequest(online(10, rid="z").info, 0.5, 1.5),)
+    served = (ServedRequest(online(10, rid="z").info, 1.5),)
     events += [Updated(StepResult(2, 0.5, 0.5, STEP, served=served)), Restored("q0", 3)]
-    expected = ExpectedResult(0.5, True, 0.25, True)
-    plan = StepPlan(expected=expected, retract=(Retraction("q0", 3),))
+    plan = StepPlan(retract=(Retraction("q0", 3),), online_part_s=0.5, is_deadline_bound=True)
+    plan = replace(plan, added_s=0.25, waits_online=True)
     events += [Planned(snapshot(online(5)), {}, plan), Started((PrefillChunk("q0", 3),))]
     return lines_of(made_of, events)
 
@@ -380,7 +379,7 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
         ('{"event":"vanished"}', "event: Invalid value 'vanished'"),
         ('{"event":"finished","rid":"a","why":"b"}', "Object contains unknown field `why`"),
         (
-            '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0,0]]}',
+            '{"event":"updated","new":[],"result":{"step":1,"started_s":1},"served":[[9,0]]}',
             "it refers to what is not there: 9",
         ),
         (
@@ -421,7 +420,7 @@ def test_a_row_that_does_not_fit_is_refused(place: int, value: object, message: 
     [
         ({"format": "csv"}, "format: expected 'coserve plans'"),
         ({"version": VERSION - 1}, f"version: {VERSION - 1} is not {VERSION}, .* record again"),
-        ({"config": {"headroom_tokens": -1}}, "scheduler: headroom_tokens is -1"),
+        ({"config": {"headroom_tokens": -1}}, "scheduler: headroom_tokens must be"),
         ({"profile": {}}, "profile: schema_version: this field is missing"),
     ],
 )

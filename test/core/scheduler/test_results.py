@@ -132,7 +132,7 @@ def test_a_first_token_is_judged_by_when_it_came(late_s: float) -> None:
     result = result_of(plan, seen, chunks=plan.prefills, seconds=plan.predicted_s)
     assert TARGETS.ttft_s is not None
     at_s = 50.0 + TARGETS.ttft_s + late_s
-    brain.update(replace(result, served=(ServedRequest(prompt.info, None, at_s),)))
+    brain.update(replace(result, served=(ServedRequest(prompt.info, at_s),)))
     assert attainment(brain, prompt.info.rid) == (late_s < 0)
 
 
@@ -140,7 +140,7 @@ def test_what_a_step_without_a_plan_served_is_judged_as_well() -> None:
     brain = scheduler("coserve")
     prompt = online(100, arrival_s=1.0)
     brain.arrived(prompt.info)
-    brain.update(StepResult(None, 1.0, served=(ServedRequest(prompt.info, None, 3.0),)))
+    brain.update(StepResult(None, 1.0, served=(ServedRequest(prompt.info, 3.0),)))
     assert attainment(brain, prompt.info.rid) == 0.0
 
 

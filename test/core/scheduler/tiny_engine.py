@@ -306,12 +306,12 @@ class TinyEngine:
         """Compute; a prefill that is complete enters the state ``decoding``."""
         work = [*((rid, 1) for rid in decodes), *prefills]
         requests = [self.requests[rid] for rid, _ in work]
-        before = [(live.last_token_s, live.generated) for live in requests]
+        before = [live.generated for live in requests]
         for rid, tokens in work:
             self._compute(rid, tokens, decoding)
         return tuple(
-            ServedRequest(live.info, last_s, self.now_s if live.generated > generated else None)
-            for live, (last_s, generated) in zip(requests, before, strict=True)
+            ServedRequest(live.info, self.now_s if live.generated > generated else None)
+            for live, generated in zip(requests, before, strict=True)
             if live.info.is_online
         )
 

@@ -193,7 +193,7 @@ class StepTracker:
                 continue  # It was aborted meanwhile, and another one may have its rid.
             if live.is_online:
                 token_s = now_s if has else None
-                served.append(ServedRequest(live.info, live.last_token_s, token_s))
+                served.append(ServedRequest(live.info, token_s))
             else:
                 offline_jobs.append(live.info.job)
             if has:
