@@ -204,25 +204,19 @@ class BudgetSearch:
         }
 
     def _search(self, workload: Workload) -> None:
-        alone = self._simulate(workload, _ALONE, SloTargets(), None)
-        limits_s = [slo.limit_over(alone.latency) for slo in self._slos]
-
-        def judged(run: Trial) -> Trial:
-            measured = (slo.statistic.of(slo.latency.summary(run.latency)) for slo in self._slos)
-            results = map(SloResult, self._slos, limits_s, measured)
-            return replace(run, results=tuple(results))
+        self.online_only = alone = self._simulate(workload, _ALONE, SloTargets(), None)
+        targets = request_targets(self._slos, alone.latency)
 
         def is_met(budget_s: float) -> bool:
-            run = judged(self._simulate(workload, self._policy, targets, budget_s))
+            run = self._simulate(workload, self._policy, targets, budget_s)
             self._trials[budget_s] = run
             return run.is_met
 
-        self.online_only = judged(alone)
-        targets = request_targets(self._slos, alone.latency)
-        budgets_s = chain(self._ladder(max(limits_s)), self._beside_best())
+        largest_limit_s = max(result.limit_s for result in alone.results)
+        budgets_s = chain(self._ladder(largest_limit_s), self._beside_best())
         low_s = next(filter(is_met, budgets_s), None)
         if low_s is None:
-            self.problem = self._nearest(self.online_only)
+            self.problem = self._nearest(alone)
             return
         high_s = min((each for each in self._trials if each > low_s), default=low_s)
         self.is_limit = high_s == low_s
@@ -272,8 +266,13 @@ class BudgetSearch:
         result = simulate(workload, setup, make_policy(policy), on_progress=self._control.tick)
         if self._control.should_stop:
             raise _EndedEarlyError
+        latency = latency_report(result.online)
+        alone = latency if self.online_only is None else self.online_only.latency
+        results = [
+            SloResult(slo, slo.limit_over(alone), slo.measured_s(latency)) for slo in self._slos
+        ]
         offline = result.offline_throughput.total_tokens_per_s
-        return Trial(budget_s, latency_report(result.online), offline, ())
+        return Trial(budget_s, latency, offline, tuple(results))
 
     def _nearest(self, alone: Trial) -> str:
         best = min(self.trials, key=lambda trial: trial.excess)

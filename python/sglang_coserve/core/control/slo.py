@@ -58,6 +58,10 @@ class Slo:
     def __post_init__(self) -> None:
         assert (self.limit_s is None) != (self.tolerance is None), "one of limit and tolerance"
 
+    def measured_s(self, report: LatencyReport) -> float | None:
+        """Return the statistic in seconds, or ``None`` without measurements."""
+        return self.statistic.of(self.latency.summary(report))
+
     def limit_over(self, online_only: LatencyReport | None) -> float:
         """Return the limit in seconds.
 
@@ -66,8 +70,7 @@ class Slo:
         """
         if self.limit_s is not None:
             return self.limit_s
-        summary = None if online_only is None else self.latency.summary(online_only)
-        alone_s = None if summary is None else self.statistic.of(summary)
+        alone_s = None if online_only is None else self.measured_s(online_only)
         if alone_s is None:
             raise ConfigError(
                 f"SLO {format_slo(self)!r} is relative to online requests alone, of which no "
@@ -150,14 +153,8 @@ def request_targets(slos: Sequence[Slo], online_only: LatencyReport | None = Non
     Raises:
         ConfigError: an SLO is a tolerance, and ``online_only`` has no measurement for it.
     """
-    ttft_s = tpot_s = math.inf
-    for slo in slos:
-        limit_s = slo.limit_over(online_only)
-        if slo.latency is Latency.TTFT:
-            ttft_s = min(ttft_s, limit_s)
-        else:
-            tpot_s = min(tpot_s, limit_s)
+    limits_s = [(slo.latency is Latency.TTFT, slo.limit_over(online_only)) for slo in slos]
     return SloTargets(
-        ttft_s=None if ttft_s == math.inf else ttft_s,
-        tpot_s=None if tpot_s == math.inf else tpot_s,
+        min([limit_s for is_ttft, limit_s in limits_s if is_ttft], default=None),
+        min([limit_s for is_ttft, limit_s in limits_s if not is_ttft], default=None),
     )

@@ -165,11 +165,9 @@ class Refiner(Generic[M]):
         return self.model
 
     def _huber_weight(self, size: float) -> float:
+        """Return the weight of a residual of this size, which then moves the median."""
         weight = min(1.0, _HUBER * self._median / max(size, 1e-12))
-        self._follow_median(size)
-        return weight
-
-    def _follow_median(self, size: float) -> None:
         step = _MEDIAN_STEP if size > self._median else -_MEDIAN_STEP
         low, high = _MEDIAN_RANGE
         self._median = min(max(self._median * math.exp(step), low), high)
+        return weight
