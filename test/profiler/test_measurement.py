@@ -83,7 +83,7 @@ batches = st.builds(
 
 
 eager_prices = st.fixed_dictionaries(
-    {name: st.floats(0, 1e-3) for name, _ in CONSERVE.features}
+    {name: st.floats(0, 1e-3) for name in CONSERVE.features}
 ).filter(lambda prices: any(prices.values()))
 
 

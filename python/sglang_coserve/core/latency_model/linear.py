@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +36,6 @@ SUMS: Final = (
 and indicators (1 if the batch has prefills, decodes, or any requests)."""
 
 
-class Feature(NamedTuple):
-    """The factor that a coefficient multiplies."""
-
-    coefficient: str
-    """Name of the coefficient; its value is in seconds per unit of the feature."""
-
-    sums: tuple[str, ...]
-    """The entries of ``SUMS`` whose sum is the feature."""
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureSet:
     """The features of a linear model."""
@@ -53,7 +43,9 @@ class FeatureSet:
     kind: str
     """The name of the model in a saved profile."""
 
-    features: tuple[Feature, ...]
+    features: Mapping[str, tuple[str, ...]]
+    """The coefficients, in seconds per unit of their feature; each with the entries of ``SUMS``
+    whose sum the feature is."""
 
     replay_coefficients: tuple[str, ...] = ()
     """Coefficients of batches that replay a decode CUDA graph; empty if these are not modelled."""
@@ -61,12 +53,12 @@ class FeatureSet:
     @property
     def coefficient_names(self) -> tuple[str, ...]:
         """Names of all coefficients, those of replayed graphs last."""
-        return (*(name for name, _ in self.features), *self.replay_coefficients)
+        return (*self.features, *self.replay_coefficients)
 
     def prices(self, coefficients: Mapping[str, float]) -> tuple[float, ...]:
         """Return the seconds per unit of each of ``SUMS``."""
         prices = dict.fromkeys(SUMS, 0.0)
-        for name, sums in self.features:
+        for name, sums in self.features.items():
             for added in sums:
                 prices[added] += coefficients[name]
         return tuple(prices.values())
@@ -88,23 +80,22 @@ class FeatureSet:
             "has_decodes": table.decode_requests > 0,
             "has_requests": np.ones(len(table)),
         }
-        terms = [np.sum([columns[name] for name in sums], axis=0) for _, sums in self.features]
+        terms = [
+            np.sum([columns[name] for name in sums], axis=0) for sums in self.features.values()
+        ]
         return np.column_stack(terms).astype(np.float64)
 
 
 CONSERVE: Final = FeatureSet(
     "polynomial",
-    (
-        Feature("compute_token_s", ("prefill_tokens", "decode_requests")),
-        Feature("attention_pair_s", ("prefill_attention_pairs", "decode_context_tokens")),
-        Feature(
-            "context_token_s",
-            ("prefill_tokens", "prefill_context_tokens", "decode_context_tokens"),
-        ),
-        Feature("prefill_request_s", ("prefill_requests",)),
-        Feature("decode_request_s", ("decode_requests",)),
-        Feature("iteration_s", ("has_requests",)),
-    ),
+    {
+        "compute_token_s": ("prefill_tokens", "decode_requests"),
+        "attention_pair_s": ("prefill_attention_pairs", "decode_context_tokens"),
+        "context_token_s": ("prefill_tokens", "prefill_context_tokens", "decode_context_tokens"),
+        "prefill_request_s": ("prefill_requests",),
+        "decode_request_s": ("decode_requests",),
+        "iteration_s": ("has_requests",),
+    },
     replay_coefficients=("graph_row_s", "graph_context_token_s", "graph_iteration_s"),
 )
 """T = k1·ΣP + k2·ΣP·(P + C) + k4·Σ(P + C) + k5 (ConServe §4.2), plus a cost per request.
@@ -120,15 +111,15 @@ kernels differ.
 
 HYGEN: Final = FeatureSet(
     "linear",
-    (
-        Feature("prefill_token_s", ("prefill_tokens",)),
-        Feature("prefill_token_squared_s", ("prefill_tokens_squared",)),
-        Feature("prefill_request_s", ("prefill_requests",)),
-        Feature("decode_token_s", ("decode_context_tokens",)),
-        Feature("decode_token_squared_s", ("decode_context_tokens_squared",)),
-        Feature("decode_request_s", ("decode_requests",)),
-        Feature("iteration_s", ("has_requests",)),
-    ),
+    {
+        "prefill_token_s": ("prefill_tokens",),
+        "prefill_token_squared_s": ("prefill_tokens_squared",),
+        "prefill_request_s": ("prefill_requests",),
+        "decode_token_s": ("decode_context_tokens",),
+        "decode_token_squared_s": ("decode_context_tokens_squared",),
+        "decode_request_s": ("decode_requests",),
+        "iteration_s": ("has_requests",),
+    },
 )
 """T = f(S_p, S_d, S_p², S_d², N_p, N_d), linear, plus a constant (HyGen §4.2, Eq. 1).
 
@@ -138,14 +129,14 @@ its prompt: use this model for prompts that fit one chunk.
 
 BROS: Final = FeatureSet(
     "split_linear",
-    (
-        Feature("prefill_token_s", ("prefill_tokens",)),
-        Feature("prefill_pair_s", ("prefill_attention_pairs",)),
-        Feature("prefill_s", ("has_prefills",)),
-        Feature("decode_request_s", ("decode_requests",)),
-        Feature("decode_pair_s", ("decode_context_tokens",)),
-        Feature("decode_s", ("has_decodes",)),
-    ),
+    {
+        "prefill_token_s": ("prefill_tokens",),
+        "prefill_pair_s": ("prefill_attention_pairs",),
+        "prefill_s": ("has_prefills",),
+        "decode_request_s": ("decode_requests",),
+        "decode_pair_s": ("decode_context_tokens",),
+        "decode_s": ("has_decodes",),
+    },
 )
 """α0·Lⁿ + α1·Lⁿ·Lᵃ + β for prefill requests, and again for decode requests, summed (BROS §IV-A).
 
