@@ -26,7 +26,7 @@ from typing import Final
 
 from bound_bench.upper_bound import Capacity, OfflineShape, offline_bound, required
 from common.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.core.control.baseline import Baseline
+from sglang_coserve.core.control.baseline import Baseline, BaselineRequest
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.policies.coserve import CoservePolicy
@@ -171,17 +171,21 @@ def alone(requests: Sequence[TraceRequest]) -> tuple[float, float]:
 
 def alone_times(requests: Sequence[TraceRequest]) -> dict[str, list[float]]:
     """Return when the baseline has each token of each request."""
-    baseline = Baseline(EXECUTOR.engine_size)
+    baseline: Baseline[BaselineRequest] = Baseline(EXECUTOR.engine_size)
+    times: dict[BaselineRequest, list[float]] = {}
     for request in requests:
-        rid = str(request.index)
-        baseline.arrived(rid, request.arrival_s, request.prompt_tokens)
-        baseline.produced(rid, request.output_tokens)
-        baseline.ended(rid)
-    times: dict[str, list[float]] = {str(request.index): [] for request in requests}
+        one = BaselineRequest(
+            arrival_s=request.arrival_s,
+            prompt_left_tokens=request.prompt_tokens,
+            known_tokens=request.output_tokens,
+        )
+        times[one] = []
+        baseline.arrived(one)
+        baseline.ended(one)
     for step in baseline.advance(MODEL.predict, math.inf):
         for one in (*step.decoded, *step.first):
-            times[one.key].append(step.end_s)
-    return times
+            times[one].append(step.end_s)
+    return {str(r.index): its for r, its in zip(requests, times.values(), strict=True)}
 
 
 def parse() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offli
 from interference_bench.load import Load
 from interference_bench.outcome import OnlineOutcome, RunOutcome
 from interference_bench.report import figures
-from sglang_coserve.core.control.baseline import Baseline, EngineSize
+from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
 from sglang_coserve.srt.emulation.settings import Emulation
@@ -28,14 +28,17 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
     By the latency model, on an engine that has nothing else to do, and keeps every prefix.
     """
-    baseline = Baseline(EngineSize(*_limits(emulation)))
+    baseline: Baseline[BaselineRequest] = Baseline(EngineSize(*_limits(emulation)))
     seen: set[int] = set()
     alone = []
-    for number, request in enumerate(requests):
+    for request in requests:
         tokens = request.prompt_tokens - cached_tokens(request, seen)
-        alone.append(baseline.arrived(number, 0.0, tokens))
-        baseline.produced(number, request.output_tokens)
-        baseline.ended(number)
+        one = BaselineRequest(
+            arrival_s=0.0, prompt_left_tokens=tokens, known_tokens=request.output_tokens
+        )
+        alone.append(one)
+        baseline.arrived(one)
+        baseline.ended(one)
     baseline.advance(emulation.latency_model().predict, math.inf)
     count = int(_ENDED_SHARE * len(requests))
     return count / sorted(one.last_s for one in alone)[count - 1]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_coserve.core.control.baseline import Baseline, EngineSize
+from core.test_baseline import NamedBaseline
+from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
@@ -49,7 +50,7 @@ class Follower(SimulationObserver):
         self.alone: defaultdict[str, list[float]] = defaultdict(list)
         self.online: dict[str, SimRequest] = {}
         self._told: dict[str, int] = {}
-        self._baseline = Baseline(size)
+        self._baseline = NamedBaseline(size)
 
     def on_request(self, _now_s: float, event: RequestEvent, request: SimRequest) -> None:
         info = request.info
@@ -58,11 +59,11 @@ class Follower(SimulationObserver):
         if event is RequestEvent.ARRIVED:
             self.online[info.rid] = request
             self._told[info.rid] = 0
-            self._baseline.arrived(info.rid, info.arrival_s, info.prompt_tokens)
+            self._baseline.arrive(info.rid, info.arrival_s, info.prompt_tokens)
         elif event is RequestEvent.FINISHED:
             self._tell(request)
             del self._told[info.rid]
-            self._baseline.ended(info.rid)
+            self._baseline.end(info.rid)
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         for rid in list(self._told):
@@ -73,12 +74,12 @@ class Follower(SimulationObserver):
     def advance(self, now_s: float) -> None:
         for step in self._baseline.advance(MODEL.predict, now_s):
             for one in (*step.decoded, *step.first):
-                self.alone[one.key].append(step.end_s)
+                self.alone[one.rid].append(step.end_s)
 
     def _tell(self, request: SimRequest) -> None:
         rid = request.info.rid
         new = len(request.token_times_s) - self._told[rid]
-        self._baseline.produced(rid, new)
+        self._baseline.produce(rid, new)
         self._told[rid] += new
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from sglang_coserve.core.control.slo_monitor import TokenTimes
 from sglang_coserve.core.step_stats import StepStats
@@ -53,17 +53,14 @@ class EngineSize:
 class BaselineRequest(TokenTimes):
     """A request, with the times of its tokens without offline work."""
 
-    key: Any
-    """Whose they are."""
-
     arrival_s: float
     prompt_left_tokens: int
-    """Prompt tokens still to be computed in the baseline."""
+    """Prompt tokens still to be computed in the baseline: at first all of them."""
 
-    context_tokens: int
+    context_tokens: int = 0
     """Tokens with KV in the baseline."""
 
-    cached_tokens: int
+    cached_tokens: int = 0
     """How many of them the prefix cache held when it arrived."""
 
     known_tokens: int = 0
@@ -72,32 +69,38 @@ class BaselineRequest(TokenTimes):
     has_ended: bool = False
     """The real request has ended: no token comes after the known ones."""
 
+    is_in: bool = False
+    """It is in the baseline: neither given up nor through."""
+
     @property
     def has_all(self) -> bool:
         """True when the baseline has generated every token that the request ever gets."""
         return self.has_ended and self.tokens >= self.known_tokens
 
 
-class BaselineStep(NamedTuple):
+R = TypeVar("R", bound=BaselineRequest)
+
+
+class BaselineStep(NamedTuple, Generic[R]):
     """What came of a step of the baseline."""
 
     end_s: float
     """When its tokens come."""
 
-    decoded: Sequence[BaselineRequest]
+    decoded: Sequence[R]
     """Those that got another token."""
 
     before_s: Sequence[float]
     """When each of them got the one before."""
 
-    first: Sequence[BaselineRequest]
+    first: Sequence[R]
     """Those that got their first token."""
 
-    complete: Sequence[BaselineRequest]
+    complete: Sequence[R]
     """Those of both that ``has_all`` is true of now."""
 
 
-class Baseline:
+class Baseline(Generic[R]):
     """Simulates an engine that serves only the online requests of the real one.
 
     It runs the steps that SGLang would run: prompts in order of arrival up to the chunk size,
@@ -125,85 +128,65 @@ class Baseline:
         self._began_s = 0.0
         """When the last step began."""
 
-        self._requests: dict[Hashable, BaselineRequest] = {}
-        self._waiting: deque[BaselineRequest] = deque()
+        self._num_requests = 0
+        self._waiting: deque[R] = deque()
         """In order of arrival; the first may be partly computed."""
 
-        self._decoding: list[BaselineRequest] = []
+        self._decoding: list[R] = []
         """A new list after each change, so that a step keeps those that it had."""
 
-        self._awaited: BaselineRequest | None = None
+        self._awaited: R | None = None
         self._awaited_since_s = 0.0
         """Since when the decodes cannot go on without this request's next token."""
 
-        self._gone: list[BaselineRequest] = []
+        self._gone: list[R] = []
         """Requests to remove: given up, or with every token that they ever get."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._num_requests
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Return whether a request is here: neither given up nor through."""
-        return key in self._requests
+    def arrived(self, request: R, cached_tokens: int = 0) -> None:
+        """Add an online request, a new one; to be called in order of arrival. O(1).
 
-    def arrived(
-        self, key: Hashable, arrival_s: float, prompt_tokens: int, cached_tokens: int = 0
-    ) -> BaselineRequest:
-        """Add an online request, and return it; to be called in order of arrival. O(1).
-
-        Args:
-            key: Its name, which no other request ever has.
-            arrival_s: When it arrived.
-            prompt_tokens: Length of its prompt.
-            cached_tokens: Prompt tokens that the prefix cache holds.
+        ``cached_tokens`` of its prompt are in the prefix cache.
         """
-        assert key not in self._requests
-        cached_tokens = min(cached_tokens, prompt_tokens - 1)
-        request = BaselineRequest(
-            key=key,
-            arrival_s=arrival_s,
-            prompt_left_tokens=prompt_tokens - cached_tokens,
-            context_tokens=cached_tokens,
-            cached_tokens=cached_tokens,
-        )
-        self._requests[key] = request
+        request.cached_tokens = min(cached_tokens, request.prompt_left_tokens - 1)
+        request.context_tokens = request.cached_tokens
+        request.prompt_left_tokens -= request.cached_tokens
+        request.is_in = True
+        self._num_requests += 1
         self._waiting.append(request)
-        return request
 
-    def produced(self, key: Hashable, tokens: int = 1) -> None:
-        """Record that the real engine generated ``tokens`` more tokens of a request. O(1)."""
-        request = self._requests.get(key)
-        if request is not None:
-            request.known_tokens += tokens
-
-    def ended(self, key: Hashable) -> None:
+    def ended(self, request: R) -> None:
         """Record that the real request has ended: no more tokens of it follow. O(1)."""
-        request = self._requests.get(key)
-        if request is not None and not request.has_ended:
-            request.has_ended = True
-            if request.has_all:
-                self._gone.append(request)
-
-    def drop(self, key: Hashable) -> None:
-        """Forget a request that the real engine dropped. O(1)."""
-        request = self._requests.pop(key, None)
-        if request is not None:
+        request.has_ended = True
+        if request.is_in and request.has_all:
             self._gone.append(request)
 
-    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineStep]:
+    def drop(self, request: R) -> None:
+        """Forget a request that the real engine dropped. O(1)."""
+        if request.is_in:
+            self._leave(request)
+            self._gone.append(request)
+
+    def _leave(self, request: R) -> None:
+        self._num_requests -= request.is_in
+        request.is_in = False
+
+    def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineStep[R]]:
         """Run and return the steps that start by ``now_s``, as far as their tokens are known.
 
         Args:
             predict: Returns the duration of a step in seconds.
             now_s: The current time; every request that arrived by then has been added.
         """
-        steps: list[BaselineStep] = []
+        steps: list[BaselineStep[R]] = []
         while self._step(predict, now_s, steps):
             pass
         return steps
 
     def _step(
-        self, predict: Callable[[StepStats], float], now_s: float, steps: list[BaselineStep]
+        self, predict: Callable[[StepStats], float], now_s: float, steps: list[BaselineStep[R]]
     ) -> bool:
         """Run one step and append it; return False when none can be run yet."""
         self._drop_ended()
@@ -238,7 +221,7 @@ class Baseline:
             decode.context_tokens += 1
             decode.tokens += 1
             decode.last_s = end_s
-        first: list[BaselineRequest] = []
+        first: list[R] = []
         for request, count in chunks:
             request.context_tokens += count
             request.prompt_left_tokens -= count
@@ -252,7 +235,7 @@ class Baseline:
         steps.append(BaselineStep(end_s, decodes, before_s, first, complete))
         return True
 
-    def _gives_up(self, awaited: BaselineRequest, now_s: float) -> bool:
+    def _gives_up(self, awaited: R, now_s: float) -> bool:
         """Give up all that is awaited if the first has been for too long; else return False.
 
         O(1) until then; then O(requests), as others may have been awaited behind it.
@@ -262,7 +245,7 @@ class Baseline:
         if now_s - self._awaited_since_s <= _MOST_WAIT_S:
             return False
         for request in list(filter(_may_have_ended, self._decoding)):
-            self.drop(request.key)
+            self.drop(request)
         return True
 
     def _drop_ended(self) -> None:
@@ -272,20 +255,19 @@ class Baseline:
         """
         if not self._gone:
             return
-        requests = self._requests
         for request in self._gone:
-            requests.pop(request.key, None)
+            self._leave(request)
         if any(request.prompt_left_tokens for request in self._gone):
-            self._waiting = deque(r for r in self._waiting if r.key in requests)
+            self._waiting = deque(request for request in self._waiting if request.is_in)
         self._gone.clear()
-        self._decoding = [decode for decode in self._decoding if decode.key in requests]
+        self._decoding = [decode for decode in self._decoding if decode.is_in]
 
-    def _chunks(self, planned_s: float) -> list[tuple[BaselineRequest, int]] | None:
+    def _chunks(self, planned_s: float) -> list[tuple[R, int]] | None:
         """Return the prompts of a step that is planned at ``planned_s``, with the tokens of each.
 
         None while a prompt needs the slot or memory of a request that may have ended.
         """
-        chunks: list[tuple[BaselineRequest, int]] = []
+        chunks: list[tuple[R, int]] = []
         if not self._waiting or self._waiting[0].arrival_s > planned_s:
             return chunks
         budget = self._size.chunk_tokens

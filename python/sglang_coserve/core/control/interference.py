@@ -21,13 +21,12 @@ from sglang_coserve.core.step import JobTokens
 from sglang_coserve.core.step_stats import StepStats
 
 
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """An online request that has not been judged yet. Its name in the baseline is itself, since a
-    rid may be used again before the baseline is through with it."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Watched(BaselineRequest):
+    """An online request that has not been judged yet, with its token times in the baseline."""
 
     info: RequestInfo
-    baseline: Baseline | None
+    baseline: Baseline[_Watched] | None
     """That of its micro-batch."""
 
     arrived_work: WorkMark
@@ -35,8 +34,6 @@ class _Watched:
     """What the bill knew of offline work when it arrived and at its first token."""
 
     measured: TokenTimes = field(default_factory=TokenTimes)
-    alone: BaselineRequest | None = None
-    """Itself in the baseline."""
 
 
 class Interference:
@@ -65,7 +62,7 @@ class Interference:
         self.monitor: Final = SloMonitor(request_targets(absolute), slos)
         """Judges the requests that ended."""
 
-        self._baselines: list[Baseline] = []
+        self._baselines: list[Baseline[_Watched]] = []
         """One for each micro-batch, which has an equal part of the engine. That the slowest
         micro-batch delays the others is ignored, so the baseline is a little too fast."""
 
@@ -116,12 +113,17 @@ class Interference:
             self._bill.period_begins(beside_offline=beside_offline)
         work = self._bill.mark()
         baseline = min(self._baselines, key=len, default=None)
-        watched = self._live[info.rid] = _Watched(info, baseline, work, work)
+        watched = self._live[info.rid] = _Watched(
+            arrival_s=info.arrival_s,
+            prompt_left_tokens=info.prompt_tokens,
+            info=info,
+            baseline=baseline,
+            arrived_work=work,
+            first_work=work,
+        )
         self._watched.add(watched)
         if baseline is not None:
-            watched.alone = baseline.arrived(
-                watched, info.arrival_s, info.prompt_tokens, cached_tokens
-            )
+            baseline.arrived(watched, cached_tokens)
 
     def worked(
         self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
@@ -144,8 +146,7 @@ class Interference:
         elif self.monitor.needs_gaps:
             self.monitor.gap(watched.info, watched.measured.last_s, now_s)
         watched.measured.came(now_s)
-        if watched.baseline is not None:
-            watched.baseline.produced(watched)
+        watched.known_tokens += 1
 
     def ended(self, rid: str, ending: Ending) -> None:
         """Record that a request has ended; ignored if it is not tracked. O(1)."""
@@ -154,13 +155,12 @@ class Interference:
             return
         baseline = watched.baseline
         if ending is Ending.COMPLETE:
-            alone = watched.alone
-            if baseline is None or alone is None or watched not in baseline:
+            if baseline is None or not watched.is_in:
                 self._judge(watched)  # The baseline has given it up, if there is one.
             else:
                 baseline.ended(watched)
-                if alone.has_all:
-                    self._judge(watched, alone)
+                if watched.has_all:
+                    self._judge(watched, alone=watched)
             return
         if baseline is not None:
             baseline.drop(watched)
@@ -180,18 +180,18 @@ class Interference:
         for baseline in self._baselines:
             for end_s, decoded, before_s, first, complete in baseline.advance(predict, now_s):
                 if self.monitor.needs_gaps and decoded:
-                    own_s = [alone.key.info.tpot_target_s for alone in decoded]
+                    own_s = [watched.info.tpot_target_s for watched in decoded]
                     # Almost all of them had their last token in the same step.
                     equal = Counter(zip(own_s, before_s, strict=True))
                     for (target_s, last_s), count in equal.items():
                         gaps[target_s, end_s - last_s] += count
                         if target_s is None:
                             self.monitor.gaps_alone(end_s - last_s, end_s, count)
-                for alone in first:
-                    info = alone.key.info
+                for watched in first:
+                    info = watched.info
                     self.allowance.first_token(info, end_s - info.arrival_s, self._now_s)
-                for alone in complete:
-                    self._judge(alone.key, alone)
+                for watched in complete:
+                    self._judge(watched, alone=watched)
         if gaps:
             self.allowance.gaps(gaps, self._now_s)
 
