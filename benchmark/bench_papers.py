@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Final
 
 from common.machine import commit
-from paper import bros, conserve, hygen, hygen_budgets, ooco, questions
+from paper import (
+    bros,
+    conserve,
+    hygen,
+    hygen_budgets,
+    hygen_control,
+    hygen_settings,
+    ooco,
+    questions,
+)
 from paper.experiment import Experiment, to_markdown
 
 EXPERIMENTS: Final = {
@@ -27,6 +36,12 @@ EXPERIMENTS: Final = {
     "hygen_fig6": Experiment("HyGen Fig. 6: prefix sharing maximization", hygen.fig6),
     "hygen_fig15": Experiment("HyGen Fig. 15: offline throughput over online load", hygen.fig15),
     "hygen_budgets": Experiment("HyGen Fig. 3, 4, 7, 10: budgets", hygen_budgets.budgets, 110.0),
+    "hygen_settings": Experiment(
+        "HyGen Fig. 4, 9, 12, 13: models, machines, traces", hygen_settings.settings, 100.0
+    ),
+    "hygen_control": Experiment(
+        "HyGen Fig. 5, 8, 11, 14: time, targets, predictors", hygen_control.control, 80.0
+    ),
     "bros_fig9_10": Experiment("BROS Fig. 9, 10 and 12: hybrid workloads", bros.fig9_10),
     "ooco_fig6": Experiment("OOCO Fig. 6: two instances", ooco.fig6, 60.0),
     "questions": Experiment("Questions of HyGen's reviewers", questions.questions, 60.0),

@@ -11,6 +11,8 @@ import pytest
 
 from bench_papers import EXPERIMENTS, run
 from paper.experiment import what_runs
+from paper.hygen_settings import SETTINGS, serve
+from sglang_coserve.core.policies.hygen import HygenPolicy
 
 STORED = Path(__file__).parents[2] / "benchmark" / "results" / "paper"
 
@@ -56,3 +58,17 @@ def test_comments_and_docstrings_change_nothing_and_code_does() -> None:
     assert runs('"""Doc."""\nX = 1  # One.\n"""More."""\ndef f(a): return None if a else X') == code
     assert runs("X = 2\n\ndef f(a):\n    return None if a else X\n") != code
     assert runs("X = 1\n\ndef f(a):\n    return X if a else None\n") != code
+
+
+def test_two_batches_in_flight_advance_at_the_pace_of_the_slower() -> None:
+    figure = next(name for name in SETTINGS if "PP=2" in name)
+    setting = SETTINGS[figure][1]
+    model = setting.testbed.machine.roofline()
+
+    def paces(stages: int) -> list[float]:
+        steps = serve(replace(setting, stages=stages), (0.0, 20.0), HygenPolicy, 0.2).steps
+        return [step.seconds / model.predict(step.batch) for step in steps]
+
+    assert max(paces(1)) < 1.1  # Noise.
+    assert max(paces(2)) > 1.5
+    assert min(paces(2)) > 0.9
