@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -28,12 +29,15 @@ from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import (
     EVICTION_RANK,
     TREE_BACKEND,
     EvictionOrder,
+    can_save,
     host_slots,
+    path_to,
 )
 from sglang_coserve.srt.kv_checkpoint.reclaim import Prefetches, Reclaimer
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import Handover, HostSpace
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, RequestCheckpoint
 from sglang_coserve.srt.marks.request_marks import is_offline
 
+Node = Any
 Req = Any
 
 
@@ -66,7 +70,9 @@ class CheckpointCache(UnifiedRadixCache):
         self.reclaimer = Reclaimer(self)
         self.prefetches = Prefetches(self)
         self._saver = CheckpointWriter(self)
-        self._handover = Handover(self)
+        self._pinned: dict[str, list[Node]] = {}
+        """The last nodes of the KV of waiting requests, which protect their host pages."""
+
         self._expected: dict[str, torch.Tensor] = {}
         self._order = EvictionOrder(self.copies.is_copying)
         self.tree_core.eviction_strategy = self._order
@@ -120,7 +126,7 @@ class CheckpointCache(UnifiedRadixCache):
         checkpoint = self._saver.checkpoints.get(req.rid)
         if checkpoint is not None and kept_tokens is not None and not req.finished():
             del self._saver.checkpoints[req.rid]
-            end = self._handover.adopt(checkpoint, kept_tokens)
+            end = self._adopt(checkpoint, kept_tokens)
             self._saver.save_released(req.rid, end, self.step)
         self._saver.discard(req.rid)
         if req.finished():
@@ -128,7 +134,7 @@ class CheckpointCache(UnifiedRadixCache):
 
     def copy_to_host(self, req: Req) -> None:
         """Begin to copy what is not on the host yet of a request that was released, in any mode."""
-        self._saver.save_path(self._handover.pinned_path(req.rid), self.step)
+        self._saver.save_path(self._pinned_path(req.rid), self.step)
 
     def saved_slots(self, req: Req) -> torch.Tensor | None:
         """Return the host slots of a released request's first tokens, as many as are on the host.
@@ -139,16 +145,12 @@ class CheckpointCache(UnifiedRadixCache):
         """
         output = len(req.output_ids) if is_offline(req) else 0
         computed = len(req.origin_input_ids) + output - 1
-        path = self._handover.pinned_path(req.rid)
+        path = self._pinned_path(req.rid)
         if any(map(self.copies.is_copying, path)):
             return None
         saved = takewhile(lambda slots: slots is not None, map(host_slots, path))
         slots = torch.cat([torch.empty(0, dtype=torch.int64), *saved])
         return slots[: computed // self.page_size * self.page_size]
-
-    def forget(self, rid: str) -> None:
-        """Stop protecting the host pages of a request that no longer waits."""
-        self._handover.forget(rid)
 
     def insert(self, params: Any) -> Any:
         """Insert with the eviction rank of the current request's class."""
@@ -170,12 +172,23 @@ class CheckpointCache(UnifiedRadixCache):
         return slots
 
     def arrived(self, req: Req, *, has_kv: bool) -> None:
-        """Put the slots that a request expected KV in into the tree, or free them."""
-        slots = self._expected.pop(req.rid)
-        if has_kv:
-            self._handover.take_in(req, slots)
-        else:
+        """Make the slots that a request expected KV in the host pages of nodes, or free them.
+
+        What others have put there meanwhile stays. The request waits for admission.
+        """
+        slots, root = self._expected.pop(req.rid), self.root_node
+        if not has_kv:
             self.space.free(slots)
+            return
+        last = self._node_at(req, len(slots))
+        known = sum(len(node.key) for node in path_to(last, root))
+        unused, rest = self._bind(last, slots[:known]), slots[known:]
+        if len(rest) and (last is root or host_slots(last) is not None):
+            key = compat.radix_key(req, len(slots))[known:]
+            last = self.tree_core.add_on_host(last, key, rest)
+            rest = rest[:0]
+        self.space.free(torch.cat([unused, rest]))
+        self._pin(req.rid, (last, last))
 
     def rank_of_ranks(self) -> tuple[int, int]:
         """Return which rank this is, and of how many that share out the heads of the same KV."""
@@ -189,6 +202,66 @@ class CheckpointCache(UnifiedRadixCache):
         self._all_reduce(least, torch.distributed.ReduceOp.MIN)
         numbers: list[int] = least.tolist()
         return numbers
+
+    # --- Host pages of waiting requests ----------------------------------------------------
+
+    def _adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
+        """Make a request's saved pages the host pages of the nodes that now hold its KV. No copy.
+
+        The first ``kv_tokens`` tokens of its request are in the tree; returns the last of their
+        nodes.
+        """
+        req, start, page = checkpoint.req, checkpoint.start_tokens, self.page_size
+        kv_end = kv_tokens // page * page
+        end = min(checkpoint.saved_end_tokens, kv_end)
+        last_saved = self._node_at(req, end)
+        unused = self._bind(last_saved, checkpoint.release(), start)
+        self.counts["adopted_tokens"] += checkpoint.saved_tokens - len(unused)
+        self.space.free(unused)
+        last = self._node_at(req, kv_end)
+        self._pin(req.rid, (last_saved, last))
+        return last
+
+    def _bind(self, last: Node, slots: torch.Tensor, start_tokens: int = 0) -> torch.Tensor:
+        """Make slots with the KV of the tokens from ``start_tokens`` on the host pages of the nodes
+        on the path to ``last``, as far as that goes; return those that are not used."""
+        root, begin, unused = self.root_node, -start_tokens, []
+        for node in path_to(last, root):
+            end = begin + len(node.key)
+            assert begin >= 0 or end <= 0, "a node holds the end of a prefix and more"
+            here, begin = slots[max(begin, 0) : max(end, 0)], end
+            if len(here) and can_save(node, root):
+                self.tree_core.bind_host(node, here)
+            else:
+                unused.append(here)
+        return torch.cat([*unused, slots[max(begin, 0) :]])
+
+    def _pinned_path(self, rid: str) -> list[Node]:
+        """Return the nodes of a waiting request's KV, from the root on; none if none are."""
+        nodes = self._pinned.get(rid)
+        return path_to(nodes[-1], self.root_node) if nodes else []
+
+    def _pin(self, rid: str, ends: tuple[Node, Node]) -> None:
+        """Protect the host pages of the paths that end at these nodes."""
+        self.forget(rid)
+        root = self.root_node
+        nodes = {id(node): node for node in ends if node is not root}
+        self._pinned[rid] = list(nodes.values())
+        for node in nodes.values():
+            self.tree_core.pin(node)
+
+    def forget(self, rid: str) -> None:
+        """Stop protecting the host pages of a request that no longer waits."""
+        for node in self._pinned.pop(rid, ()):
+            self.tree_core.unpin(node)
+
+    def _node_at(self, req: Req, tokens: int) -> Node:
+        """Return the node that ends at the request's first ``tokens`` tokens, split if needed."""
+        if not tokens:
+            return self.root_node
+        key = compat.radix_key(req, tokens)
+        match = self.match_prefix(MatchPrefixParams(key=key))
+        return self.tree_core.node_by_id(match.best_match_node)
 
     # --- Memory --------------------------------------------------------------------------
 

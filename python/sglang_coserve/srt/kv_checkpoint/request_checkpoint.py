@@ -1,4 +1,4 @@
-"""The host pages of an offline request: while it runs, and from its retraction until it resumes."""
+"""The host pages of an offline request while it runs, and the memory that they are in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sglang_coserve.core.kv_checkpoint import Backoff
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import can_save, host_slots, path_to
 
 Req = Any
 
@@ -90,91 +88,6 @@ def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tens
         places.extend(range(first, first + tokens))
     index = torch.frombuffer(places, dtype=torch.int64).to(req_to_token.device)
     return req_to_token.view(-1).index_select(0, index).long()
-
-
-Node = Any
-
-
-class Handover:
-    """Turns checkpoints into host pages of the radix tree, protected for waiting requests."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._pinned: dict[str, list[Node]] = {}
-
-    def adopt(self, checkpoint: RequestCheckpoint, kv_tokens: int) -> Node:
-        """Make a request's saved pages the host pages of the nodes that now hold its KV. No copy.
-
-        The first ``kv_tokens`` tokens of its request are in the tree; returns the last of their
-        nodes.
-        """
-        req, start, page = checkpoint.req, checkpoint.start_tokens, self._cache.page_size
-        kv_end = kv_tokens // page * page
-        end = min(checkpoint.saved_end_tokens, kv_end)
-        last_saved = self._node_at(req, end)
-        unused = self._bind(last_saved, checkpoint.release(), start)
-        self._cache.counts["adopted_tokens"] += checkpoint.saved_tokens - len(unused)
-        self._cache.space.free(unused)
-        last = self._node_at(req, kv_end)
-        self._pin(req.rid, (last_saved, last))
-        return last
-
-    def take_in(self, req: Req, slots: torch.Tensor) -> None:
-        """Make host slots with KV of a request's first tokens the host pages of nodes of the tree.
-
-        What others have put there meanwhile stays. The request waits for admission.
-        """
-        root, tokens = self._cache.root_node, len(slots)
-        last = self._node_at(req, tokens)
-        known = sum(len(node.key) for node in path_to(last, root))
-        unused, rest = self._bind(last, slots[:known]), slots[known:]
-        if len(rest) and (last is root or host_slots(last) is not None):
-            key = compat.radix_key(req, tokens)[known:]
-            last = self._cache.tree_core.add_on_host(last, key, rest)
-            rest = rest[:0]
-        self._cache.space.free(torch.cat([unused, rest]))
-        self._pin(req.rid, (last, last))
-
-    def _bind(self, last: Node, slots: torch.Tensor, start_tokens: int = 0) -> torch.Tensor:
-        """Make slots with the KV of the tokens from ``start_tokens`` on the host pages of the nodes
-        on the path to ``last``, as far as that goes; return those that are not used."""
-        root, begin, unused = self._cache.root_node, -start_tokens, []
-        for node in path_to(last, root):
-            end = begin + len(node.key)
-            assert begin >= 0 or end <= 0, "a node holds the end of a prefix and more"
-            here, begin = slots[max(begin, 0) : max(end, 0)], end
-            if len(here) and can_save(node, root):
-                self._cache.tree_core.bind_host(node, here)
-            else:
-                unused.append(here)
-        return torch.cat([*unused, slots[max(begin, 0) :]])
-
-    def pinned_path(self, rid: str) -> list[Node]:
-        """Return the nodes of a waiting request's KV, from the root on; none if none are."""
-        nodes = self._pinned.get(rid)
-        return path_to(nodes[-1], self._cache.root_node) if nodes else []
-
-    def _pin(self, rid: str, ends: tuple[Node, Node]) -> None:
-        """Protect the host pages of the paths that end at these nodes."""
-        self.forget(rid)
-        root = self._cache.root_node
-        nodes = {id(node): node for node in ends if node is not root}
-        self._pinned[rid] = list(nodes.values())
-        for node in nodes.values():
-            self._cache.tree_core.pin(node)
-
-    def forget(self, rid: str) -> None:
-        """Stop protecting the host pages of a request that no longer waits."""
-        for node in self._pinned.pop(rid, ()):
-            self._cache.tree_core.unpin(node)
-
-    def _node_at(self, req: Req, tokens: int) -> Node:
-        """Return the node that ends at the request's first ``tokens`` tokens, split if needed."""
-        if not tokens:
-            return self._cache.root_node
-        key = compat.radix_key(req, tokens)
-        match = self._cache.match_prefix(MatchPrefixParams(key=key))
-        return self._cache.tree_core.node_by_id(match.best_match_node)
 
 
 Slots = Any
