@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
@@ -20,6 +19,7 @@ from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.chunk_admission import correct_mixed_prefix_lens, limit_next_chunk
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
+from sglang_coserve.srt.steps.paused_requests import empty_batch
 
 Req = Any
 
@@ -98,10 +98,10 @@ class PlanExecution:
             # The whole batch moves, so requests may have state other than KV.
             self._events["paused"] += len(plan.pause)
             paused.hold(running_batch)
-            running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+            running_batch = empty_batch()
         else:
             self._pause(plan, running_batch)
-        decodes = paused.take_paused_batch()
+        decodes = paused.take_batch()
         if decodes.reqs:
             decodes.filter_batch()
         offered = () if lane.has_left_decodes and decodes.reqs else chunks
@@ -112,7 +112,7 @@ class PlanExecution:
         if batch is None and decodes.reqs and not plan.skips_decodes:
             batch = decodes = self._scheduler.update_running_batch(decodes)
             batch = batch if batch.reqs else None
-        if decodes is not batch and decodes.reqs:
+        if decodes is not batch:
             paused.hold(decodes)
         lane.launches(batch)
         result = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -206,7 +208,18 @@ class RankClock:
         """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
         if not self._is_shared:
             return input_blocker
-        return _TickSource(input_blocker, self if self._is_source else None)
+        return SimpleNamespace(handle=partial(self._carry, input_blocker))
+
+    def _carry(self, inner: Any, received: list[Any] | None) -> list[Any] | None:
+        """Return the received messages; on rank 0 with arrival times in them, after a tick."""
+        if inner is not None:
+            received = inner.handle(received)
+        if not self._is_source or received is None:
+            return received
+        now_s = time.perf_counter()
+        for request in _requests(received):
+            mark_arrival(request, arrival_s(request, now_s))
+        return [self.measured(now_s), *received]
 
     def take(self, tick: RankTime) -> None:
         """Use the time of a tick from now on."""
@@ -265,26 +278,6 @@ class RankClock:
             return arrival_s(req, now_s)
         marked_s = marked_arrival_s(req)
         return now_s if marked_s is None else marked_s
-
-
-class _TickSource:
-    """Replaces SGLang's input blocker; adds a ``RankTime`` to what rank 0 receives."""
-
-    def __init__(self, inner: Any, clock: RankClock | None) -> None:
-        """``clock`` is that of rank 0; None on the others."""
-        self._inner = inner
-        self._clock = clock
-
-    def handle(self, recv_reqs: list[Any] | None) -> list[Any] | None:
-        """Return the received messages; on rank 0 with arrival times in them, after a tick."""
-        if self._inner is not None:
-            recv_reqs = self._inner.handle(recv_reqs)
-        if self._clock is not None and recv_reqs is not None:
-            now_s = time.perf_counter()
-            for request in _requests(recv_reqs):
-                mark_arrival(request, arrival_s(request, now_s))
-            return [self._clock.measured(now_s), *recv_reqs]
-        return recv_reqs
 
 
 def _requests(received: list[Any]) -> list[Any]:

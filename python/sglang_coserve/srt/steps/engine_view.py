@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.steps.paused_requests import PausedRequests
+from sglang_coserve.srt.steps.paused_requests import PausedRequests, empty_batch
 
 Req = Any
+ScheduleBatch = Any
 
 
 class EngineView:
@@ -258,9 +257,9 @@ class EngineView:
         last = self._scheduler.last_batch
         counted = set(map(id, last.reqs)) if last else set()
         reqs = {id(req): req for req in self.requests_with_kv(self._scheduler.running_batch)}
-        return ScheduleBatch(
-            reqs=[req for key, req in reqs.items() if key not in counted], batch_is_full=False
-        )
+        counts = empty_batch()
+        counts.reqs = [req for key, req in reqs.items() if key not in counted]
+        return counts
 
     def give_back(self, reqs: Sequence[Req]) -> None:
         """Add these requests, and the paused and parked ones, to the running batch, so that SGLang

@@ -144,7 +144,7 @@ class OfflineLane:
             compat.filter_out(batch, away)
         else:
             batch.filter_batch()
-        paused_requests.hold(batch if batch.reqs else None)
+        paused_requests.hold(batch)
         return None
 
     def launches(self, batch: Any) -> None:

@@ -139,7 +139,7 @@ class OfflineRetraction:
             self.release(req)
         self._events["retracted"] += len(unfinished)
         self._retract_decodes(running_batch, rids)
-        self._view.paused_requests.take_paused(self._retract_decodes, rids)
+        self._retract_decodes(self._view.paused_requests.batch, rids)
 
     def _retract_decodes(self, batch: ScheduleBatch, rids: Collection[str]) -> None:
         keep = [i for i, req in enumerate(batch.reqs) if req.rid not in rids]

@@ -115,14 +115,19 @@ def has_plain_state(req: Req) -> bool:
     )
 
 
-def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
+def empty_batch() -> ScheduleBatch:
+    """Return a batch without requests."""
+    return ScheduleBatch(reqs=[], batch_is_full=False)
+
+
+def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch:
     """Remove the requests in ``rids`` from ``batch``; return them as a separate batch.
 
-    The requests must have plain state (``has_plain_state``). Returns None if no request is named.
+    The requests must have plain state (``has_plain_state``).
     """
     chosen = [i for i, req in enumerate(batch.reqs) if req.rid in rids]
     if not chosen:
-        return None
+        return empty_batch()
     taken = copy.copy(batch)
     info = copy.copy(batch.sampling_info)
     if info.custom_params is not None:
@@ -137,11 +142,11 @@ def split(batch: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch | None:
     return taken
 
 
-def join(batch: ScheduleBatch | None, other: ScheduleBatch | None) -> ScheduleBatch | None:
+def join(batch: ScheduleBatch, other: ScheduleBatch) -> ScheduleBatch:
     """Return one batch with the requests of both."""
-    if other is None or not other.reqs:
+    if not other.reqs:
         return batch
-    if batch is None or not batch.reqs:
+    if not batch.reqs:
         return other
     batch.merge_batch(other)
     return batch
@@ -160,10 +165,11 @@ class PausedRequests:
 
     def __init__(self) -> None:
         self._parked: dict[str, Req] = {}
-        self._paused: ScheduleBatch | None = None
+        self.batch = empty_batch()
+        """The paused requests; to be changed by whoever takes some out for good."""
 
     def __len__(self) -> int:
-        return len(self._parked) + len(self.paused)
+        return len(self._parked) + len(self.batch.reqs)
 
     @property
     def parked(self) -> list[Req]:
@@ -173,7 +179,7 @@ class PausedRequests:
     @property
     def paused(self) -> list[Req]:
         """The paused requests, in the order in which they joined."""
-        return list(self._paused.reqs) if self._paused is not None else []
+        return list(self.batch.reqs)
 
     @property
     def reqs(self) -> list[Req]:
@@ -204,22 +210,18 @@ class PausedRequests:
         """Move the requests in ``rids``, which must have plain state, out of the running batch."""
         self.hold(split(running, rids))
 
-    def hold(self, decodes: ScheduleBatch | None) -> None:
+    def hold(self, decodes: ScheduleBatch) -> None:
         """Add a batch of decodes to the paused requests."""
-        self._paused = join(self._paused, decodes)
+        self.batch = join(self.batch, decodes)
 
-    def take_paused_batch(self) -> ScheduleBatch:
-        """Remove and return the batch of paused requests; empty if there are none."""
-        batch, self._paused = self._paused, None
-        return ScheduleBatch(reqs=[], batch_is_full=False) if batch is None else batch
+    def take_batch(self) -> ScheduleBatch:
+        """Remove and return the batch of paused requests."""
+        batch, self.batch = self.batch, empty_batch()
+        return batch
 
     def resume(self, running: ScheduleBatch, rids: Collection[str]) -> ScheduleBatch:
         """Move the paused requests in ``rids`` to the running batch, and return it."""
-        if self._paused is None or not rids:
-            return running
-        running = join(running, split(self._paused, rids))
-        self._drop_empty_batch()
-        return running
+        return join(running, split(self.batch, rids)) if rids else running
 
     def resume_ended(self, running: ScheduleBatch) -> ScheduleBatch:
         """Move aborted paused requests to the running batch, where they end, and return it.
@@ -228,32 +230,16 @@ class PausedRequests:
         under overlap scheduling the result of the last step may end one paused since. Requests
         that cannot be split off end in the next step of the offline lane.
         """
-        if self._paused is None:
+        if not self.batch.reqs:
             return running
-        self._paused.filter_batch()
+        self.batch.filter_batch()
         aborted = {
-            req.rid
-            for req in self._paused.reqs
-            if req.to_finish is not None and has_plain_state(req)
+            req.rid for req in self.batch.reqs if req.to_finish is not None and has_plain_state(req)
         }
-        running = self.resume(running, aborted)
-        self._drop_empty_batch()
-        return running
-
-    def take_paused(
-        self, retract: Callable[[ScheduleBatch, Collection[str]], None], rids: Collection[str]
-    ) -> None:
-        """Call ``retract`` to remove the requests in ``rids`` from the paused batch."""
-        if self._paused is not None:
-            retract(self._paused, rids)
-            self._drop_empty_batch()
+        return self.resume(running, aborted)
 
     def take_all(self) -> list[Req]:
         """Remove and return all requests, and discard their batch."""
         reqs = [*self.parked, *self.paused]
-        self._parked, self._paused = {}, None
+        self._parked, self.batch = {}, empty_batch()
         return reqs
-
-    def _drop_empty_batch(self) -> None:
-        if self._paused is not None and not self._paused.reqs:
-            self._paused = None
