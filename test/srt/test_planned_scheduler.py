@@ -46,12 +46,6 @@ def test_a_pause_after_any_step_keeps_both_classes_whole(
         assert planned.call(scenarios.run_pause, "retract", first) == expected
 
 
-def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_check(
-    planned: EngineProcess,
-) -> None:
-    assert planned.call(scenarios.run_idle_questions) == scenarios.IDLE_ANSWERS
-
-
 def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
     """Abort each offline request as soon as it is seen parked or paused."""
     scheduler = engine.scheduler
@@ -147,12 +141,6 @@ def test_requests_that_pause_all_the_time_generate_the_same(
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert count["paused"] > 0
     assert count["resumed"] > 0
-
-
-def test_an_offline_request_that_fails_validation_is_answered(planned: EngineProcess) -> None:
-    answer = planned.call(scenarios.run_too_long_offline_prompts)
-    assert answer["bad"] == {"FINISH_ABORT"}
-    assert answer["good"] == {4}
 
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
