@@ -22,8 +22,8 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.compat import send_abort
-from sglang_coserve.srt.kv_checkpoint.kv_directory import KvJob, is_kv_name
-from sglang_coserve.srt.kv_checkpoint.kv_files import KvFiles
+from sglang_coserve.srt.kv_checkpoint.kv_directory import is_kv_name
+from sglang_coserve.srt.kv_checkpoint.kv_files import KvFiles, KvJob
 from sglang_coserve.srt.marks.offline_marks import leaves_with, take_moved_kv
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.monitoring.scheduler_query import moved_reason
