@@ -263,7 +263,6 @@ _INTERVAL: Final = 4
 
 logger = logging.getLogger(__name__)
 
-
 _RUN_AHEAD: Final = 1
 """Groups of layers that the host may launch ahead of the one that the GPU computes."""
 

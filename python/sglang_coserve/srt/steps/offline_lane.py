@@ -109,13 +109,12 @@ class OfflineLane:
 
     def seen(self) -> SuspendedStep | None:
         """Return the suspended step as a value of the core."""
-        if self.suspended is None:
+        suspended = self.suspended
+        if suspended is None:
             return None
-        result, share = (
-            self.suspended.tracked.result,
-            self.suspended.layer / self.safepoints.num_layers,
-        )
+        result = suspended.tracked.result
         assert result.step is not None, "only planned steps are suspended"
+        share = suspended.layer / self.safepoints.num_layers
         return SuspendedStep(result.step, result.batch, share)
 
     # --- A scheduling round --------------------------------------------------------------
