@@ -20,7 +20,7 @@ from typing import Any
 
 from common.tokenized_request import tokenized_request
 from forked_processes import Forked
-from srt.kv_checkpoint.checked_scheduler import checking_checkpoints
+from srt.kv_checkpoint.consistency import checking_checkpoints
 
 MAX_ITERATIONS = 20_000
 CALL_TIMEOUT_S = 300

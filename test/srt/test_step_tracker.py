@@ -37,24 +37,39 @@ def prefill(*reqs: Req) -> Any:
 
 
 class Engine:
-    """Passes at given times, each with a prefill of one token more, results at once or later."""
+    """Passes at given times, each with a prefill. Results come at once, or later; in a pipeline
+    just before the next turn of the micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batches: int = 1) -> None:
         self.ledger = RequestLedger(None)
-        self.tracker = StepTracker(self.ledger, is_overlapped=False)
+        self.tracker = StepTracker(self.ledger, is_overlapped=False, micro_batches=micro_batches)
         self.launched: list[Any] = []
+        self._under_way: deque[Any] = deque([None] * (micro_batches - 1))
 
-    def run(self, now_s: float, step: int | None, *, results: bool = True) -> list[StepResult]:
-        """One pass; return what it learned of earlier ones."""
+    def run(
+        self,
+        now_s: float,
+        step: int | None = None,
+        *,
+        tokens: int | None = None,
+        results: bool = True,
+    ) -> list[StepResult]:
+        """One pass, with a prefill of one token more than the last one by default; return what it
+        learned of earlier ones."""
         done = self.tracker.next_pass(now_s)
-        req = request(f"r{len(self.launched)}", 1 + len(self.launched))
-        self.ledger.add(req, now_s)
+        batch, number = None, len(self.launched)
+        if tokens != 0:
+            req = request(f"r{number}", tokens or 1 + number)
+            self.ledger.add(req, now_s)
+            batch = prefill(req)
         if step is not None:
             self.tracker.started(step)
-        self.launched.append(prefill(req))
-        self.tracker.launched(self.launched[-1])
-        if results:
-            self.tracker.processed([req], [True])
+        self.tracker.launched(batch)
+        for batches in (self.launched, self._under_way):
+            batches.append(batch)
+        ended = self._under_way.popleft()
+        if ended is not None and results:
+            self.tracker.processed(ended.reqs, [True])
         return done
 
 
@@ -75,51 +90,27 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     )
 
 
-class Pipeline:
-    """Passes of micro-batches that take turns; a batch's results come just before its next turn."""
-
-    def __init__(self, micro_batches: int) -> None:
-        self.ledger = RequestLedger(None)
-        self.tracker = StepTracker(self.ledger, is_overlapped=False, micro_batches=micro_batches)
-        self.under_way: deque[Any] = deque([None] * (micro_batches - 1))
-
-    def run(self, now_s: float, tokens: int) -> list[StepResult]:
-        """One pass, with a prefill of so many tokens, or nothing."""
-        done = self.tracker.next_pass(now_s)
-        batch = None
-        if tokens:
-            req = request(f"at {now_s}", tokens)
-            self.ledger.add(req, now_s)
-            batch = prefill(req)
-        self.tracker.launched(batch)
-        self.under_way.append(batch)
-        ended = self.under_way.popleft()
-        if ended is not None:
-            self.tracker.processed(ended.reqs, [True])
-        return done
-
-
 def sizes(result: StepResult) -> list[int]:
     return [batch.prefill_tokens for batch in result.overlapping]
 
 
 def test_in_a_pipeline_a_step_lasts_until_its_micro_batch_has_its_turn_again() -> None:
-    engine = Pipeline(2)
-    assert engine.run(10.0, 1) == []
-    assert engine.run(10.5, 2) == []
-    (first,) = engine.run(11.0, 3)
+    engine = Engine(2)
+    assert engine.run(10.0, tokens=1) == []
+    assert engine.run(10.5, tokens=2) == []
+    (first,) = engine.run(11.0, tokens=3)
     assert (first.seconds, sizes(first), first.concurrency) == (1.0, [0, 2], 1.5)
     assert first.served[0].token_s == 11.0
-    (second,) = engine.run(12.0, 0)
+    (second,) = engine.run(12.0, tokens=0)
     assert (second.seconds, sizes(second), second.concurrency) == (1.5, [1, 3], 2.0)
-    (third,) = engine.run(12.25, 0)
+    (third,) = engine.run(12.25, tokens=0)
     assert (third.seconds, sizes(third)) == (1.25, [2, 0])
-    assert engine.run(13.0, 0) == []
+    assert engine.run(13.0, tokens=0) == []
 
 
 def test_of_three_micro_batches_two_before_and_two_after_run_beside_a_step() -> None:
-    engine = Pipeline(3)
-    results = [result for now in range(8) for result in engine.run(float(now), now + 1)]
+    engine = Engine(3)
+    results = [result for now in range(8) for result in engine.run(float(now), tokens=now + 1)]
     assert [result.seconds for result in results] == [3.0] * 5
     assert [sizes(result) for result in results][:3] == [[0, 0, 2, 3], [0, 1, 3, 4], [1, 2, 4, 5]]
 

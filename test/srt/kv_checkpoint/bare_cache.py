@@ -1,4 +1,4 @@
-"""The checkpointing cache with its pools, but without a model: requests are computed by arithmetic.
+"""The checkpointing cache on SGLang's pools, without a model: requests are computed by arithmetic.
 
 The KV of a token is a number made of all tokens up to it, so whether a slot holds
 the right KV can be checked at any time.
@@ -6,63 +6,159 @@ the right KV can be checked at any time.
 
 from __future__ import annotations
 
+import tempfile
 import zlib
 from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointPolicy
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
+from sglang_coserve.srt.kv_checkpoint.settings import server_settings
+from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.consistency import assert_consistent
-from srt.kv_checkpoint.kv_pools import CacheEngine, KvShape
-from srt.kv_rows import tokens_of
 
 Req = Any
 
-_LAYERS = 2
+_LAYERS, _ROWS, _CONTEXT = 2, 128, 8192
 
 
-class BareEngine(CacheEngine):
-    """Pools of ``slots`` tokens and of ``host_slots``, the cache, and requests."""
+def new_request(rid: str, prompt: Sequence[int], *, offline: bool) -> Req:
+    """Return a request that waits."""
+    from sglang.srt.managers.schedule_batch import Req as RequestOfSGLang
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    marks = {"coserve_class": "offline"} if offline else None
+    params = SamplingParams(max_new_tokens=0, custom_params=marks)
+    return RequestOfSGLang(rid, "", array("q", prompt), params, vocab_size=1 << 31)
+
+
+def tokens_of(req: Req) -> array[int]:
+    """Return prompt and outputs."""
+    tokens: array[int] = req.origin_input_ids + req.output_ids
+    return tokens
+
+
+class BareEngine:
+    """Pools of ``slots`` tokens and of ``host_slots``, the cache on top of them, and requests.
+
+    It admits requests as SGLang does, and takes their memory back as co-serving does.
+    """
 
     def __init__(
-        self,
-        policy: CheckpointPolicy,
-        *,
-        slots: int,
-        host_slots: int,
-        page_tokens: int,
-        context: int = 8192,
-        requests: int = 128,
-        heads: int = 1,
+        self, policy: CheckpointPolicy, *, slots: int, host_slots: int, page_tokens: int
     ) -> None:
-        shape = KvShape(_LAYERS, heads, 1, slots, page_tokens, requests, context, torch.float32)
-        super().__init__(
-            shape,
-            policy,
-            device="cpu",
-            host_times=host_slots / slots,
+        cpu.set_environment_defaults()
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.runtime_context import get_context
+
+        from sglang_coserve.srt.kv_checkpoint.cache import CheckpointCache
+        from sglang_coserve.srt.kv_checkpoint.cpu import install_cpu_copies
+
+        install_cpu_copies()
+        if not torch.distributed.is_initialized():
+            with tempfile.NamedTemporaryFile(delete=False) as store:
+                torch.distributed.init_process_group(
+                    "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+                )
+        dtype, device = torch.float32, "cpu"
+        self.kv = kv = MHATokenToKVPool(
+            *(slots, page_tokens, dtype, 1, 1, _LAYERS, device), enable_memory_saver=False
         )
+        self.allocator: Any
+        if page_tokens == 1:
+            self.allocator = TokenToKVPoolAllocator(slots, dtype, device, kv, need_sort=False)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(
+                slots, page_tokens, dtype, device, kv, need_sort=False
+            )
+        self.table = ReqToTokenPool(_ROWS, _CONTEXT, device, enable_memory_saver=False)
+        settings = server_settings(CoserveConfig(kv_checkpoint="eager"), on_cpu=True)
+        settings |= {"hicache_ratio": host_slots / slots, "page_size": page_tokens}
+        # SGLang's settings in this process, beside its defaults.
+        server_args = get_context().override_server_args(**settings).install()
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.table,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=page_tokens,
+            tp_cache_group=torch.distributed.group.WORLD,
+        )
+        self.cache = CheckpointCache(params, server_args, policy)
+        # As for a scheduler's cache: here passes run on the stream of whoever runs them.
+        self.cache.cache_controller.load_fence_stream = torch.cpu.current_stream()
         self.slots, self.page_tokens = slots, page_tokens
+        self.running: list[Req] = []
+        self._hooks = KvCheckpointing(self.cache)
+        self._decode = ForwardMode.DECODE
 
     # --- Requests ----------------------------------------------------------------------------
 
     def admit(self, req: Req) -> bool:
         """Prefill a request behind what the cache has of it; False when there is no memory."""
+        from sglang.srt.mem_cache import common
+
         self.settle()
-        if not self._rows.admit(req):
+        if not self.give_row(req):
             return False
         self.copy_streams[1].synchronize()
         prefix, length, page = compat.computed_tokens(req), len(tokens_of(req)), self.page_tokens
         slots = self._allocate(-(-(length - prefix) // page) * page)
         assert slots is not None, "SGLang has counted the memory before"
-        self._rows.extend(req, slots[: length - prefix])
+        self.extend(req, slots[: length - prefix])
         self._compute(req, prefix, length)
-        self._rows.prefilled(req)
+        # The first of them since SGLang 0.5.22.
+        give = getattr(common, "checkpoint_kv_cache", None) or common.maybe_cache_unfinished_req
+        give(req, self.cache)
         req.output_ids.append(self._next_token(req))
         self.running.append(req)
         return True
+
+    def give_row(self, req: Req) -> bool:
+        """Match a request with the cache, begin to load what is on the host, and give it a row.
+
+        False when there is no memory for its tokens. The row has the slots of the cached prefix.
+        """
+        from sglang.srt.managers.schedule_batch import ReqKvInfo
+        from sglang.srt.managers.schedule_policy import PrefillAdder
+
+        cache, page = self.cache, self.page_tokens
+        req.init_next_round_input(cache)
+        new_tokens = len(tokens_of(req)) - compat.prefix_tokens(req)
+        # SGLang keeps a page and a token free: here all of the memory is for the taking.
+        kept = page + 1 - (-new_tokens % page)
+        adder = PrefillAdder(
+            *(page, cache, self.allocator, None, 1.0, len(tokens_of(req)), None),
+            num_mixed_decode_tokens=-kept,
+        )
+        adder.add_one_req(req, False, None)
+        if not adder.can_run_list:
+            return False
+        cache.ready_to_load_host_cache()
+        assert self.table.alloc([req]) is not None, "there are more rows than the table has"
+        if req.kv is None:  # With SGLang 0.5.17 only a request with a row has this record.
+            req.kv = ReqKvInfo(kv_allocated_len=0, swa_evicted_seqlen=0)
+        root_id = cache.root_node.id
+        self.extend(req, cache.tree_core.collect_full_device_indices(req.last_node, root_id))
+        return True
+
+    def extend(self, req: Req, slots: torch.Tensor) -> None:
+        """Give a request the KV in ``slots``, behind what it has."""
+        begin = compat.computed_tokens(req)
+        end = begin + len(slots)
+        self.table.req_to_token[compat.slot_of(req), begin:end] = slots.int()
+        compat.set_computed_tokens(req, end)
+        req.kv.kv_allocated_len = end
 
     def decode(self, req: Req) -> bool:
         """Compute the KV of the last token and give the request another one."""
@@ -74,18 +170,48 @@ class BareEngine(CacheEngine):
             if new is None:
                 return False
             slots = new[:1]
-        self._rows.extend(req, slots)
+        self.extend(req, slots)
         self._compute(req, place, place + 1)
         req.output_ids.append(self._next_token(req))
         return True
 
     def release(self, req: Req, *, ends: bool = False) -> None:
         """Give a request's KV to the cache; it has ended, or is to be resumed."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
         if ends:
-            self._rows.end(req)
+            req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
+            compat.release_kv(req, self.cache, keeps=True)
         else:
-            self._rows.preempt(req)
+            compat.release_for_requeue(req, self.cache)
         self.running.remove(req)
+
+    # --- Copies and memory -------------------------------------------------------------------
+
+    @property
+    def copy_streams(self) -> tuple[Any, Any]:
+        """Return the streams of copies to the host and to the device."""
+        return compat.copy_streams(self.cache.cache_controller)
+
+    def checkpoint(self) -> None:
+        """Begin the copies of a decode step, as a scheduler does."""
+        batch = SimpleNamespace(reqs=self.running, forward_mode=self._decode)
+        self._hooks.processed(batch, list(map(is_offline, self.running)))
+
+    def evict(self, tokens: int) -> int:
+        """Reclaim at least so many device slots, as far as there are any; return how many."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        return int(self.cache.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
+
+    def settle(self) -> None:
+        """Wait for all copies and loads, and let their ends be seen.
+
+        Nothing looks for them without waiting: what follows must not hang on how fast they are.
+        """
+        for stream in self.copy_streams:
+            stream.synchronize()
+        self.cache.check_hicache_events()
 
     # --- Checks --------------------------------------------------------------------------
 
@@ -100,9 +226,9 @@ class BareEngine(CacheEngine):
         assert self.allocator.available_size() + held == self.slots // page * page
         assert_consistent(cache)
         for req in self.running:
-            self.assert_right_kv(req)
+            self._assert_right_kv(req)
 
-    def assert_right_kv(self, req: Req) -> None:
+    def _assert_right_kv(self, req: Req) -> None:
         """Check the KV of all tokens of a request but the last, which has none yet."""
         length = len(tokens_of(req)) - 1
         slots = self.table.req_to_token[compat.slot_of(req), :length].long()

@@ -17,8 +17,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
-from srt.kv_checkpoint.bare_cache import BareEngine
-from srt.kv_rows import new_request
+from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 HEADS = ([1] * 40, [2] * 16, [3] * 3, [])
 TAILS = ([4] * 5, [5] * 33, [6])

@@ -29,8 +29,7 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
     server_settings,
 )
 from sglang_coserve.srt.marks.request_marks import is_offline
-from srt.kv_checkpoint.bare_cache import BareEngine
-from srt.kv_rows import new_request
+from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
 

@@ -9,8 +9,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat.versions import installed_version
 from sglang_coserve.srt.kv_checkpoint.checkpoint_tree import subtree
-from srt.kv_checkpoint.bare_cache import BareEngine
-from srt.kv_rows import new_request
+from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
 PROMPT_TOKENS = 40
 

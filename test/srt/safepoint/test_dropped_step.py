@@ -13,8 +13,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.offline_retraction import OfflineRetraction
-from srt.kv_checkpoint.bare_cache import BareEngine
-from srt.kv_rows import new_request, tokens_of
+from srt.kv_checkpoint.bare_cache import BareEngine, new_request, tokens_of
 
 Req = Any
 
@@ -51,16 +50,16 @@ class Lane:
             slots = row[place - 1 : place] + 1
         else:
             slots = self.engine.allocator.alloc(self.page_tokens)[:1]
-        self.engine._rows.extend(req, slots)
+        self.engine.extend(req, slots)
         return req
 
     def prefill(self, rid: str, prompt: range) -> Req:
         """Return a request whose prefill is prepared, behind what is cached of it."""
         req = new_request(rid, prompt, offline=True)
-        assert self.engine._rows.admit(req)
+        assert self.engine.give_row(req)
         tokens = len(prompt) - compat.computed_tokens(req)
         slots = self.engine.allocator.alloc(-(-tokens // self.page_tokens) * self.page_tokens)
-        self.engine._rows.extend(req, slots[:tokens])
+        self.engine.extend(req, slots[:tokens])
         return req
 
     def drop(self, prefills: list[Req], decodes: list[Req]) -> list[Req]:
