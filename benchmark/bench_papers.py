@@ -19,10 +19,12 @@ from common.machine import commit
 from paper import (
     bros,
     conserve,
+    conserve_load,
     hygen,
     hygen_budgets,
     hygen_control,
     hygen_settings,
+    one_engine,
     ooco,
     questions,
 )
@@ -33,6 +35,12 @@ EXPERIMENTS: Final = {
     "conserve_fig8": Experiment("ConServe Fig. 8: burstiness and lengths", conserve.fig8),
     "conserve_table2": Experiment("ConServe Table 2: 70B on four H100", conserve.table2),
     "conserve_ablation": Experiment("ConServe §6.5: two mechanisms", conserve.ablation, 600.0),
+    "conserve_fig1_3": Experiment(
+        "ConServe Fig. 1, 2 and 3: load, idle GPUs, two priorities", conserve_load.motivation, 240.0
+    ),
+    "conserve_fig7_9": Experiment(
+        "ConServe Fig. 7 and 9: a trace over time", conserve_load.over_time, 600.0
+    ),
     "hygen_fig6": Experiment("HyGen Fig. 6: prefix sharing maximization", hygen.fig6),
     "hygen_fig15": Experiment("HyGen Fig. 15: offline throughput over online load", hygen.fig15),
     "hygen_budgets": Experiment("HyGen Fig. 3, 4, 7, 10: budgets", hygen_budgets.budgets, 110.0),
@@ -43,7 +51,11 @@ EXPERIMENTS: Final = {
         "HyGen Fig. 5, 8, 11, 14: time, targets, predictors", hygen_control.control, 80.0
     ),
     "bros_fig9_10": Experiment("BROS Fig. 9, 10 and 12: hybrid workloads", bros.fig9_10),
+    "bros_fig11": Experiment("BROS Fig. 11: RT requests alone", one_engine.bros_fig11, 60.0),
     "ooco_fig6": Experiment("OOCO Fig. 6: two instances", ooco.fig6, 60.0),
+    "ooco_fig3": Experiment(
+        "OOCO Fig. 3 and Table 6: roofline and throughput", one_engine.ooco_points, 60.0
+    ),
     "questions": Experiment("Questions of HyGen's reviewers", questions.questions, 60.0),
 }
 

@@ -39,6 +39,7 @@ SYSTEMS: Final = {
     "coserve": OverheadSystem("coserve"),
     "fifo": OverheadSystem("fifo"),
     "stock priority": OverheadSystem(flags={"enable_priority_scheduling": True}),
+    "bros": OverheadSystem("bros"),
     "coserve overlap on": OverheadSystem("coserve", {"disable_overlap_schedule": False}),
     "coserve overlap off": OverheadSystem("coserve", {"disable_overlap_schedule": True}),
     "stock overlap on": OverheadSystem(flags={"disable_overlap_schedule": False}),
