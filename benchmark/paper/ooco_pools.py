@@ -124,7 +124,7 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
             if request.has_prompt and not request.info.is_online and request not in away
         }
         return requests_to_pull(
-            lengths, preference, most=len(lengths), coming_tokens=pools.coming_tokens
+            lengths, *preference, most=len(lengths), coming_tokens=pools.coming_tokens
         )
 
     return pull

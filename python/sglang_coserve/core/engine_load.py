@@ -16,7 +16,7 @@ from pydantic import Field
 
 from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.migration import LengthPreference, preferred_length, step_bound_s
+from sglang_coserve.core.migration import preferred_length, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
@@ -53,11 +53,6 @@ class WantedLines(JsonDocument):
 
     lines: _Some
     """Most lines."""
-
-    @property
-    def preference(self) -> LengthPreference:
-        """The lengths alone."""
-        return LengthPreference(self.tokens, self.max_tokens)
 
 
 class ReplicaLoad(JsonDocument):
@@ -230,9 +225,8 @@ def wanted_lines(
     )
     if preference is None or free_requests < 1:
         return None
-    return WantedLines(
-        tokens=preference.tokens, max_tokens=preference.max_tokens, lines=free_requests
-    )
+    tokens, max_tokens = preference
+    return WantedLines(tokens=tokens, max_tokens=max_tokens, lines=free_requests)
 
 
 _WINDOW_S: Final = 10.0

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
 _Request = TypeVar("_Request", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthPreference:
-    """The length, in tokens of context, of the offline requests worth pulling."""
-
-    tokens: int
-    """Preferred length; 1 prefers the shortest requests."""
-
-    max_tokens: int
-    """Greatest length that fits the latency bound and memory."""
 
 
 def preferred_length(
@@ -32,8 +20,10 @@ def preferred_length(
     saturated_size: int,
     *,
     includes_all: bool,
-) -> LengthPreference | None:
-    """Return the preferred length, or ``None`` if nothing should be pulled.
+) -> tuple[int, int] | None:
+    """Return which length of context the requests worth pulling have, and the greatest that fits.
+
+    In tokens; ``None`` if nothing should be pulled, 1 to prefer the shortest.
 
     Args:
         model: the latency model.
@@ -58,10 +48,10 @@ def preferred_length(
         return None
     missing = saturated_size - batch.decode_requests
     if missing <= 0:
-        return LengthPreference(longest, longest)
+        return longest, longest
     # The paper's "group of requests": as many equal ones as saturation still needs.
     group = _longest(model, batch, missing, slo_s, free_kv_tokens // missing)
-    return LengthPreference(group or 1, longest)
+    return group or 1, longest
 
 
 def step_bound_s(
@@ -79,7 +69,8 @@ def step_bound_s(
 
 def requests_to_pull(
     lengths: Mapping[_Request, int],
-    preference: LengthPreference,
+    preferred_tokens: int,
+    most_tokens: int,
     *,
     most: int,
     coming_tokens: int = 0,
@@ -88,7 +79,8 @@ def requests_to_pull(
 
     Args:
         lengths: Tokens of context of each that may be pulled.
-        preference: What the instance prefers.
+        preferred_tokens: What the instance prefers.
+        most_tokens: What fits.
         most: Requests that it has room for.
         coming_tokens: Of requests on their way to it, which the preference does not know of.
 
@@ -96,10 +88,10 @@ def requests_to_pull(
     it leaves out what each request costs beside its context, which the next
     preference, made once they run, corrects. O(requests log requests).
     """
-    left_tokens = preference.max_tokens - coming_tokens
+    left_tokens = most_tokens - coming_tokens
     chosen: list[_Request] = []
     for request, length in sorted(
-        lengths.items(), key=lambda item: (abs(item[1] - preference.tokens), item[1])
+        lengths.items(), key=lambda item: (abs(item[1] - preferred_tokens), item[1])
     ):
         if len(chosen) >= most:
             break

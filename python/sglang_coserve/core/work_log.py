@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -194,10 +194,6 @@ class WorkTotals:
     offline_tokens: int = 0
     retracted_tokens: int = 0
     """KV given up, to be computed again."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the sums as JSON has them."""
-        return asdict(self)
 
 
 class WorkLog:

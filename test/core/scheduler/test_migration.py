@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.core.bottleneck import is_compute_saturated, saturated_batch_size
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
-from sglang_coserve.core.migration import (
-    LengthPreference,
-    preferred_length,
-    requests_to_pull,
-    step_bound_s,
-)
+from sglang_coserve.core.migration import preferred_length, requests_to_pull, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
 
 # Saturates where 20 µs a request exceed the 6.4 ms all share: at 320, so 512 of the powers.
@@ -24,7 +19,7 @@ MODEL = LinearModel.of(CONSERVE, compute_token_s=2e-5, context_token_s=1e-7, ite
 
 def prefer(
     decodes: int, slo_s: float, *, free: int = 1_000_000, includes_all: bool = True
-) -> LengthPreference | None:
+) -> tuple[int, int] | None:
     batch = StepStats.of(decodes=[100] * decodes)
     return preferred_length(MODEL, batch, slo_s, free, 512, includes_all=includes_all)
 
@@ -44,27 +39,26 @@ def test_nothing_is_pulled_without_time_or_with_requests_left_out() -> None:
 def test_a_saturated_batch_pulls_the_longest_that_fits() -> None:
     preference = prefer(600, 0.1)
     assert preference is not None
-    assert preference.tokens == preference.max_tokens
-    assert prefer(600, 0.1, free=50) == LengthPreference(50, 50)
+    assert preference[0] == preference[1]
+    assert prefer(600, 0.1, free=50) == (50, 50)
 
 
 def test_a_small_batch_that_cannot_saturate_pulls_the_shortest() -> None:
     preference = prefer(10, 0.010)
     assert preference is not None
-    assert preference.tokens == 1 < preference.max_tokens
+    assert preference[0] == 1 < preference[1]
 
 
 def test_a_batch_that_can_saturate_pulls_the_longest_that_lets_it() -> None:
     preference = prefer(500, 0.1)
     assert preference is not None
-    assert 1 < preference.tokens < preference.max_tokens
+    assert 1 < preference[0] < preference[1]
 
 
 def test_the_closest_to_the_preference_migrate() -> None:
-    preference = LengthPreference(100, 400)
     lengths = {"a": 10, "b": 90, "c": 120, "d": 460, "e": 99}
-    assert requests_to_pull(lengths, preference, most=3) == ["e", "b", "c"]
-    assert requests_to_pull(lengths, preference, most=3, coming_tokens=200) == ["e", "b", "a"]
+    assert requests_to_pull(lengths, 100, 400, most=3) == ["e", "b", "c"]
+    assert requests_to_pull(lengths, 100, 400, most=3, coming_tokens=200) == ["e", "b", "a"]
 
 
 def test_of_the_slack_of_online_decodes_a_share_is_for_offline_ones() -> None:
@@ -82,10 +76,9 @@ def test_of_the_slack_of_online_decodes_a_share_is_for_offline_ones() -> None:
 def test_what_is_pulled_fits_together_and_nothing_that_fits_is_left(
     lengths: list[int], tokens: int, more: int, coming_tokens: int
 ) -> None:
-    preference = LengthPreference(tokens, tokens + more)
     named = dict(enumerate(lengths))
-    pulled = requests_to_pull(named, preference, most=8, coming_tokens=coming_tokens)
-    left_tokens = preference.max_tokens - coming_tokens - sum(named.pop(n) for n in pulled)
+    pulled = requests_to_pull(named, tokens, tokens + more, most=8, coming_tokens=coming_tokens)
+    left_tokens = tokens + more - coming_tokens - sum(named.pop(n) for n in pulled)
     assert len(set(pulled)) == len(pulled) <= 8
     assert left_tokens >= 0 or not pulled
     assert len(pulled) == 8 or all(length > left_tokens for length in named.values())
@@ -96,8 +89,8 @@ def test_what_is_preferred_fits(decodes: int, slo_s: float, free: int) -> None:
     batch = StepStats.of(decodes=[100] * decodes)
     preference = prefer(decodes, slo_s, free=free)
     if preference is not None:
-        longest = preference.max_tokens
-        assert 1 <= preference.tokens <= longest <= free
+        preferred, longest = preference
+        assert 1 <= preferred <= longest <= free
         assert MODEL.predict(batch.with_decode(longest - 1)) <= slo_s
         if longest < free:
             assert MODEL.predict(batch.with_decode(longest)) > slo_s

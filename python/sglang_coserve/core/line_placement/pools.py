@@ -144,7 +144,8 @@ class LinePools:
         }
         pulled = requests_to_pull(
             lengths,
-            wants.preference,
+            wants.tokens,
+            wants.max_tokens,
             most=wants.lines - len(coming),
             coming_tokens=sum(line.tokens for line in coming),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
 from itertools import compress
@@ -398,7 +398,7 @@ class Admission:
         error, model, work = self.core.prediction_error, self.core.model, self.core.work
         return {
             "prediction": {"model": model.kind, "mape": error.mape, "bias": error.bias},
-            "work": work.totals.to_dict(),
+            "work": asdict(work.totals),
             "plans_failed": self._unplanned.num_failed,
             "decisions": work.decisions.to_list(self._clock.now_s()),
         }
