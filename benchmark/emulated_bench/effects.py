@@ -161,7 +161,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
     ),
     "ooco": Effect(
         ("qwen2.5-7b", "ascend-910c", 1),
-        {f"{n} offline": _load(_AZURE, 4.0, 40.0, "1200x672", n) for n in (8, 32, 128)},
+        {f"{n} offline": _load(_AZURE, 4.0, 40.0, "1200x672", n) for n in (32, 128, 256, 512)},
         {
             "ooco": _ours("ooco"),
             "stock, online first": EngineSystem(flags={"enable_priority_scheduling": True}),
