@@ -133,28 +133,16 @@ def assert_same(case: Case, *, decode: bool = False) -> None:
     sequences=SEQUENCES,
     kv_heads=st.integers(1, 3),
     sharing_heads=st.integers(1, 4),
-    seed=st.integers(0),
+    window=st.none() | st.integers(0, 300),
+    kv_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**63 - 1),
 )
-def test_extend_agrees_with_sglang(
-    sequences: Sequences, kv_heads: int, sharing_heads: int, seed: int
+def test_extends_and_decodes_agree_with_sglang(
+    sequences: Sequences, window: int | None, **options: Any
 ) -> None:
-    assert_same(Case(sequences, kv_heads=kv_heads, sharing_heads=sharing_heads, seed=seed % 2**63))
-
-
-@settings(deadline=None)
-@given(
-    contexts=st.lists(st.integers(0, 100), min_size=1, max_size=8),
-    kv_heads=st.integers(1, 3),
-    sharing_heads=st.integers(1, 4),
-)
-def test_decode_agrees_with_sglang(contexts: list[int], kv_heads: int, sharing_heads: int) -> None:
-    sequences = [(1, context) for context in contexts]
-    assert_same(Case(sequences, kv_heads=kv_heads, sharing_heads=sharing_heads), decode=True)
-
-
-def test_a_cache_of_another_type_is_converted() -> None:
-    case = Case([(9, 0), (4, 20), (1, 30)], kv_dtype=torch.bfloat16)
-    assert_same(case)
+    layer = {} if window is None else {"sliding_window_size": window}
+    assert_same(Case(sequences, **options, **layer))
+    assert_same(Case([(1, cached) for _, cached in sequences], **options, **layer), decode=True)
 
 
 def computed_pairs(case: Case, backend: type[TorchNativeAttnBackend]) -> float:
@@ -199,14 +187,6 @@ def test_other_attention_is_sglangs(options: dict[str, Any]) -> None:
     assert_same(Case(sequences, **options))
     if "attn_type" not in options:  # An encoder does not decode.
         assert_same(Case([(1, 20), (1, 30)], **options), decode=True)
-
-
-@settings(deadline=None)
-@given(sequences=SEQUENCES, window=st.integers(0, 300), seed=st.integers(0, 9))
-def test_a_window_agrees_with_sglang(sequences: Sequences, window: int, seed: int) -> None:
-    assert_same(Case(sequences, sliding_window_size=window, seed=seed))
-    decodes = [(1, context) for _, context in sequences]
-    assert_same(Case(decodes, sliding_window_size=window, seed=seed), decode=True)
 
 
 def test_a_window_leaves_out_the_keys_before_it() -> None:
