@@ -22,12 +22,13 @@ import json
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from common.own_process import OwnProcess
 from common.results import write_results
@@ -48,18 +49,10 @@ def main() -> None:
             system = SYSTEMS[name]
             system = replace(system, flags={**options.settings, **system.flags})
             engines[name] = stack.enter_context(OwnProcess(TimedEngine, system, model))
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            num_steps = len(options.waiting) * len(engines) * (options.rounds + 1)
-            bar = progress.add_task("", total=num_steps)
-            for num_waiting in options.waiting:
-                for name, engine in engines.items():
-                    progress.update(bar, description=f"{name}: {num_waiting:,}", advance=1)
-                    engine.call("fill", num_waiting)
-                for _ in range(options.rounds):
-                    for name, engine in engines.items():
-                        progress.update(bar, description=f"{name}: {num_waiting:,}", advance=1)
-                        passes = engine.call("run", num_waiting, options.passes, options.limit_s)
-                        measured.setdefault((name, num_waiting), []).extend(passes)
+        turns = list(product(options.waiting, range(options.rounds), engines))
+        for num_waiting, _, name in track(turns, console=Console(stderr=True), transient=True):
+            passes = engines[name].call("run", num_waiting, options.passes, options.limit_s)
+            measured.setdefault((name, num_waiting), []).extend(passes)
     rows = [
         summary(name, num_waiting, measured[name, num_waiting])
         for name in options.systems

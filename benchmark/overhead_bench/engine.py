@@ -81,19 +81,9 @@ class TimedEngine:
     def close(self) -> None:
         """Leave everything to the end of the process."""
 
-    def fill(self, num_waiting: int) -> None:
-        """Let so many offline requests wait."""
-        waiting = (
-            len(self.scheduler.waiting_queue)
-            if self._is_stock
-            else self.scheduler.parts.admission.num_waiting()
-        )
-        for _ in range(num_waiting - waiting):
-            prompt = self._rng.choice(self._prefixes) + self._tokens(32)
-            self._send(prompt, self._rng.randint(16, 48), is_offline=True)
-
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""
+        self._fill(num_waiting)
         first = len(self._passes) + WARM_UP_PASSES
         end_s = time.perf_counter() + limit_s
 
@@ -107,7 +97,7 @@ class TimedEngine:
             self.scheduler.gracefully_exit = done > num_passes or (
                 time.perf_counter() > end_s and done > LEAST_PASSES
             )
-            self.fill(num_waiting)
+            self._fill(num_waiting)
             self._away_s += self._clock_s() - started_s
             return []
 
@@ -150,6 +140,16 @@ class TimedEngine:
                 self._stock_s += self._clock_s() - started_s
 
         setattr(owner, name, timed)
+
+    def _fill(self, num_waiting: int) -> None:
+        waiting = (
+            len(self.scheduler.waiting_queue)
+            if self._is_stock
+            else self.scheduler.parts.admission.num_waiting()
+        )
+        for _ in range(num_waiting - waiting):
+            prompt = self._rng.choice(self._prefixes) + self._tokens(32)
+            self._send(prompt, self._rng.randint(16, 48), is_offline=True)
 
     def _tokens(self, count: int) -> list[int]:
         return self._rng.choices(range(10, self.scheduler.model_config.vocab_size), k=count)
