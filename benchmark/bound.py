@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -59,24 +59,23 @@ EXECUTOR: Final = ExecutorConfig(
 )
 
 
-def bound_per_s(
-    requests: Sequence[TraceRequest], targets: SloTargets, offline: OfflineShape
-) -> float:
+def bound_per_s(requests: Sequence[TraceRequest], targets: SloTargets, lengths: str) -> float:
     """Return the upper bound in tokens/s."""
     capacity = Capacity(
         EXECUTOR.max_batch_tokens, EXECUTOR.max_running_requests, EXECUTOR.kv_capacity_tokens
     )
     online = required(requests, targets, late_share=LATE_SHARE)
+    offline = OfflineShape(*map(int, lengths.split("x")))
     return offline_bound(MODEL, capacity, offline, online, requests[-1].arrival_s)
 
 
 def simulated(
-    requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str], offline: str
+    requests: Sequence[TraceRequest], targets: SloTargets, slos: Sequence[str], lengths: str
 ) -> SimulationResult:
     """Return what ``coserve`` does."""
     workload = Workload(
         online=partial(from_trace, requests, RequestClass.ONLINE),
-        offline=offline_requests(offline, max_context_tokens=10**6),
+        offline=offline_requests(lengths, max_context_tokens=10**6),
         backlog_depth=BACKLOG,
         interval_s=requests[-1].arrival_s,
     )
@@ -96,29 +95,23 @@ def main() -> None:
     for name, trace in traces(arguments):
         for load in [1.0] if arguments.trace else LOADS:
             requests = list(scale_rate(trace, load))
-            ttft_s, gap_s = alone(requests)
+            times = alone_times(requests)
+            ttft_s = percentile([times[str(r.index)][0] - r.arrival_s for r in requests], 99)
+            gap_s = percentile([b - a for each in times.values() for a, b in pairwise(each)], 99)
             for kind, factor in (("x1.2", 1.2), ("+10%", 1.1)):
-                latencies = {"ttft": factor * ttft_s, "tbt": factor * gap_s}
-                head = f"{name:10} {load:4g}  {kind:6}"
-                slos = [
-                    f"{latency} p99 <= "
-                    + (kind if kind.startswith("+") else f"{seconds * 1e3:.6f}ms")
-                    for latency, seconds in latencies.items()
-                ]
-                print_row(head, requests, latencies, slos, arguments.offline)
+                targets = SloTargets(factor * ttft_s, factor * gap_s)
+                found = row(requests, targets, kind, arguments.offline)
+                print(f"{name:10} {load:4g}  {kind:6} {found}", flush=True)
 
 
-def print_row(
-    head: str,
-    requests: Sequence[TraceRequest],
-    latencies: Mapping[str, float],
-    slos: Sequence[str],
-    lengths: str,
-) -> None:
-    """Print the bound beside what is simulated."""
-    ttft_s, gap_s = latencies.values()
-    targets = SloTargets(ttft_s, gap_s)
-    bound = bound_per_s(requests, targets, OfflineShape(*map(int, lengths.split("x"))))
+def row(requests: Sequence[TraceRequest], targets: SloTargets, kind: str, lengths: str) -> str:
+    """Return the bound beside what is simulated."""
+    ttft_s, gap_s = targets.ttft_s or 0.0, targets.tpot_s or 0.0
+    slos = [
+        f"{latency} p99 <= {kind if kind.startswith('+') else f'{seconds * 1e3:.6f}ms'}"
+        for latency, seconds in (("ttft", ttft_s), ("tbt", gap_s))
+    ]
+    bound = bound_per_s(requests, targets, lengths)
     result = simulated(requests, targets, slos, lengths)
     offline = result.offline_throughput.computed_tokens_per_s
     report = latency_report(result.online)
@@ -129,11 +122,10 @@ def print_row(
         )
         for timeline in result.online
     ]
-    print(
-        f"{head} {ttft_s * 1e3:9,.1f} {gap_s * 1e3:7.1f} | {bound:6,.0f} {offline:11,.0f}"
+    return (
+        f"{ttft_s * 1e3:9,.1f} {gap_s * 1e3:7.1f} | {bound:6,.0f} {offline:11,.0f}"
         f" {offline / bound:6.2f} | {(report.ttft.p99_s or 0) / ttft_s:14.2f}"
-        f" {(report.itl.p99_s or 0) / gap_s:7.2f} {100 * sum(on_time) / len(on_time):10.1f}",
-        flush=True,
+        f" {(report.itl.p99_s or 0) / gap_s:7.2f} {100 * sum(on_time) / len(on_time):10.1f}"
     )
 
 
@@ -159,14 +151,6 @@ def draw(lengths: str, count: int) -> Iterator[TraceRequest]:
         for _ in range(count)
     )
     return synthesize(gamma_arrivals(1.0, 1.0, SEED), pairs)  # type: ignore[arg-type]
-
-
-def alone(requests: Sequence[TraceRequest]) -> tuple[float, float]:
-    """Return P99 TTFT and P99 gap of the no-interference baseline."""
-    times = alone_times(requests)
-    ttfts_s = [times[str(request.index)][0] - request.arrival_s for request in requests]
-    gaps_s = [b - a for tokens in times.values() for a, b in pairwise(tokens)]
-    return percentile(ttfts_s, 99), percentile(gaps_s, 99)
 
 
 def alone_times(requests: Sequence[TraceRequest]) -> dict[str, list[float]]:
