@@ -10,12 +10,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
+import msgspec
 import psutil
 
 from common.results import write_json
@@ -50,8 +50,7 @@ class StepStatus(StrEnum):
 _RANKS: Final = {None: 0, StepStatus.PARTIAL: 1, StepStatus.FAILED: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
+class AttemptRecord(msgspec.Struct, frozen=True):
     """``OUT/STEP.json``."""
 
     step: str
@@ -65,19 +64,15 @@ class AttemptRecord:
     command: str
     """Of the run that made the last attempt."""
 
-    machine: Mapping[str, Any]
+    machine: dict[str, Any]
     problem: str = ""
     log_tail: tuple[str, ...] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = {}
 
-    @classmethod
-    def read(cls, path: Path) -> AttemptRecord | None:
-        """Return what was written; None where there is no file."""
-        if not path.exists():
-            return None
-        fields = json.loads(path.read_text())
-        fields |= {"status": StepStatus(fields["status"]), "log_tail": tuple(fields["log_tail"])}
-        return cls(**fields)
+
+def read_record(path: Path) -> AttemptRecord | None:
+    """Return what was written; None where there is no file."""
+    return msgspec.json.decode(path.read_bytes(), type=AttemptRecord) if path.exists() else None
 
 
 def next_step(
@@ -110,7 +105,7 @@ class Driver:
         setting: GpuSetting,
         *,
         command: str,
-        machine: Mapping[str, Any],
+        machine: dict[str, Any],
         say: Callable[[str], None] = print,
         grace_s: float = _GRACE_S,
     ) -> None:
@@ -125,7 +120,7 @@ class Driver:
         self.records: dict[str, AttemptRecord] = {}
         for step in steps:
             # A record of a dry run must not pass for a measurement, nor the other way round.
-            record = AttemptRecord.read(out / f"{step.name}.json")
+            record = read_record(out / f"{step.name}.json")
             if record is not None and record.dry_run == setting.dry_run:
                 self.records[step.name] = record
 
@@ -197,7 +192,7 @@ class Driver:
             # Also after Ctrl-C: what was measured is kept.
             record = self._record(step, ended, time.monotonic() - began_s, log_path)
             self.records[step.name] = record
-            write_json(self._out / f"{step.name}.json", asdict(record))
+            write_json(self._out / f"{step.name}.json", msgspec.to_builtins(record))
             self._say(": ".join(filter(None, (step.name, record.status, record.problem))))
             (self._out / "gpu.md").write_text(self.markdown())
         return record

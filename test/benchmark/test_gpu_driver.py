@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import bench_gpu
-from gpu.driver import AttemptRecord, StepStatus, next_step
+from gpu.driver import AttemptRecord, StepStatus, next_step, read_record
 from gpu.steps import STEPS, GpuSetting, Step, select
 from sglang_coserve.bench_serving.options import parse_options
 
@@ -92,7 +92,7 @@ def start(tmp_path: Path) -> Drive:
 
 
 def record(out: Path, name: str) -> AttemptRecord:
-    found = AttemptRecord.read(out / "out" / f"{name}.json")
+    found = read_record(out / "out" / f"{name}.json")
     assert found is not None
     return found
 
