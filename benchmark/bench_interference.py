@@ -11,11 +11,6 @@ in it: ``sglang_coserve.bench_serving`` has those.
 The rate of online requests is chosen so that online requests alone keep the engine busy for
 the given share of the time. All systems of a repeat get the same requests, one after the
 other in a random order; ratios are taken within a repeat.
-
-    python benchmark/bench_interference.py --emulate llama-3.1-8b --hardware h100 --traffic chat \
-        --offline 2048 128 --in-flight 200 --host-factor 0.5
-
-emulates a GPU, whose time passes beside that of the thread: see docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -44,8 +39,6 @@ def main() -> None:
         for rates, rows in measured(systems, options, progress):
             write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
     print(table(rows, list(systems)))
-    if options.emulate is not None:
-        print(f"emulated: {options.emulate} on {options.hardware}, no GPU was measured")
 
 
 def parse_options() -> argparse.Namespace:
@@ -63,7 +56,6 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model-path", type=Path, help="instead of 12 layers of width 128")
-    add("--emulate", metavar="MODEL", help="take this one's time on a GPU: llama-3.1-8b, …")
     add("--out", type=Path, help="write the figures as JSON")
     known = [name for name in SYSTEMS if name != ALONE]
     usual = [name for name in known if not name.startswith("coserve, ")]

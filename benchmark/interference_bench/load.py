@@ -50,9 +50,7 @@ class OnlineTraffic:
 TRAFFIC: Final[Mapping[str, OnlineTraffic]] = {
     "prompts": OnlineTraffic((32, 256), (1, 4)),
     "outputs": OnlineTraffic((32, 256), (8, 48)),
-    "chat": OnlineTraffic((512, 2048), (64, 256)),
 }
-"""The last one is for a GPU, such as an emulated one."""
 
 
 @dataclass(frozen=True, slots=True)

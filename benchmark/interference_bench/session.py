@@ -19,12 +19,9 @@ from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from sglang_coserve.srt.emulation.model_directory import make_emulated_model
-from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import terminate_as_interrupt
 
 MODEL: Final = SmallModelSpec(layers=12, hidden=128)
-_EMULATED_CONTEXT_TOKENS: Final = 16_384
 
 
 @contextmanager
@@ -35,7 +32,7 @@ def _engines(
     targets: dict[str, Any] = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
-        model = options.model_path or _made(Path(directory) / "model", options)
+        model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
         yield {
             name: stack.enter_context(
                 OwnProcess(
@@ -50,13 +47,6 @@ def _engines(
             )
             for name, system in systems.items()
         }
-
-
-def _made(directory: Path, options: argparse.Namespace) -> Path:
-    if options.emulate is None:
-        return make_small_model(directory, MODEL)
-    emulation = Emulation.of(options.emulate, options.hardware)
-    return make_emulated_model(directory, emulation, vocab=2048, context=_EMULATED_CONTEXT_TOKENS)
 
 
 def _full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:

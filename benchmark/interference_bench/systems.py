@@ -31,10 +31,6 @@ SYSTEMS: Final[Mapping[str, EngineSystem]] = {
     "coserve, slowdown 10%": EngineSystem(
         coserve={"offline_policy": "coserve", "online_slowdown": "10%"}
     ),
-    "fifo": EngineSystem(coserve={"offline_policy": "fifo"}),
-    "non-preemptive": EngineSystem(
-        coserve={"offline_policy": "non_preemptive", "safepoint_interval": 0}, takes_slo=True
-    ),
     **{
         f"stock, chunks of {tokens}": EngineSystem(flags=stock.tuned(tokens))
         for tokens in stock.CHUNK_TOKENS
