@@ -85,14 +85,9 @@ def prepare_model(work: Path, dry_run: bool) -> Path:
 
 def describe_machine() -> dict[str, Any]:
     """Ask a process that ends: what asks the GPU for its name keeps memory there."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    described: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", _DESCRIBE]
+    told = subprocess.check_output(command, cwd=Path(__file__).parent, text=True)
+    described: dict[str, Any] = json.loads(told.splitlines()[-1])
     return described
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
-from interference_bench.load import OnlineArrival, Traffic
+from interference_bench.load import OnlineArrival
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.workload.shape import fit_to_context, prompt_token_ids
@@ -24,17 +25,12 @@ _PARTS: Final = 7
 """Each seed begins at another seventh of a trace."""
 
 
-class TraceTraffic(Traffic, Protocol):
+class TraceTraffic(ABC):
     """Traffic whose lengths are known before it has prompts."""
 
+    @abstractmethod
     def requests(self, rate_per_s: float, seconds: float, seed: int) -> list[TraceRequest]:
         """Return the requests in the order of their arrival; the same seed gives the same."""
-        ...
-
-
-class _Traced:
-    def requests(self, rate_per_s: float, seconds: float, seed: int) -> list[TraceRequest]:
-        raise NotImplementedError
 
     def arrivals(
         self, rate_per_s: float, seconds: float, seed: int, vocab_size: int
@@ -46,7 +42,7 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class RecordedTraffic(_Traced):
+class RecordedTraffic(TraceTraffic):
     """A piece of a trace, sped up or slowed down to the rate; bursts get shorter with the rest.
 
     Prompts share prefixes where the trace says so.
@@ -78,7 +74,7 @@ class RecordedTraffic(_Traced):
 
 
 @dataclass(frozen=True)
-class BurstyTraffic(_Traced):
+class BurstyTraffic(TraceTraffic):
     """A Gamma process with lognormal lengths."""
 
     lengths: Lengths
