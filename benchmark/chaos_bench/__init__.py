@@ -1,1 +1,1 @@
-"""What ``chaos.py`` and ``fleet_chaos.py`` do to servers, and what they find out about them."""
+"""What ``chaos.py`` does to servers, and what it finds out about them."""

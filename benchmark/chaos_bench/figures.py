@@ -1,23 +1,18 @@
-"""What was seen and found, against what it should be, and how a program that judges a run ends."""
+"""What was seen and found, against what it should be."""
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
 
 from common.results import write_results
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
-
-READY_TIMEOUT_S: Final = 300.0
-"""For a server that starts, on a machine with other work."""
+from sglang_coserve.terminal import markdown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +69,6 @@ class Figure:
         return None if self.at_most is None else self.value <= self.at_most
 
 
-def all_met(figures: Iterable[Figure]) -> bool:
-    """Return whether none of the figures misses what it should be."""
-    return all(figure.is_met is not False for figure in figures)
-
-
 def markdown(figures: Sequence[Figure]) -> str:
     """Return the figures as a Markdown table."""
     rows = [
@@ -109,22 +99,6 @@ def report(
     console.print(Markdown(table))
     for example in examples:
         console.print(example, markup=False, highlight=False)
-
-
-def exit_status(run: Callable[[], Iterable[Figure]]) -> int:
-    """Run a benchmark; return 0 if it met its targets, else 1; 2 after an error, 130 after Ctrl-C.
-
-    An error is printed after the script's name.
-    """
-    try:
-        with terminate_as_interrupt():
-            return 0 if all_met(run()) else 1
-    except CoserveError as error:
-        reason, status = str(error), 2
-    except KeyboardInterrupt:
-        reason, status = "interrupted before all batches had ended", 130
-    print(f"{Path(sys.argv[0]).stem}: {reason}", file=sys.stderr)
-    return status
 
 
 def _number(value: float) -> str:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from chaos_bench.batch_load import LineCounts
+from chaos_bench.batches import LineCounts
 from chaos_bench.figures import Figure, Interval, Observation
+from chaos_bench.servers import Servers
 
 _MOST_STALL_MS: Final = 100.0
-_SETTLE_S: Final = 1.0
-"""After an outage, before answers are judged: connections that broke are opened again."""
-
 _BREAK_S: Final = 1.0
-"""Within it a router has passed on that a stream broke."""
+"""Within it whoever waits hears that a connection broke."""
 
 _QUEUE_FULL: Final = "The request queue is full"
 """What SGLang answers beyond ``--max-queued-requests``, which is an ordinary outcome."""
 
 _MOST_EXAMPLES: Final = 20
+_OURS: Final = frozenset({"ping", "health", "stream", "gap", "batch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +31,64 @@ class Verdict:
     examples: list[str]
 
 
-def verdict(
-    seen: Sequence[Observation],
-    lines: LineCounts,
-    *,
-    outages: Sequence[Interval],
-    full_disk: Sequence[Interval],
-    injuries: int,
-    unexpected_ends: int,
+def verdict(servers: Servers, lines: LineCounts, seen: Sequence[Observation]) -> Verdict:
+    """Judge a run."""
+    requests = of_requests(seen, servers.outages, servers.full_disk)
+    drains = {}
+    if servers.drains_s:
+        drains = {"median": statistics.median(servers.drains_s), "longest": max(servers.drains_s)}
+    figures = [
+        Figure("injuries", servers.injuries.total()),
+        *(Figure(name, count) for name, count in servers.injuries.items()),
+        Figure("ends of a server that nobody asked for", servers.unexpected_ends, at_most=0),
+        Figure(
+            "servers that did not end or start as they should", len(servers.failures), at_most=0
+        ),
+        *(Figure(f"SIGTERM to end of process, {name}", s, "s") for name, s in drains.items()),
+        *lines.figures(),
+        # A gateway has other engines.
+        Figure("lines given up", lines.given_up, at_most=0 if servers.is_fleet else None),
+        *(Figure(f"attempts that were {name}", n) for name, n in servers.attempts.items()),
+        *requests.figures,
+    ]
+    examples = [*servers.failures, *lines.examples[:_MOST_EXAMPLES], *requests.examples]
+    return Verdict(figures, examples)
+
+
+def of_requests(
+    seen: Sequence[Observation], outages: Sequence[Interval], full_disk: Sequence[Interval] = ()
 ) -> Verdict:
-    """Judge what was seen. O(observations × outages)."""
-    judged = [
-        each
-        for each in seen
-        if not any(
-            Interval(outage.start_s, outage.end_s + _SETTLE_S).overlaps(each.start_s, each.end_s)
+    """Judge what was seen of requests. O(observations × outages).
+
+    What an outage excuses was under way in it and ended soon after, if not in it.
+    """
+
+    def is_excused(each: Observation) -> bool:
+        return any(
+            outage.overlaps(each.start_s, each.end_s) and each.end_s <= outage.end_s + _BREAK_S
             for outage in outages
         )
-    ]
+
+    judged = [each for each in seen if not is_excused(each)]
+    streams = [each for each in seen if each.kind == "stream"]
+    failed = [each for each in judged if each.kind == "stream" and each.status != 200]
+    otherwise = [each for each in failed if not _is_refused(each)]
     errors = [
         each
         for each in judged
         if each.status >= 500 and not _is_refused(each) and not _is_full(each, full_disk)
     ]
-    broken = [each for each in judged if each.status == 0 and each.kind in _PROBES]
-    different = [each for each in seen if each.is_different]
+    silent = [each for each in judged if each.status == 0 and each.kind in ("ping", "health")]
+    failures = sum(each.status != 200 for each in streams)
     figures = [
-        Figure("injuries", injuries),
-        Figure("ends of the server that nobody asked for", unexpected_ends, at_most=0),
-        *lines.figures(),
-        Figure("lines given up after two ends of the engine", lines.given_up),
-        Figure("online streams", sum(each.kind == "stream" for each in judged)),
-        Figure("online answers different", len(different), at_most=0),
+        Figure("online requests", len(streams)),
+        Figure("that failed in an outage", failures - len(failed)),
+        Figure("that failed otherwise", len(otherwise), at_most=0),
+        Figure("online answers different", sum(e.is_different for e in streams), at_most=0),
         Figure("hostile requests", sum(each.kind not in _OURS for each in seen)),
         Figure("requests refused by a full queue", sum(map(_is_refused, seen))),
         Figure("answers of 5xx", len(errors), at_most=0),
-        Figure("probes without an answer", len(broken), at_most=0),
+        Figure("probes without an answer", len(silent), at_most=0),
     ]
     for kind, target in (("ping", _MOST_STALL_MS), ("health", None), ("gap", None)):
         times_ms = sorted((o.end_s - o.start_s) * 1e3 for o in judged if o.kind == kind)
@@ -75,43 +97,9 @@ def verdict(
             figures.append(Figure(f"P99 of {kind}", p99, "ms"))
             figures.append(Figure(f"longest {kind}", times_ms[-1], "ms", at_most=target))
     causes = Counter(
-        f"{each.kind}: {each.status} {each.detail[:200]}" for each in [*errors, *broken]
+        f"{each.kind}: {each.status} {each.detail[:200]}" for each in {*errors, *silent, *otherwise}
     )
     examples = [f"{count} × {text}" for text, count in causes.most_common(_MOST_EXAMPLES)]
-    return Verdict(figures, [*examples, *lines.examples[:_MOST_EXAMPLES]])
-
-
-_PROBES: Final = frozenset({"ping", "health", "stream"})
-_OURS: Final = _PROBES | {"gap", "batch"}
-
-
-def online_verdict(seen: Sequence[Observation], kills: Sequence[Interval]) -> Verdict:
-    """Judge online requests that were sent through a router; engines were killed in ``kills``.
-
-    One failed with an engine if it was under way when one was killed and ended soon after; nobody
-    says which engine had it.
-    """
-    streams = [each for each in seen if each.kind == "stream"]
-    failed = [each for each in streams if each.status != 200]
-    otherwise = [
-        each
-        for each in failed
-        if not any(
-            kill.overlaps(each.start_s, each.end_s) and each.end_s <= kill.end_s + _BREAK_S
-            for kill in kills
-        )
-    ]
-    different = sum(each.is_different for each in streams)
-    figures = [
-        Figure("online requests", len(streams)),
-        Figure("that failed with a killed engine", len(failed) - len(otherwise)),
-        Figure("that failed otherwise", len(otherwise), at_most=0),
-        Figure("online answers different", different, at_most=0),
-    ]
-    examples = [
-        f"online request after {each.end_s - each.start_s:.1f} s: {each.status} {each.detail}"
-        for each in otherwise
-    ]
     return Verdict(figures, examples)
 
 

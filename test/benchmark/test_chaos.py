@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import random
 import signal
@@ -14,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import chaos
+from chaos import hurt_in_rounds
 from chaos_bench.answers import CHAT, KnownAnswer, answered_text
-from chaos_bench.batch_load import LineCounts
 from chaos_bench.figures import Figure, Interval, Observation, markdown
-from chaos_bench.rounds import hurt_in_rounds
+from chaos_bench.router import router_command
 from chaos_bench.torn_tails import DiskFaults
-from chaos_bench.verdict import online_verdict, verdict
+from chaos_bench.verdict import Verdict, of_requests
 from chaos_bench.vision_model import random_picture
 
 WRITER = """
@@ -35,10 +36,17 @@ except OSError as error:
     print(error.errno)
 """
 ZERO = (
-    *("ends of the server that nobody asked for", "lines lost", "lines doubled"),
-    *("lines different", "online answers different", "answers of 5xx"),
+    *("ends of a server that nobody asked for", "lines lost", "lines doubled"),
+    *("servers that did not end or start as they should", "lines different"),
+    *("that failed otherwise", "online answers different", "answers of 5xx"),
     "probes without an answer",
 )
+FLAGS = (
+    *("--minutes", "0", "--unfinished", "2"),
+    *("--server-flag=--dtype", "--server-flag=float32"),
+    *("--server-flag=--startup-profile-seconds", "--server-flag=0"),
+)
+SMG = router_command("smg")
 
 
 def test_a_sync_fails_and_what_was_not_synced_is_torn(tmp_path: Path) -> None:
@@ -106,34 +114,39 @@ def test_a_request_with_a_picture_is_a_chat_and_one_without_a_completion() -> No
     assert answered_text({"delta": {"role": "assistant", "content": None}}) == ""
 
 
+def values(found: Verdict) -> dict[str, float]:
+    return {figure.name: figure.value for figure in found.figures}
+
+
 def test_a_full_queue_is_an_ordinary_outcome_and_other_errors_are_none() -> None:
     refused = Observation(
         "stream", 1.0, 2.0, 503, detail='{"message": "The request queue is full."}'
     )
     failed = Observation("stream", 1.0, 2.0, 503, detail="the engine has ended")
-    found = verdict(
-        [refused, failed], LineCounts(), outages=[], full_disk=[], injuries=0, unexpected_ends=0
-    )
-    figures = {figure.name: figure.value for figure in found.figures}
+    full = Observation("batch", 1.0, 2.0, 507)
+    figures = values(of_requests([refused, failed, full], [], [Interval(0.0, 3.0)]))
     assert figures["requests refused by a full queue"] == 1
-    assert figures["answers of 5xx"] == 1
+    assert figures["answers of 5xx"] == figures["that failed otherwise"] == 1
+    assert values(of_requests([full], []))["answers of 5xx"] == 1
 
 
-def test_online_requests_fail_with_an_engine_only_as_it_is_killed() -> None:
+def test_an_outage_excuses_only_what_ended_with_it() -> None:
     seen = [
         Observation("stream", 1.0, 5.5, 0),  # Broken off as the engine was killed.
         Observation("stream", 1.0, 9.0, 0),  # Long after.
         Observation("stream", 6.0, 7.0, 503),
         Observation("stream", 1.0, 5.0, 200, is_different=True),
         Observation("gap", 1.0, 5.0, 0),
+        Observation("ping", 4.0, 5.1, 0),
+        Observation("ping", 8.0, 8.1, 0),
     ]
-    found = online_verdict(seen, [Interval(5.0, 5.2)])
-    assert {figure.name: figure.value for figure in found.figures} == {
-        "online requests": 4,
-        "that failed with a killed engine": 1,
-        "that failed otherwise": 2,
-        "online answers different": 1,
-    }
+    figures = values(of_requests(seen, [Interval(5.0, 5.2)]))
+    assert figures["online requests"] == 4
+    assert figures["that failed in an outage"] == 1
+    assert figures["that failed otherwise"] == 2
+    assert figures["online answers different"] == 1
+    assert figures["probes without an answer"] == 1
+    assert figures["longest ping"] == pytest.approx(100.0)
 
 
 def test_a_figure_is_judged_and_its_table_says_how() -> None:
@@ -150,33 +163,52 @@ def test_a_figure_is_judged_and_its_table_says_how() -> None:
     ]
 
 
+def hurt(out: Path, model: Path, *flags: str) -> dict[str, float]:
+    """Return the figures of a run in which nothing was lost, doubled or different."""
+    command = ["--out", str(out), "--model-path", str(model), *FLAGS, *flags]
+    found = chaos.run(chaos.parse_options(command))
+    figures = values(found)
+    assert {name: figures[name] for name in ZERO} == dict.fromkeys(ZERO, 0), found.examples
+    return figures
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)  # Three starts of a server, on a machine with other work.
-@pytest.mark.parametrize(
-    "injuries",
-    [
-        (
-            *("power failure", "kill -9 of the scheduler", "full disk"),
-            *("abort of all requests", "two updates of the weights"),
-        )
-    ],
-)
-def test_nothing_is_lost_doubled_or_different(
-    injuries: tuple[str, ...], small_model: Path, tmp_path: Path
-) -> None:
-    flags = (
-        *("--minutes", "0", "--pause", "1", "4", "--model-path", str(small_model)),
-        *("--known", "12", "--lines", "20", "--unfinished", "2", "--streams", "1"),
-        *("--storms", "1", "--out", str(tmp_path), "--injuries", *injuries),
-        *("--server-flag=--dtype", "--server-flag=float32"),
-        *("--server-flag=--startup-profile-seconds", "--server-flag=0"),
+def test_a_server_loses_doubles_and_changes_nothing(small_model: Path, tmp_path: Path) -> None:
+    injuries = (
+        *("power failure", "kill -9 of the scheduler", "full disk"),
+        *("abort of all requests", "two updates of the weights"),
+    )
+    figures = hurt(
+        tmp_path,
+        small_model,
+        *("--known", "12", "--lines", "20", "--streams", "1", "--storms", "1"),
+        *("--pause", "1", "4", "--injuries", *injuries),
         # Loose targets: what is asked here is whether lines are lost, not what they may cost.
         *("--server-flag=--slo-ttft-ms", "--server-flag=2000"),
         *("--server-flag=--slo-tpot-ms", "--server-flag=500"),
     )
-    found = chaos.run(chaos.parse_options(flags))
-    figures = {figure.name: figure.value for figure in found.figures}
-    assert {name: figures[name] for name in ZERO} == dict.fromkeys(ZERO, 0), found.examples
     assert figures["injuries"] >= len(injuries)
-    assert figures["online streams"] > 0
+    assert figures["online requests"] > 0
     assert figures["hostile requests"] > 0
+
+
+@pytest.mark.heavy
+def test_a_fleet_loses_doubles_and_changes_nothing(small_model: Path, tmp_path: Path) -> None:
+    """Two real engines, behind a router where there is one; the one that is killed is not waited
+    for.
+    """
+    kinds = ("kill -9 of an engine", "kill -9 of the gateway")
+    figures = hurt(
+        tmp_path,
+        small_model,
+        *("--engines", "2", *(("--router", str(SMG)) if SMG else ())),
+        *("--known", "8", "--lines", "30", "--pause", "1", "2", "--injuries", *kinds),
+    )
+    assert figures["lines given up"] == 0
+    assert [figures[kind] for kind in kinds] == [1, 1]
+    assert figures["lines"] >= 30
+    assert (figures["online requests"] > 0) == (SMG is not None)
+    assert (tmp_path / "table.md").exists()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["command"] and "commit" in results["machine"]

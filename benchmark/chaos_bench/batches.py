@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -19,12 +18,12 @@ import orjson
 from chaos_bench.answers import KnownAnswer, answered_text
 from chaos_bench.figures import ChaosError, Figure, Observation
 
+DRAIN_TIMEOUT_S: Final = 900.0
+"""For the last batches."""
+
 _FINAL: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 _KEYS: Final = ("key-0", "key-1", "key-2")
 _RETRY_S: Final = 0.3
-_DRAIN_TIMEOUT_S: Final = 900.0
-"""For the last batches."""
-
 _CALL_TIMEOUT_S: Final = 30.0
 _GIVE_UP_CODE: Final = "engine_failed"
 _HOSTILE_SHARE: Final = 0.05
@@ -61,7 +60,7 @@ class LineCounts:
     """Of what went wrong, a few."""
 
     def figures(self) -> list[Figure]:
-        """Return the counts that every chaos run reports."""
+        """Return the counts."""
         return [
             Figure("batches", self.batches),
             Figure("lines", self.lines),
@@ -71,58 +70,57 @@ class LineCounts:
         ]
 
 
-class BatchLoad:
-    """Keeps some batches unfinished until it is stopped."""
+@dataclass
+class Batches:
+    """Sent from a process of its own."""
 
-    def __init__(
-        self,
-        base_url: str,
-        known: Sequence[KnownAnswer],
-        options: argparse.Namespace,
-        hostile: Mapping[str, Sequence[dict[str, Any]]] = MappingProxyType({}),
-    ) -> None:
-        """Take options of ``chaos_parser``, and hostile bodies to mix in, by endpoint."""
-        self._known: dict[str, list[KnownAnswer]] = {}
-        for answer in known:
-            self._known.setdefault(answer.path, []).append(answer)
-        self._hostile = hostile
-        self._lines: int = options.lines
-        self._unfinished: int = options.unfinished
-        self._rng = random.Random(options.seed)
-        self._client = httpx.Client(base_url=base_url, timeout=_CALL_TIMEOUT_S, trust_env=False)
-        self._submitted: list[_Submitted] = []
-        self.seen: list[Observation] = []
-        """Every call, also those that were made again."""
+    base_url: str
+    known: Sequence[KnownAnswer]
+    """What lines ask for."""
 
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-        self._error: BaseException | None = None
+    hostile: Mapping[str, Sequence[dict[str, Any]]]
+    """Bodies to mix in, by endpoint."""
 
-    def start(self) -> None:
-        """Begin to submit."""
-        self._thread.start()
+    lines: int
+    """Of a batch."""
 
-    def stop(self) -> None:
-        """Submit no more.
+    unfinished: int
+    """Batches at a time."""
+
+    rng: random.Random
+    submitted: list[_Submitted] = field(default_factory=list)
+    seen: list[Observation] = field(default_factory=list)
+
+    def run(self, stop: Path) -> tuple[LineCounts, list[Observation]]:
+        """Keep batches unfinished until the file ``stop`` is there; wait for all, compare them.
+
+        Returns:
+            What became of the lines, and every call, also those that were made again.
 
         Raises:
-            ChaosError: submitting had failed.
+            ChaosError: a call is refused, or the batches do not end.
         """
-        self._stop.set()
-        self._thread.join(_CALL_TIMEOUT_S * 2)
-        if self._error is not None:
-            raise ChaosError(f"submitting batches failed: {self._error!r}") from self._error
+        self._client = httpx.Client(
+            base_url=self.base_url, timeout=_CALL_TIMEOUT_S, trust_env=False
+        )
+        self._submit()
+        while not stop.exists():
+            time.sleep(_RETRY_S)
+            self._submit_or_disturb()
+        return self._results(), self.seen
 
-    def results(self) -> LineCounts:
-        """Wait for the end of all batches and compare every record.
+    def _submit_or_disturb(self) -> None:
+        alive = [each for each in self.submitted if self._found(each)["status"] not in _FINAL]
+        if len(alive) < self.unfinished:
+            self._submit()
+        elif alive:
+            self._disturb(self.rng.choice(alive))
 
-        Raises:
-            ChaosError: they do not end.
-        """
-        give_up_s = time.monotonic() + _DRAIN_TIMEOUT_S
-        counts = LineCounts(batches=len(self._submitted))
+    def _results(self) -> LineCounts:
+        give_up_s = time.monotonic() + DRAIN_TIMEOUT_S
+        counts = LineCounts(batches=len(self.submitted))
         told_s = 0.0
-        for number, batch in enumerate(self._submitted):
+        for number, batch in enumerate(self.submitted):
             while (found := self._found(batch))["status"] not in _FINAL:
                 if found["coserve"]["paused"]:
                     self._call(batch.key, "POST", f"/v1/batches/{batch.batch_id}/resume")
@@ -137,31 +135,20 @@ class BatchLoad:
             self._compare(batch, found, counts)
         return counts
 
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                alive = [b for b in self._submitted if self._found(b)["status"] not in _FINAL]
-                if len(alive) < self._unfinished:
-                    self._submit()
-                elif alive:
-                    self._disturb(self._rng.choice(alive))
-                self._stop.wait(_RETRY_S)
-        except BaseException as error:
-            self._error = error
-
     def _submit(self) -> None:
-        number = len(self._submitted)
-        key = self._rng.choice(_KEYS)
-        endpoint = self._rng.choice(list(self._known))
-        known, hostile = self._known[endpoint], self._hostile.get(endpoint)
+        number = len(self.submitted)
+        key = self.rng.choice(_KEYS)
+        endpoint = self.rng.choice(sorted({answer.path for answer in self.known}))
+        known = [answer for answer in self.known if answer.path == endpoint]
+        hostile = self.hostile.get(endpoint)
         wanted: dict[str, str | None] = {}
         content = bytearray()
-        for line in range(self._lines):
+        for line in range(self.lines):
             custom_id = f"{number}-{line}"
-            if hostile and self._rng.random() < _HOSTILE_SHARE:
-                body, wanted[custom_id] = self._rng.choice(hostile), None
+            if hostile and self.rng.random() < _HOSTILE_SHARE:
+                body, wanted[custom_id] = self.rng.choice(hostile), None
             else:
-                answer = self._rng.choice(known)
+                answer = self.rng.choice(known)
                 body, wanted[custom_id] = answer.body(), answer.text
             fields = {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body}
             content += json.dumps(fields).encode() + b"\n"
@@ -175,14 +162,14 @@ class BatchLoad:
                 "input_file_id": file["id"],
                 "endpoint": endpoint,
                 "completion_window": "30d",
-                "coserve": {"priority": self._rng.randint(-2, 2)},
+                "coserve": {"priority": self.rng.randint(-2, 2)},
             },
             headers={"idempotency-key": f"batch-{number}"},
         )
-        self._submitted.append(_Submitted(key, batch["id"], wanted))
+        self.submitted.append(_Submitted(key, batch["id"], wanted))
 
     def _disturb(self, batch: _Submitted) -> None:
-        chance = self._rng.random()
+        chance = self.rng.random()
         path = f"/v1/batches/{batch.batch_id}"
         if chance < 0.02:
             # Before the call: an answer that is lost leaves the batch cancelled all the same.
@@ -196,35 +183,38 @@ class BatchLoad:
         return self._call(batch.key, "GET", f"/v1/batches/{batch.batch_id}")
 
     def _call(self, key: str, method: str, path: str, **request: Any) -> dict[str, Any]:
-        """Ask until the server is there; a conflict is an answer, too."""
-        headers = {"authorization": f"Bearer {key}", **request.pop("headers", {})}
-        response = self._request(method, path, headers=headers, **request)
-        fields: dict[str, Any] = orjson.loads(response.content)
+        fields: dict[str, Any] = orjson.loads(self._answer(key, method, path, **request))
         return fields
 
-    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _answer(self, key: str, method: str, path: str, **request: Any) -> bytes:
+        """Ask until the server is there; a conflict is an answer, too."""
+        headers = {"authorization": f"Bearer {key}", **request.pop("headers", {})}
         while True:
             start_s = time.monotonic()
-            status, detail = 0, ""
+            status, detail, content = 0, "", b""
             try:
-                response = self._client.request(method, path, **request)
-                status, detail = response.status_code, response.text[:300]
+                response = self._client.request(method, path, headers=headers, **request)
+                status, detail, content = (
+                    response.status_code,
+                    response.text[:300],
+                    response.content,
+                )
             except httpx.TransportError:
                 pass
             self.seen.append(Observation("batch", start_s, time.monotonic(), status, detail=detail))
             if 200 <= status < 300 or status == 409:
-                return response
+                return content
             # Not there, stopping, full, or too much at once: later it will be well.
             if status not in (0, 429) and status < 500:
                 raise ChaosError(f"{method} {path}: {status} {detail}")
             time.sleep(_RETRY_S)
 
     def _compare(self, batch: _Submitted, found: dict[str, Any], counts: LineCounts) -> None:
-        seen: dict[str, int] = {}
         counts.lines += len(batch.wanted)
+        seen: Counter[str] = Counter()
         for record in self._records(batch, found):
             custom_id = record["custom_id"]
-            seen[custom_id] = seen.get(custom_id, 0) + 1
+            seen[custom_id] += 1
             if custom_id not in batch.wanted:
                 counts.different += 1
                 counts.examples.append(f"{batch.batch_id}: a record for {custom_id!r}")
@@ -233,7 +223,7 @@ class BatchLoad:
             elif not _is_as_wanted(record, batch.wanted[custom_id]):
                 counts.different += 1
                 counts.examples.append(f"{batch.batch_id}: {str(record)[:400]}")
-        counts.doubled += sum(count - 1 for count in seen.values())
+        counts.doubled += seen.total() - len(seen)
         if not batch.is_cancelled:
             lost = batch.wanted.keys() - seen
             counts.lost += len(lost)
@@ -242,13 +232,13 @@ class BatchLoad:
                 counts.examples.append(f"{batch.batch_id} is {found['status']}")
 
     def _records(self, batch: _Submitted, found: dict[str, Any]) -> list[dict[str, Any]]:
-        records = []
-        for file_id in (found["output_file_id"], found["error_file_id"]):
-            if file_id is not None:
-                headers = {"authorization": f"Bearer {batch.key}"}
-                content = self._request("GET", f"/v1/files/{file_id}/content", headers=headers)
-                records += [orjson.loads(line) for line in content.content.splitlines()]
-        return records
+        files = (found["output_file_id"], found["error_file_id"])
+        return [
+            orjson.loads(line)
+            for file_id in files
+            if file_id is not None
+            for line in self._answer(batch.key, "GET", f"/v1/files/{file_id}/content").splitlines()
+        ]
 
 
 def _is_as_wanted(record: dict[str, Any], wanted: str | None) -> bool:

@@ -1,0 +1,203 @@
+"""What is done to servers, by name.
+
+What hurts one server returns since when requests to it fail, if any may.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import httpx
+import psutil
+
+from chaos_bench.figures import ChaosError, Interval
+from chaos_bench.servers import SETTLE_S, Hurt, Servers
+from sglang_coserve.errors import StartupError
+from sglang_coserve.local_server import LocalServer
+
+_DRAIN_TIMEOUT_S: Final = 60.0
+_CALL_TIMEOUT_S: Final = 120.0
+_FULL_DISK_BYTES: Final = 1 << 20
+"""What a file may grow to while the disk is "full"; the database and the journals are larger."""
+
+_FULL_DISK_S: Final = 4.0
+_FAILING_SYNCS_S: Final = 4.0
+
+Injury = Callable[[Servers], bool]
+"""False when no engine is there to be hurt."""
+
+
+def kill(_servers: Servers, server: LocalServer) -> float:
+    """End all processes at once."""
+    began_s = time.monotonic()
+    server.kill()
+    return began_s
+
+
+def kill_starting(servers: Servers, server: LocalServer) -> float:
+    """The same twice, the second time before it is ready."""
+    began_s = kill(servers, server)
+    killing = threading.Timer(servers.rng.uniform(0.2, servers.start_s), server.kill)
+    killing.start()
+    with suppress(StartupError):  # Killed before it was ready.
+        servers.start(server)
+    killing.join()
+    return began_s
+
+
+def drain(servers: Servers, server: LocalServer) -> float | None:
+    """Stop it with SIGTERM, which it must obey in order."""
+    group = psutil.Process(server.pid)
+    processes = [group, *group.children(recursive=True)]
+    began_s = time.monotonic()
+    os.kill(server.pid, signal.SIGTERM)
+    status = server.wait(_DRAIN_TIMEOUT_S)
+    servers.drains_s.append(time.monotonic() - began_s)
+    left = [process for process in processes if _runs(process)]
+    if status != 0 or left:
+        servers.fail(f"{server.base_url} ended with status {status}, {len(left)} processes left")
+    server.stop()
+    return None if servers.is_fleet else began_s
+
+
+def kill_child(servers: Servers, server: LocalServer, name: str) -> float:
+    """Let a process of the engine die; the server has to notice and end."""
+    began_s = time.monotonic()
+    for child in psutil.Process(server.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any(name in part for part in child.cmdline()):
+                child.kill()
+    if server.wait(servers.end_timeout_s) is None:
+        servers.fail(f"{server.base_url} runs on without its {name}")
+        server.kill()
+    return began_s
+
+
+def freeze(servers: Servers, server: LocalServer) -> float | None:
+    """Stop all processes for a while, as a machine does that is suspended."""
+    began_s = time.monotonic()
+    try:
+        os.killpg(server.pid, signal.SIGSTOP)
+        time.sleep(servers.frozen_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGCONT)
+    return None if servers.is_fleet else began_s
+
+
+def fill_disk(servers: Servers, server: LocalServer) -> None:
+    """Let no file grow for a while."""
+    start_s = time.monotonic()
+    kind = resource.RLIMIT_FSIZE
+    limits = (_FULL_DISK_BYTES, resource.RLIM_INFINITY)
+    before = resource.prlimit(server.pid, kind, limits)
+    time.sleep(_FULL_DISK_S)
+    resource.prlimit(server.pid, kind, before)
+    # Batches try again after a while; until then uploads may still be refused.
+    servers.full_disk.append(Interval(start_s, time.monotonic() + SETTLE_S))
+
+
+def fail_syncs(servers: Servers, server: LocalServer) -> float:
+    """Let no file be synced for a while, and then lose the power, and with it what was not."""
+    start_s = time.monotonic()
+    servers.disk.let_syncs_fail(True)
+    time.sleep(_FAILING_SYNCS_S)
+    began_s = kill(servers, server)
+    servers.disk.let_syncs_fail(False)
+    servers.disk.tear()
+    servers.full_disk.append(Interval(start_s, time.monotonic() + SETTLE_S))
+    return began_s
+
+
+def fail_power(servers: Servers, server: LocalServer) -> float:
+    """End all processes and tear the tails off files that were not synced."""
+    began_s = kill(servers, server)
+    servers.disk.tear()
+    return began_s
+
+
+def abort_all(_servers: Servers, server: LocalServer) -> float:
+    """Let SGLang abort everything that runs and waits, as before an exchange of weights."""
+    began_s = time.monotonic()
+    _post(server, "/pause_generation", mode="abort")
+    _post(server, "/continue_generation")
+    return began_s
+
+
+def update_weights(servers: Servers, server: LocalServer) -> float:
+    """Load the same weights twice in a row, in the midst of all requests."""
+    began_s = time.monotonic()
+    for _ in range(2):
+        _post(server, "/update_weights_from_disk", model_path=servers.model_path)
+    return began_s
+
+
+def kill_gateway(servers: Servers) -> bool:
+    """End the gateway at once, and start another one."""
+    servers.note_attempts()
+    servers.keeper.kill()
+    servers.start(servers.keeper)
+    return True
+
+
+def restart_all(servers: Servers) -> bool:
+    """Drain the engines one after the other, each once all others are up."""
+    for engine in servers.engines:
+        wait(servers.being_hurt.values())
+        servers.begin_to_hurt(engine, drain).result()
+    return True
+
+
+def _of_one(hurt: Hurt) -> Injury:
+    return lambda servers: servers.hurt_one(hurt)
+
+
+OF_A_SERVER: Final[Mapping[str, Injury]] = {
+    "kill -9": _of_one(kill),
+    "kill -9 while starting": _of_one(kill_starting),
+    "SIGTERM": _of_one(drain),
+    "kill -9 of the scheduler": _of_one(partial(kill_child, name="sglang::scheduler")),
+    "kill -9 of the detokenizer": _of_one(partial(kill_child, name="sglang::detokenizer")),
+    "SIGSTOP": _of_one(freeze),
+    "full disk": _of_one(fill_disk),
+    "failing syncs": _of_one(fail_syncs),
+    "power failure": _of_one(fail_power),
+    "abort of all requests": _of_one(abort_all),
+    "two updates of the weights": _of_one(update_weights),
+}
+OF_A_FLEET: Final[Mapping[str, Injury]] = {
+    "kill -9 of an engine": _of_one(kill),
+    "kill -9 of the gateway": kill_gateway,
+    "kill -9 of a scheduler": _of_one(partial(kill_child, name="sglang::scheduler")),
+    "drain of an engine": _of_one(drain),
+    "SIGSTOP of an engine": _of_one(freeze),
+    "rolling restart": restart_all,
+}
+
+
+def injuries_of(engines: int) -> Mapping[str, Injury]:
+    """Return everything that is done, by name, to a fleet of so many engines; 0: to a server."""
+    return OF_A_FLEET if engines else OF_A_SERVER
+
+
+def _post(server: LocalServer, path: str, **body: str) -> None:
+    try:
+        url = f"{server.base_url}{path}"
+        httpx.post(url, json=body, timeout=_CALL_TIMEOUT_S, trust_env=False).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ChaosError(f"POST {path}: {error}") from error
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False

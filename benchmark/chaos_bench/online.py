@@ -1,0 +1,123 @@
+"""Online requests and probes, which note how long each took.
+
+From a process of its own, since one that also sends large bodies would take its own pauses for the
+server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+import orjson
+from httpx_sse import EventSource
+
+from chaos_bench.answers import KnownAnswer, answered_text
+from chaos_bench.figures import Observation
+
+_PROBE_EVERY_S: Final = 0.02
+_PROBE_TIMEOUT_S: Final = 20.0
+_RETRY_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """What is sent until the file ``end`` is there."""
+
+    base_url: str
+    known: Sequence[KnownAnswer]
+    seed: int
+    end: Path
+    streams: int
+    """Online streams at a time, each of which follows another."""
+
+    stream_timeout_s: float
+    asks_routes: bool
+    """Routes without work, and of one token, are asked all the time."""
+
+
+def probe(probes: Probes) -> list[Observation]:
+    """Send, and return what was seen, of every request."""
+    seen: list[Observation] = []
+    asyncio.run(_send(probes, seen))
+    return seen
+
+
+async def _send(probes: Probes, seen: list[Observation]) -> None:
+    limits = httpx.Limits(max_connections=None)
+    has_ended = probes.end.exists
+    async with (
+        httpx.AsyncClient(base_url=probes.base_url, limits=limits, trust_env=False) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number in range(probes.streams):
+            tasks.create_task(_streams(client, probes, random.Random(probes.seed + number), seen))
+        if probes.asks_routes:
+            for kind, path in (("ping", "/ping"), ("health", "/health")):
+                tasks.create_task(_ask(client, kind, path, has_ended, seen))
+
+
+async def _ask(
+    client: httpx.AsyncClient,
+    kind: str,
+    path: str,
+    has_ended: Callable[[], bool],
+    seen: list[Observation],
+) -> None:
+    while not has_ended():
+        start_s = time.monotonic()
+        try:
+            status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code
+        except httpx.HTTPError:
+            status = 0
+        seen.append(Observation(kind, start_s, time.monotonic(), status))
+        await asyncio.sleep(_RETRY_S if status == 0 else _PROBE_EVERY_S)
+
+
+async def _streams(
+    client: httpx.AsyncClient, probes: Probes, rng: random.Random, seen: list[Observation]
+) -> None:
+    while not probes.end.exists():
+        answered = await _stream(client, rng.choice(probes.known), probes.stream_timeout_s, seen)
+        seen.append(answered)
+        if answered.status != 200:
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _stream(
+    client: httpx.AsyncClient, answer: KnownAnswer, timeout_s: float, seen: list[Observation]
+) -> Observation:
+    """Ask for an answer; note the gaps between its parts, and return what became of it."""
+    start_s = last_s = time.monotonic()
+    text, status, detail, is_whole, reason = "", 0, "", False, None
+    body = answer.body(stream=True)
+    try:
+        async with client.stream("POST", answer.path, json=body, timeout=timeout_s) as response:
+            status = response.status_code
+            if status != 200:
+                detail = (await response.aread()).decode(errors="replace")[:300]
+                response.raise_for_status()
+            async for event in EventSource(response).aiter_sse():
+                if event.data == "[DONE]":
+                    is_whole = True
+                else:
+                    now_s = time.monotonic()
+                    if text:
+                        seen.append(Observation("gap", last_s, now_s, status))
+                    last_s = now_s
+                    choices = orjson.loads(event.data).get("choices") or [{}]
+                    text += answered_text(choices[0])
+                    reason = choices[0].get("finish_reason") or reason
+    except httpx.HTTPError as error:
+        detail = detail or repr(error)
+    # A stream whose engine was killed may come through a router with an end, but without a reason.
+    if status == 200 and (not is_whole or reason in (None, "abort")):
+        status, detail = 0, detail or "the stream ended early"
+    is_different = status == 200 and text != answer.text
+    return Observation("stream", start_s, time.monotonic(), status, is_different, detail)
