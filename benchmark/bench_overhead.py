@@ -83,7 +83,7 @@ def summary(name: str, num_waiting: int, passes: list[Pass]) -> dict[str, Any]:
     What is added to a step is the whole pass of stock SGLang, and of ours the overhead.
     """
     parts = {"pass": [p.pass_s for p in passes], "iteration": [p.step_s for p in passes]}
-    if SYSTEMS[name].policy is not None:
+    if SYSTEMS[name].coserve is not None:
         parts["overhead"] = [p.pass_s - p.stock_s for p in passes]
     added = parts.get("overhead", parts["pass"])
     return {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from common.schedulers import run_loop, start_scheduler
 from common.tokenized_request import tokenized_request
+from interference_bench.systems import EngineSystem
 from sglang_coserve.srt.cpu import defaults as cpu
 
 RUNNING: Final = 32
@@ -27,23 +27,16 @@ WARM_UP_PASSES: Final = 8
 LEAST_PASSES: Final = 8
 
 
-@dataclass(frozen=True)
-class OverheadSystem:
-    """A scheduler to start; stock SGLang's where ``policy`` is None."""
-
-    policy: str | None = None
-    flags: Mapping[str, Any] = field(default_factory=dict)
-
-
+_POLICY: Final = {"offline_policy": "coserve"}
 SYSTEMS: Final = {
-    "coserve": OverheadSystem("coserve"),
-    "fifo": OverheadSystem("fifo"),
-    "stock priority": OverheadSystem(flags={"enable_priority_scheduling": True}),
-    "bros": OverheadSystem("bros"),
-    "coserve overlap on": OverheadSystem("coserve", {"disable_overlap_schedule": False}),
-    "coserve overlap off": OverheadSystem("coserve", {"disable_overlap_schedule": True}),
-    "stock overlap on": OverheadSystem(flags={"disable_overlap_schedule": False}),
-    "stock overlap off": OverheadSystem(flags={"disable_overlap_schedule": True}),
+    "coserve": EngineSystem(_POLICY),
+    "fifo": EngineSystem({"offline_policy": "fifo"}),
+    "stock priority": EngineSystem(flags={"enable_priority_scheduling": True}),
+    "bros": EngineSystem({"offline_policy": "bros"}),
+    "coserve overlap on": EngineSystem(_POLICY, {"disable_overlap_schedule": False}),
+    "coserve overlap off": EngineSystem(_POLICY, {"disable_overlap_schedule": True}),
+    "stock overlap on": EngineSystem(flags={"disable_overlap_schedule": False}),
+    "stock overlap off": EngineSystem(flags={"disable_overlap_schedule": True}),
 }
 
 
@@ -62,9 +55,9 @@ class Pass:
 class TimedEngine:
     """A scheduler whose event loop runs for some passes at a time."""
 
-    def __init__(self, system: OverheadSystem, model: Path) -> None:
+    def __init__(self, system: EngineSystem, model: Path) -> None:
         self.scheduler = start(system, model)
-        self._is_stock = system.policy is None
+        self._is_stock = system.coserve is None
         self._clock_s = time.perf_counter if cpu.has_cuda() else time.thread_time
         self._rng = random.Random(0)
         self._prefixes = [self._tokens(32) for _ in range(PREFIXES)]
@@ -163,7 +156,7 @@ class TimedEngine:
         self.scheduler.process_input_requests([request])
 
 
-def start(system: OverheadSystem, model: Path) -> Any:
+def start(system: EngineSystem, model: Path) -> Any:
     """Return a scheduler with as many places as run at a time, and KV for all of them."""
     settings = {
         "max_running_requests": RUNNING,
@@ -172,10 +165,10 @@ def start(system: OverheadSystem, model: Path) -> Any:
         **({} if cpu.has_cuda() else {"sleep_on_idle": False}),
         **system.flags,
     }
-    if system.policy is None:
+    if system.coserve is None:
         return start_scheduler(model, settings, None)
     coserve = {
-        "offline_policy": system.policy,
+        **system.coserve,
         # So long that no offline request is held back: as many run as with stock SGLang.
         "slo_ttft_ms": 5000.0,
         "slo_tpot_ms": 2000.0,
