@@ -22,7 +22,7 @@ from typing import Any
 from common.results import claim_folder
 from gpu.driver import Driver, StepStatus
 from gpu.llama_shape import write_llama_shape
-from gpu.steps import DRY_RUN_NOTE, STEPS, GpuSetting, Step, select
+from gpu.steps import DRY_RUN_NOTE, STEPS, GpuSetting, Step
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.terminal import terminate_as_interrupt
@@ -39,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     out: Path = args.out.resolve()
     try:
-        steps = select(args.steps)
         asked = {name: str(vars(args)[name]) for name in _SETTING}
         claim_folder(out / "setting.json", asked)
         setting = GpuSetting(
@@ -50,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
             sampling_backend=args.sampling_backend,
             more_flags=tuple(shlex.split(args.server_flags)),
         )
-    except (ValueError, ConfigError) as error:
+    except ConfigError as error:
         say(str(error))
         return 2
+    steps = [step for step in STEPS if step.name in args.steps]
     return run(steps, setting, out, args.minutes * 60, argv)
 
 
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, default=25.0, help="start nothing that cannot end in this time")
     add("--out", type=Path, default=Path("bench-gpu"), help="where everything goes")
     names = [step.name for step in STEPS]
-    add("--steps", nargs="+", default=names, metavar="STEP", help="default: all")
+    add("--steps", nargs="+", default=names, choices=names, help="in order of value; default: all")
     add("--list", action="store_true", help="name the steps and end")
     add(
         "--dry-run-cpu",

@@ -251,16 +251,3 @@ STEPS: Final = (
         for rate_per_s in (1, 3, 4)
     ),
 )
-
-
-def select(names: Sequence[str]) -> tuple[Step, ...]:
-    """Return the steps of these names in order of value.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    unknown = sorted(set(names) - {step.name for step in STEPS})
-    if unknown:
-        known = ", ".join(step.name for step in STEPS)
-        raise ValueError(f"unknown step {', '.join(unknown)}: known are {known}")
-    return tuple(step for step in STEPS if step.name in names)

@@ -18,7 +18,7 @@ import pytest
 
 import bench_gpu
 from gpu.driver import AttemptRecord, StepStatus, next_step, read_record
-from gpu.steps import STEPS, GpuSetting, Step, select
+from gpu.steps import STEPS, GpuSetting, Step
 from sglang_coserve.bench_serving.options import parse_options
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
@@ -221,9 +221,6 @@ def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) 
             assert command[1] == "-m" or Path(command[1]).is_file()
             if command[2] == "sglang_coserve.bench_serving":
                 parse_options(command[3:])
-    assert [found.name for found in select(["profile", "smoke"])] == ["smoke", "profile"]
-    with pytest.raises(ValueError, match="nothing"):
-        select(["nothing"])
 
 
 def test_a_killed_driver_leaves_no_step_running(
