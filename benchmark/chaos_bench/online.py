@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,7 +51,6 @@ def probe(probes: Probes) -> list[Observation]:
 
 async def _send(probes: Probes, seen: list[Observation]) -> None:
     limits = httpx.Limits(max_connections=None)
-    has_ended = probes.end.exists
     async with (
         httpx.AsyncClient(base_url=probes.base_url, limits=limits, trust_env=False) as client,
         asyncio.TaskGroup() as tasks,
@@ -60,17 +59,13 @@ async def _send(probes: Probes, seen: list[Observation]) -> None:
             tasks.create_task(_streams(client, probes, random.Random(probes.seed + number), seen))
         if probes.asks_routes:
             for kind, path in (("ping", "/ping"), ("health", "/health")):
-                tasks.create_task(_ask(client, kind, path, has_ended, seen))
+                tasks.create_task(_ask(client, probes.end, kind, path, seen))
 
 
 async def _ask(
-    client: httpx.AsyncClient,
-    kind: str,
-    path: str,
-    has_ended: Callable[[], bool],
-    seen: list[Observation],
+    client: httpx.AsyncClient, end: Path, kind: str, path: str, seen: list[Observation]
 ) -> None:
-    while not has_ended():
+    while not end.exists():
         start_s = time.monotonic()
         try:
             status = (await client.get(path, timeout=_PROBE_TIMEOUT_S)).status_code

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from common.own_process import OwnProcess
 from interference_bench.engine import CpuClockEngine
-from interference_bench.load import TRAFFIC, Load, OnlineTraffic
+from interference_bench.load import TRAFFIC, Load
 from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures
 from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
@@ -49,16 +49,6 @@ def _engines(
         }
 
 
-def _full_rate_per_s(engine: OwnProcess, traffic: OnlineTraffic, seconds: float) -> float:
-    """Return how many online requests a second would keep the engine busy all the time.
-
-    By a run at a rate that leaves it idle for most of the time; more requests at a time would
-    share their decode steps.
-    """
-    outcome: RunOutcome = engine.call("run", Load(traffic, 1.0, seconds, seed=99))
-    return len(outcome.ttft_s) / outcome.busy_s
-
-
 def measured(
     systems: Mapping[str, EngineSystem],
     options: argparse.Namespace,
@@ -76,7 +66,11 @@ def measured(
     with _engines({ALONE: SYSTEMS[ALONE]}, options) as running:
         for kind in options.traffic:
             progress.update(bar, description=f"{kind}: how many make what load")
-            rates[kind] = _full_rate_per_s(running[ALONE], TRAFFIC[kind], options.seconds)
+            # At a rate that leaves it idle for most of the time: more would share decode steps.
+            alone: RunOutcome = running[ALONE].call(
+                "run", Load(TRAFFIC[kind], 1.0, options.seconds, seed=99)
+            )
+            rates[kind] = len(alone.ttft_s) / alone.busy_s
             progress.advance(bar)
     rows: list[dict[str, Any]] = []
     for kind, share in loads:
