@@ -54,8 +54,15 @@ def kill_starting(servers: Servers, server: LocalServer) -> float:
     return began_s
 
 
-def drain(servers: Servers, server: LocalServer) -> float | None:
-    """Stop it with SIGTERM, which it must obey in order."""
+def stop(_servers: Servers, server: LocalServer) -> float:
+    """Stop it as an operator does; what clients still send may keep it until it is killed."""
+    began_s = time.monotonic()
+    server.stop()
+    return began_s
+
+
+def drain(servers: Servers, server: LocalServer) -> None:
+    """Stop an engine with SIGTERM, which it must obey in order: a router sends it nothing more."""
     group = psutil.Process(server.pid)
     processes = [group, *group.children(recursive=True)]
     began_s = time.monotonic()
@@ -66,7 +73,6 @@ def drain(servers: Servers, server: LocalServer) -> float | None:
     if status != 0 or left:
         servers.fail(f"{server.base_url} ended with status {status}, {len(left)} processes left")
     server.stop()
-    return None if servers.is_fleet else began_s
 
 
 def kill_child(servers: Servers, server: LocalServer, name: str) -> float:
@@ -164,7 +170,7 @@ def _of_one(hurt: Hurt) -> Injury:
 OF_A_SERVER: Final[Mapping[str, Injury]] = {
     "kill -9": _of_one(kill),
     "kill -9 while starting": _of_one(kill_starting),
-    "SIGTERM": _of_one(drain),
+    "SIGTERM": _of_one(stop),
     "kill -9 of the scheduler": _of_one(partial(kill_child, name="sglang::scheduler")),
     "kill -9 of the detokenizer": _of_one(partial(kill_child, name="sglang::detokenizer")),
     "SIGSTOP": _of_one(freeze),
