@@ -168,7 +168,7 @@ class SimEngine:
                 )
             )
         elif self._follows_latencies:
-            self._scheduler.arrived(info, self._executor.cached_prompt_tokens(request))
+            self._scheduler.arrived(info, self._executor.kv.cached_tokens(request))
 
     def forget(self, request: SimRequest) -> None:
         """Remove a request that moves to another engine."""

@@ -35,8 +35,8 @@ class SimulatedExecutor:
     def __init__(self, config: ExecutorConfig, model: LatencyModel) -> None:
         """``model`` gives the real step times; the scheduler may use another model."""
         self.config = config
-        self._kv = RequestKv(config)
-        self.cache, self.pool = self._kv.cache, self._kv.pool
+        self.kv = RequestKv(config)
+        self.cache, self.pool = self.kv.cache, self.kv.pool
         self._duration = StepDuration(config, model)
         self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
@@ -46,7 +46,7 @@ class SimulatedExecutor:
         """Online requests without KV, in order of arrival."""
 
         self.offline_waiting: dict[str, SimRequest] = {}
-        self.host = HostKv(self._kv, config.checkpoint_tokens_per_s, self.offline_waiting.get)
+        self.host = HostKv(self.kv, config.checkpoint_tokens_per_s, self.offline_waiting.get)
         self.suspended: RunningStep | None = None
         """The suspended step. It holds its KV, and its requests are in no other step."""
 
@@ -70,7 +70,7 @@ class SimulatedExecutor:
         while more of them are being loaded."""
         if self.host.is_held(rid):
             return None
-        return self._kv.cached_tokens(self.offline_waiting[rid])
+        return self.kv.cached_tokens(self.offline_waiting[rid])
 
     def hold_back(self, plan: StepPlan, now_s: float) -> bool:
         """Return whether a planned request must first get its KV from host memory.
@@ -81,18 +81,14 @@ class SimulatedExecutor:
         planned = [waiting[chunk.rid] for chunk in plan.prefills if chunk.rid in waiting]
         return self.host.hold_back(planned, now_s)
 
-    def cached_prompt_tokens(self, request: SimRequest) -> int:
-        """Return how many leading tokens of a waiting request need not be computed."""
-        return self._kv.cached_tokens(request)
-
     def snapshot(self, now_s: float) -> EngineSnapshot:
         """Return the state of the engine between two steps."""
         version = self.cache.version
         for request in self.waiting:
             if request.match_version != version:
                 request.match_version = version
-                request.refresh_view(self._kv.cached_tokens(request))
-        self._kv.note_sharing(self.admitted.values())
+                request.refresh_view(self.kv.cached_tokens(request))
+        self.kv.note_sharing(self.admitted.values())
         pool, config, suspended = self.pool, self.config, self.suspended
         admitted: Iterable[SimRequest] = self.admitted.values()
         if suspended:
@@ -118,12 +114,14 @@ class SimulatedExecutor:
         """Change memory and states as planned, and start the step."""
         shed = [self._shed(rid) for rid in plan.shed]
         retracted = [self._retract(self.admitted[rid], tokens) for rid, tokens in plan.retract]
-        for rid in plan.pause:
-            self._switch(self.admitted[rid], RequestState.PAUSED)
-        for rid in plan.resume:
-            self._switch(self.admitted[rid], RequestState.DECODING)
-        for rid in plan.park:
-            self._switch(self.admitted[rid], RequestState.PARKED)
+        for rids, state in (
+            (plan.pause, RequestState.PAUSED),
+            (plan.resume, RequestState.DECODING),
+            (plan.park, RequestState.PARKED),
+        ):
+            for rid in rids:
+                self.admitted[rid].move(state)
+                self.admitted[rid].refresh_view()
         decodes = self._decodes_of(plan)
         contexts = [request.computed_tokens for request in decodes]
         batch = RunningStep(
@@ -199,7 +197,7 @@ class SimulatedExecutor:
         request.know_output()
         request.computed_ever_tokens = max(request.computed_ever_tokens, kv_tokens)
         request.lost_tokens += kv_tokens
-        self._kv.release(request)
+        self.kv.release(request)
         self._remove_admitted(request)
         request.move(RequestState.WAITING)
         return request, kv_tokens
@@ -269,7 +267,7 @@ class SimulatedExecutor:
         if request is None:
             index = next(i for i, r in enumerate(self.waiting) if r.info.rid == rid)
             request = self.waiting.pop(index)
-        self._kv.admit(request)
+        self.kv.admit(request)
         if request.num_admissions == 0:
             request.cached_prompt_tokens = request.locked_tokens
         request.num_admissions += 1
@@ -288,7 +286,7 @@ class SimulatedExecutor:
         request.prefilled_tokens += tokens
         redone_to = min(computed, request.computed_ever_tokens)
         request.recomputed_tokens += max(0, redone_to - start)
-        self._kv.share(request, min(computed, request.info.prompt_tokens))
+        self.kv.share(request, min(computed, request.info.prompt_tokens))
         if computed == request.length_tokens:
             request.num_prefills += 1
             request.token_times_s.append(end_s)
@@ -308,10 +306,10 @@ class SimulatedExecutor:
         head_tokens = request.computed_tokens - tokens
         assert head_tokens >= 0, f"{request.info.rid}: {tokens} tokens of {request.computed_tokens}"
         request.know_output()
-        self._kv.share(request, head_tokens)
+        self.kv.share(request, head_tokens)
         request.computed_ever_tokens = max(request.computed_ever_tokens, request.computed_tokens)
         request.lost_tokens += request.computed_tokens
-        self._kv.release(request)
+        self.kv.release(request)
         self._remove_admitted(request)
         request.move(RequestState.WAITING)
         request.refresh_view()
@@ -325,7 +323,7 @@ class SimulatedExecutor:
         if self.config.overlap:
             self._ended.append(request)
         else:
-            self._kv.release(request)
+            self.kv.release(request)
 
     def _add_admitted(self, request: SimRequest) -> None:
         self.admitted[request.info.rid] = request
@@ -337,7 +335,7 @@ class SimulatedExecutor:
 
     def _release_ended(self) -> None:
         for request in self._ended:
-            self._kv.release(request)
+            self.kv.release(request)
         self._ended.clear()
 
     def _decodes_of(self, plan: StepPlan) -> list[SimRequest]:
@@ -350,10 +348,6 @@ class SimulatedExecutor:
             return decodes
         away = set(self.suspended.requests) if self.suspended else ()
         return [one for one in decodes if not one.info.is_online and one not in away]
-
-    def _switch(self, request: SimRequest, state: RequestState) -> None:
-        request.move(state)
-        request.refresh_view()
 
 
 def _arrival_order(request: SimRequest) -> tuple[float, str]:
