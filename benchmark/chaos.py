@@ -133,8 +133,6 @@ def run(options: argparse.Namespace) -> Verdict:
         lines, calls = _waited(batches, servers, DRAIN_TIMEOUT_S + _ANSWER_TIMEOUT_S)
         probes.end.touch()
         seen += [*_waited(probing, servers, _ANSWER_TIMEOUT_S), *calls]
-        if options.engines:
-            servers.note_attempts()
     found = verdict(servers, lines, seen)
     outages = [asdict(outage) for outage in servers.outages]
     report(found.figures, options, found.examples, injuries=servers.injuries, outages=outages)

@@ -65,10 +65,8 @@ def drain(servers: Servers, server: LocalServer) -> None:
     """Stop an engine with SIGTERM, which it must obey in order: a router sends it nothing more."""
     group = psutil.Process(server.pid)
     processes = [group, *group.children(recursive=True)]
-    began_s = time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
     status = server.wait(_DRAIN_TIMEOUT_S)
-    servers.drains_s.append(time.monotonic() - began_s)
     left = [process for process in processes if _runs(process)]
     if status != 0 or left:
         servers.fail(f"{server.base_url} ended with status {status}, {len(left)} processes left")
@@ -149,7 +147,6 @@ def update_weights(servers: Servers, server: LocalServer) -> float:
 
 def kill_gateway(servers: Servers) -> bool:
     """End the gateway at once, and start another one."""
-    servers.note_attempts()
     servers.keeper.kill()
     servers.start(servers.keeper)
     return True

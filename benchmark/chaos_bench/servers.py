@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
-import httpx
 import psutil
 
 from chaos_bench.figures import ChaosError, Interval
@@ -94,12 +93,6 @@ class Servers:
         self.full_disk: list[Interval] = []
         """When uploads were to be refused."""
 
-        self.drains_s: list[float] = []
-        """From SIGTERM to the end of the process."""
-
-        self.attempts: Counter[str] = Counter()
-        """At lines that ended without an answer, as far as a gateway lived to tell."""
-
         self.unexpected_ends = 0
         """How often a server ended though nobody had asked for it."""
 
@@ -179,13 +172,6 @@ class Servers:
         """Note that a server did not do what it should."""
         if not self._is_ending:
             self.failures.append(reason)
-
-    def note_attempts(self) -> None:
-        """Add up what a gateway tells of attempts; it forgets that when it ends."""
-        with suppress(httpx.HTTPError):
-            url = f"{self.keeper.base_url}/coserve/status"
-            fleet = httpx.get(url, timeout=10.0, trust_env=False).raise_for_status().json()["fleet"]
-            self.attempts += Counter({name: fleet[f"lines_{name}"] for name in ("lost", "moved")})
 
     def _made(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,6 @@ class Verdict:
 def verdict(servers: Servers, lines: LineCounts, seen: Sequence[Observation]) -> Verdict:
     """Judge a run."""
     requests = of_requests(seen, servers.outages, servers.full_disk)
-    drains = {}
-    if servers.drains_s:
-        drains = {"median": statistics.median(servers.drains_s), "longest": max(servers.drains_s)}
     figures = [
         Figure("injuries", servers.injuries.total()),
         *(Figure(name, count) for name, count in servers.injuries.items()),
@@ -44,11 +40,9 @@ def verdict(servers: Servers, lines: LineCounts, seen: Sequence[Observation]) ->
         Figure(
             "servers that did not end or start as they should", len(servers.failures), at_most=0
         ),
-        *(Figure(f"SIGTERM to end of process, {name}", s, "s") for name, s in drains.items()),
         *lines.figures(),
         # A gateway has other engines.
         Figure("lines given up", lines.given_up, at_most=0 if servers.is_fleet else None),
-        *(Figure(f"attempts that were {name}", n) for name, n in servers.attempts.items()),
         *requests.figures,
     ]
     examples = [*servers.failures, *lines.examples[:_MOST_EXAMPLES], *requests.examples]
