@@ -184,40 +184,32 @@ class Driver:
             needed.mkdir(parents=True, exist_ok=True)
         self._say(f"{step.name}: at most {limit_s:.0f} s")
         began_s = time.monotonic()
-        ended: tuple[StepStatus, str] = (StepStatus.PARTIAL, "interrupted")
+        status, problem = StepStatus.PARTIAL, "interrupted"
         try:
+            command = step.command(self._setting, folder)
             with log_path.open("wb") as log:
-                ended = self._run_all(step, folder, limit_s, log)
+                code = _run(command, limit_s, self._grace_s, log)
+            if code is None:
+                problem = "stopped at its limit"
+            elif code:
+                status, problem = StepStatus.FAILED, f"ended with exit status {code}"
+            else:
+                status, problem = StepStatus.DONE, ""
         finally:
             # Also after Ctrl-C: what was measured is kept.
-            record = self._record(step, ended, time.monotonic() - began_s, log_path)
+            record = self._record(step, status, problem, time.monotonic() - began_s, log_path)
             self.records[step.name] = record
             write_json(self._out / f"{step.name}.json", msgspec.to_builtins(record))
             self._say(": ".join(filter(None, (step.name, record.status, record.problem))))
             (self._out / "gpu.md").write_text(self.markdown())
         return record
 
-    def _run_all(
-        self, step: Step, folder: Path, limit_s: float, log: IO[bytes]
-    ) -> tuple[StepStatus, str]:
-        """Run the commands of a step, also after one that failed; return how it ended."""
-        end_s = time.monotonic() + limit_s
-        problems = []
-        for command in step.commands(self._setting, folder):
-            code = _run(command, max(1.0, end_s - time.monotonic()), self._grace_s, log)
-            if code is None:
-                return StepStatus.PARTIAL, "stopped at its limit"
-            if code:
-                program = command[2] if command[1] == "-m" else Path(command[1]).name
-                problems.append(f"{program} ended with exit status {code}")
-        return (StepStatus.FAILED, "; ".join(problems)) if problems else (StepStatus.DONE, "")
-
     def _record(
-        self, step: Step, ended: tuple[StepStatus, str], seconds: float, log: Path
+        self, step: Step, status: StepStatus, problem: str, seconds: float, log: Path
     ) -> AttemptRecord:
-        status, problem = ended
         results = self._folder(step) / step.results
         earlier = self.records.get(step.name)
+        lines = log.read_text(errors="replace").splitlines()
         shows_log = status is StepStatus.FAILED or not step.tables
         return AttemptRecord(
             step=step.name,
@@ -229,7 +221,7 @@ class Driver:
             command=self._command,
             machine=self._machine,
             problem=problem,
-            log_tail=_tail(log) if shows_log else (),
+            log_tail=tuple(lines[-_TAIL_LINES:]) if shows_log else (),
             figures=json.loads(results.read_text()) if results.is_file() else {},
         )
 
@@ -274,8 +266,3 @@ def _run(command: Sequence[str], limit_s: float, grace_s: float, log: IO[bytes])
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _tail(path: Path) -> tuple[str, ...]:
-    lines = path.read_text(errors="replace").splitlines()
-    return tuple(lines[-_TAIL_LINES:])

@@ -66,7 +66,7 @@ class GpuSetting:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing to measure. Its commands go on where an earlier attempt was stopped."""
+    """One thing to measure. Its command goes on where an earlier attempt was stopped."""
 
     name: str
     question: str
@@ -75,7 +75,7 @@ class Step:
     least_s: float
     """With less time than this, it is not worth starting."""
 
-    commands: Callable[[GpuSetting, Path], Sequence[Sequence[str]]]
+    command: Callable[[GpuSetting, Path], Sequence[str]]
     """Given the setting and the step's folder, which has ``profile`` and others beside it."""
 
     results: str = ""
@@ -110,7 +110,7 @@ class CoLoad:
     kv_tokens: int | None = None
     """Of every server, where its memory is not to be used up."""
 
-    def commands(self, setting: GpuSetting, folder: Path) -> list[list[str]]:
+    def command(self, setting: GpuSetting, folder: Path) -> list[str]:
         """Return the command line of ``sglang_coserve.bench_serving``."""
         dry = setting.dry_run
         window_s = 5 if dry else self.window_s
@@ -136,7 +136,7 @@ class CoLoad:
         command += ["--offline", "--max-concurrency", str(4 if dry else self.concurrency)]
         # Far more than run in the time; the more there are, the longer their prompts take to make.
         command += ["--num-prompts", "2000" if dry else "800"]
-        return [[*command, *_random_ids(*((128, 8) if dry else self.offline_lengths))]]
+        return [*command, *_random_ids(*((128, 8) if dry else self.offline_lengths))]
 
 
 def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
@@ -145,7 +145,7 @@ def _random_ids(prompt_tokens: int, output_tokens: int) -> list[str]:
     return [*flags, "--random-output-len", str(output_tokens)]
 
 
-def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
+def _safepoint(setting: GpuSetting, folder: Path) -> list[str]:
     """Each way to run prefills that has safepoints, with and without them.
 
     An arrival that would have its first token after 50 ms suspends.
@@ -161,18 +161,18 @@ def _safepoint(setting: GpuSetting, folder: Path) -> list[list[str]]:
         concurrency=8,
         targets=("--slo-ttft-ms", "50", "--slo-tpot-ms", "50"),
     )
-    return load.commands(setting, folder)
+    return load.command(setting, folder)
 
 
-def _profile(setting: GpuSetting, folder: Path) -> list[list[str]]:
+def _profile(setting: GpuSetting, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "sglang_coserve", "profile"]
     command += ["--model-path", setting.model_path, "--output", str(folder / "profile.json")]
     command += ["--quiet", "--time-limit", "12" if setting.dry_run else "75"]
     command += ["--max-shapes", "30" if setting.dry_run else "400"]
-    return [[*command, "--log-level", "error", *setting.server_flags()]]
+    return [*command, "--log-level", "error", *setting.server_flags()]
 
 
-def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
+def _overlap(setting: GpuSetting, folder: Path) -> list[str]:
     dry = setting.dry_run
     # On a CPU the schedulers' own defaults serve. No larger decode graphs than the batches.
     settings = {} if dry else setting.server_settings() | {"cuda_graph_max_bs_decode": 32}
@@ -187,14 +187,14 @@ def _overlap(setting: GpuSetting, folder: Path) -> list[list[str]]:
     systems = [f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off")]
     program = str(_BENCHMARKS / "bench_overhead.py")
     command = [sys.executable, program, *_words(flags), "--systems", *systems]
-    return [[*command, "--waiting", *(["100"] if dry else ["100", "10000"])]]
+    return [*command, "--waiting", *(["100"] if dry else ["100", "10000"])]
 
 
-def _tests(_setting: GpuSetting, _folder: Path) -> list[list[str]]:
+def _tests(_setting: GpuSetting, _folder: Path) -> list[str]:
     root = _BENCHMARKS.parent
     command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-c"]
     command += [str(root / "pyproject.toml"), "-p", "no:cacheprovider", "-v", "-m", "gpu"]
-    return [[*command, str(_GPU_TESTS)]]
+    return [*command, str(_GPU_TESTS)]
 
 
 def _words(flags: Mapping[str, object]) -> list[str]:
@@ -202,7 +202,7 @@ def _words(flags: Mapping[str, object]) -> list[str]:
 
 
 def _coload(name: str, question: str, load: CoLoad, least_s: float = 200) -> Step:
-    return Step(name, question, least_s, load.commands, *_COMPARED)
+    return Step(name, question, least_s, load.command, *_COMPARED)
 
 
 STEPS: Final = (

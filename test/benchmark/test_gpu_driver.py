@@ -33,11 +33,11 @@ from gpu.steps import GpuSetting, Step
 out, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
 def step(name, least_s, limit_s):
-    def commands(setting, folder):
+    def command(setting, folder):
         code = (out.parent / f"{name}.py").read_text()
-        return [[sys.executable, "-c", code, str(folder)]]
+        return [sys.executable, "-c", code, str(folder)]
 
-    return Step(name, "why", least_s, commands, "found.json", limit_s=limit_s)
+    return Step(name, "why", least_s, command, "found.json", limit_s=limit_s)
 
 steps = [step(*each) for each in json.loads(sys.argv[3])]
 setting = GpuSetting(dry_run=False, model_path="")
@@ -217,10 +217,10 @@ def test_figures_of_another_setting_are_not_mixed_in(
 def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) -> None:
     setting = GpuSetting(dry_run=dry_run, model_path="model")
     for each in STEPS:
-        for command in each.commands(setting, tmp_path / each.name):
-            assert command[1] == "-m" or Path(command[1]).is_file()
-            if command[2] == "sglang_coserve.bench_serving":
-                parse_options(command[3:])
+        command = each.command(setting, tmp_path / each.name)
+        assert command[1] == "-m" or Path(command[1]).is_file()
+        if command[2] == "sglang_coserve.bench_serving":
+            parse_options(command[3:])
 
 
 def test_a_killed_driver_leaves_no_step_running(
