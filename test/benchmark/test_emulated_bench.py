@@ -173,7 +173,9 @@ def test_an_effects_targets_are_those_of_its_first_system_scaled_if_it_says_so()
 
 @pytest.mark.parametrize("shared", [0.5, 0.8])
 def test_offline_prompts_begin_with_a_prefix_of_the_length_asked_for(shared: float) -> None:
-    load = Load(TRAFFIC["chat"], 1.0, 1.0, 0, 100, 2, 4, offline_prefixes=1, offline_shared=shared)
+    load = Load(
+        TRAFFIC["outputs"], 1.0, 1.0, 0, 100, 2, 4, offline_prefixes=1, offline_shared=shared
+    )
     first, second = islice(load.offline_prompts(2000), 2)
     same = int(100 * shared)
     assert first[:same] == second[:same]
