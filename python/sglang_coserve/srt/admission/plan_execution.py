@@ -2,26 +2,87 @@
 
 Requests are freed, paused and resumed, and the planned chunks are admitted by SGLang: in a batch
 of SGLang's, or in one of the offline lane. Chunks that SGLang cannot run together are left for a
-later step: it continues only one unfinished prefill at a time.
+later step: it continues only one unfinished prefill at a time. And it gives that one as many tokens
+of the chunk size as it can use, other prompts only what is left. A plan may want the opposite: an
+offline prompt continues in what an online prompt leaves. So the continued chunk is limited to the
+planned tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.step import Lane, PrefillChunk, StepPlan
+from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
-from sglang_coserve.srt.steps.chunk_admission import correct_mixed_prefix_lens, limit_next_chunk
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.paused_requests import empty_batch
 
 Req = Any
+ScheduleBatch = Any
+
+_LIMIT: Final = "coserve_chunk_tokens"
+"""Attribute of a request that continues its prefill in the next batch: the most tokens of the chunk,
+at least a page, and whole pages unless they complete the prompt."""
+
+
+def install_chunk_limits() -> None:
+    """Make SGLang's scheduler in this process observe limits of chunks. Idempotent."""
+    compat.replace("sglang.srt.managers.scheduler.PrefillAdder", _LimitedAdder)
+
+
+class _LimitedAdder(PrefillAdder):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Like SGLang's adder, but also reserve, in the pool of a sliding window, the slots that
+        the decodes of a mixed batch need. O(requests)."""
+        super().__init__(*args, **kwargs)
+        if self.is_hybrid_swa and compat.is_mixed(self):
+            requests = filter(compat.holds_kv, self.running_batch.reqs)
+            opened = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in requests)
+            compat.reserve_window_slots(self, opened * self.page_size)
+
+    def add_chunked_req(self, req: Req) -> Req | None:
+        """Offer a continued prefill at most its limit; leave the rest to other prefills."""
+        limit_tokens = req.__dict__.pop(_LIMIT, None)
+        if limit_tokens is None or self.rem_chunk_tokens is None:
+            return super().add_chunked_req(req)
+        others_tokens = max(self.rem_chunk_tokens - limit_tokens, 0)
+        self.rem_chunk_tokens -= others_tokens
+        unfinished = super().add_chunked_req(req)
+        self.rem_chunk_tokens += others_tokens
+        return unfinished
+
+    def add_one_req(
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> AddReqResult:
+        """Refuse a request that would become a second unfinished prefill, which crashes SGLang.
+
+        With a separate pool for a sliding window, SGLang cuts a chunk that lacks room there and
+        would lose track of the first unfinished prefill.
+        """
+        if has_chunked_req or self.new_chunked_req is not None:
+            with self._lock_node(req.last_node):
+                if self._is_cut(req):
+                    return AddReqResult.OTHER
+        return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+    def _is_cut(self, req: Req) -> bool:
+        """Return whether SGLang would compute only a part of the rest of a prompt."""
+        if self.rem_chunk_tokens is None:
+            return False
+        rest_tokens = self.ceil_paged_tokens(
+            len(req.full_untruncated_fill_ids) - compat.prefix_tokens(req)
+        )
+        if rest_tokens > self.rem_chunk_tokens:
+            return True
+        return bool(self.is_hybrid_swa) and compat.exceeds_window_pool(self, req, rest_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +249,7 @@ class PlanExecution:
         batch = result.batch_to_run
         if batch is None:
             return result, ()
-        correct_mixed_prefix_lens(batch)
+        _correct_mixed_prefix_lens(batch)
         rids = [req.rid for req in prefilled(batch)]
         lens = dict(zip(rids, batch.extend_lens, strict=False))
         # What is in no batch was not admitted, or SGLang has refused it meanwhile.
@@ -204,10 +265,24 @@ class PlanExecution:
             assert view.chunk is None
             view.put_chunk(self._paused.unpark(chunks[0].rid))
         if view.chunk is not None:
-            limit_next_chunk(view.chunk, chunks[0].tokens)
+            setattr(view.chunk, _LIMIT, chunks[0].tokens)
 
     def _park_chunk(self) -> None:
         """Park the unfinished prefill, unless there is none or SGLang is aborting it."""
         if self._view.can_take_chunk:
             self._paused.park(self._view.take_chunk())
             self._events["parked"] += 1
+
+
+def _correct_mixed_prefix_lens(batch: ScheduleBatch) -> None:
+    """Set the prefix lengths of the decodes in a mixed batch to their lengths - 1.
+
+    Under overlap scheduling SGLang assumes that every such decode has a token in flight; one
+    that skipped a step has none.
+    """
+    if not batch.forward_mode.is_mixed():
+        return
+    count = len(batch.decoding_reqs)
+    if count:
+        lens = (batch.seq_lens_cpu[-count:] - 1).tolist()
+        batch.prefix_lens = [*batch.prefix_lens[:-count], *lens]

@@ -16,6 +16,7 @@ from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission
+from sglang_coserve.srt.admission.plan_execution import install_chunk_limits
 from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import recorded
@@ -25,7 +26,6 @@ from sglang_coserve.srt.profiling.latency_source import latency_profile
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.scheduler.request_intake import LiveRequests, RequestIntake
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
-from sglang_coserve.srt.steps.chunk_admission import install_chunk_limits
 from sglang_coserve.srt.steps.clocks import RankClock
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 
