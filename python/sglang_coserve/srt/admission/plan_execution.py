@@ -29,8 +29,9 @@ Req = Any
 ScheduleBatch = Any
 
 _LIMIT: Final = "coserve_chunk_tokens"
-"""Attribute of a request that continues its prefill in the next batch: the most tokens of the chunk,
-at least a page, and whole pages unless they complete the prompt."""
+"""Attribute of a request that continues its prefill next: the most tokens of its chunk.
+
+At least a page, and whole pages unless they complete the prompt."""
 
 
 def install_chunk_limits() -> None:
