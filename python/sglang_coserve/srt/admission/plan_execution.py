@@ -262,9 +262,9 @@ class PlanExecution:
         view = self._view
         if view.chunk is not None and view.chunk.rid not in {chunk.rid for chunk in chunks}:
             self._park_chunk()
-        if chunks and self._paused.is_parked(chunks[0].rid):
+        if chunks and (parked := self._paused.unpark(chunks[0].rid)) is not None:
             assert view.chunk is None
-            view.put_chunk(self._paused.unpark(chunks[0].rid))
+            view.put_chunk(parked)
         if view.chunk is not None:
             setattr(view.chunk, _LIMIT, chunks[0].tokens)
 

@@ -186,23 +186,19 @@ class PausedRequests:
         """All paused and parked requests."""
         return [*self.paused, *self.parked]
 
-    def is_parked(self, rid: str) -> bool:
-        """Return whether the request named ``rid`` is parked."""
-        return rid in self._parked
-
     # --- Parked --------------------------------------------------------------------------
 
     def park(self, req: Req) -> None:
         """Add a request whose prefill is unfinished."""
         self._parked[req.rid] = req
 
-    def unpark(self, rid: str) -> Req:
-        """Remove and return a parked request."""
-        return self._parked.pop(rid)
+    def unpark(self, rid: str) -> Req | None:
+        """Remove and return the parked request named ``rid``; None if there is none."""
+        return self._parked.pop(rid, None)
 
     def unpark_all(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Remove and return the parked requests that match. O(parked)."""
-        return [self.unpark(req.rid) for req in self.parked if matches(req)]
+        return [self._parked.pop(req.rid) for req in self.parked if matches(req)]
 
     # --- Paused --------------------------------------------------------------------------
 
