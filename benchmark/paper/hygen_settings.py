@@ -38,7 +38,7 @@ from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.run import DRAIN_S, SimulationSetup
+from sglang_coserve.simulator.run import DRAIN_S
 from sglang_coserve.workload.shape import fit_to_context, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
@@ -51,7 +51,7 @@ CHUNK_TOKENS: Final = 512
 STAR_CHUNKS: Final = (512, 128)
 """Of HyGen*: the same, and one that disturbs less."""
 
-BUDGETS: Final = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0, 4.0)
+BUDGETS: Final = (0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0, 4.0)
 """Budgets tried, × the mean TBT of online requests alone."""
 
 RATES: Final = (0.05, 0.065, 0.08, 0.1, 0.125, 0.16, 0.2, 0.25, 0.32, 0.4, 0.5, 0.6, 0.75, 0.9)
@@ -111,40 +111,21 @@ SETTINGS: Final = {
 
 
 @dataclass
-class Pace:
-    """Step times of a batch in flight: all advance at the pace of the slowest."""
+class Lane:
+    """A batch in flight, with requests of its own. All advance at the pace of the slowest."""
 
     model: LatencyModel
+    source: TrafficSource
+    engine: SimEngine = field(init=False)
+    steps: list[Sample] = field(default_factory=list)
     batch: StepStats = field(default_factory=StepStats)
     own_s: float = 0.0
     other_s: float = 0.0
 
     def predict(self, batch: StepStats) -> float:
-        """See ``LatencyModel.predict``."""
+        """Return the seconds of a step beside the other batch; all that an executor asks for."""
         self.batch, self.own_s = batch, self.model.predict(batch)
         return max(self.own_s, self.other_s)
-
-
-@dataclass
-class Lane:
-    """A batch in flight, with requests of its own."""
-
-    engine: SimEngine
-    source: TrafficSource
-    pace: Pace
-    steps: list[Sample] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, setup: SimulationSetup, policy: Policy, source: TrafficSource, seed: int) -> Lane:
-        """Return one without requests."""
-        assert setup.true_model is not None
-        pace = Pace(setup.true_model)
-        # The executor only predicts.
-        executor = SimulatedExecutor(replace(setup.executor, seed=seed), cast("LatencyModel", pace))
-        follows = setup.follows_latencies(policy)
-        scheduler = setup.make_scheduler(policy)
-        engine = SimEngine(scheduler, executor, source, follows_latencies=follows)
-        return cls(engine, source, pace)
 
 
 def advance(lanes: Sequence[Lane], step: Callable[[SimEngine], bool]) -> None:
@@ -152,15 +133,18 @@ def advance(lanes: Sequence[Lane], step: Callable[[SimEngine], bool]) -> None:
     going = list(lanes)
     while going:
         lane = min(going, key=lambda one: one.engine.now_s)
-        engine, pace = lane.engine, lane.pace
-        pace.other_s = max((one.pace.own_s for one in going if one is not lane), default=0.0)
-        begin_s, iterations = engine.now_s, engine.counters.iterations
+        lane.other_s = max((one.own_s for one in going if one is not lane), default=0.0)
+        engine, begin_s, iterations = (
+            lane.engine,
+            lane.engine.now_s,
+            lane.engine.counters.iterations,
+        )
         if not step(engine):
             going.remove(lane)
         if engine.counters.iterations > iterations:
-            lane.steps.append(Sample(pace.batch, engine.now_s - begin_s))
+            lane.steps.append(Sample(lane.batch, engine.now_s - begin_s))
         else:
-            pace.own_s = 0.0
+            lane.own_s = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +189,9 @@ def serve(
     """
     begin_s, seconds = part
     setup = setting.testbed.setup(SloTargets())
-    is_paced = policy().name == SarathiPolicy.name
-    budget_s = None if is_paced else tried or None
-    setup = replace(
-        setup,
-        model=believed or setup.model,
-        true_model=setup.model,
-        scheduler=SchedulerConfig(iteration_budget_s=budget_s),
-    )
+    real, is_paced = setup.model, policy().name == SarathiPolicy.name
+    scheduler = SchedulerConfig(iteration_budget_s=None if is_paced else tried or None)
+    setup = replace(setup, model=believed or real, scheduler=scheduler)
     trace = setting.arrivals(begin_s, seconds)
     lanes = []
     for place in range(setting.stages):
@@ -224,10 +203,18 @@ def serve(
             ),
             RequestClass.OFFLINE,
         )
-        source = (
-            TrafficSource([online, offline]) if is_paced else TrafficSource([online], offline, 64)
+        source = TrafficSource([online], offline, 64)
+        if is_paced:
+            source = TrafficSource([online, offline])
+        own, lane = policy(), Lane(real, source)
+        config = replace(setup.executor, seed=place)
+        lane.engine = SimEngine(
+            setup.make_scheduler(own),
+            SimulatedExecutor(config, cast("LatencyModel", lane)),
+            source,
+            follows_latencies=setup.follows_latencies(own),
         )
-        lanes.append(Lane.of(setup, policy(), source, place))
+        lanes.append(lane)
     advance(lanes, lambda engine: engine.now_s < seconds and engine.step(seconds))
     for lane in lanes:
         lane.source.close()
