@@ -70,5 +70,5 @@ def test_two_batches_in_flight_advance_at_the_pace_of_the_slower() -> None:
         return [step.seconds / model.predict(step.batch) for step in steps]
 
     assert max(paces(1)) < 1.1  # Noise.
-    assert max(paces(2)) > 1.5
+    assert max(paces(2)) > 1.2
     assert min(paces(2)) > 0.9
