@@ -61,48 +61,42 @@ def test_a_request_brings_its_arrival_along_however_late_it_is_queued() -> None:
     assert follower.arrival_s(arrived, follower.now_s()) == 3.0
 
 
-def test_the_times_of_steps_are_rank_0s() -> None:
-    """As long as its steps were: the ranks would learn different models, and plan differently."""
+class Device:
+    """What timer and pacer of a rank say of its device."""
 
-    class Timer:
-        def take(self) -> tuple[float, ...]:
-            return (0.5,)
+    def __init__(self, results_s: float) -> None:
+        self.results_s = results_s
 
+    def take(self) -> tuple[float, ...]:
+        return (0.5,)
+
+    def ahead_s(self, _now_s: float) -> float:
+        return 0.1 * self.results_s
+
+
+def told(clock: RankClock) -> tuple[Any, ...]:
+    return clock.take_parts(), pytest.approx(clock.ahead_s()), clock.results_s()
+
+
+def test_what_devices_tell_is_rank_0s() -> None:
+    """Each host waits for its own device: the ranks would learn different models, and plan
+    differently."""
     source, follower = (RankClock(is_shared=True, is_source=first) for first in (True, False))
-    source.timer = follower.timer = Timer()  # type: ignore[assignment]
+    source.timer = source.pacer = Device(3.0)  # type: ignore[assignment]
+    follower.timer = follower.pacer = Device(4.0)  # type: ignore[assignment]
     assert follower.take_parts() == ()
     blocker = source.carried_by(None)
     for _ in range(2):
         (tick,) = blocker.handle([])
-        follower.take(tick)
-    assert follower.take_parts() == (0.5, 0.5)
-    assert follower.take_parts() == ()
-    alone = RankClock(is_shared=False, is_source=True)
-    assert alone.take_parts() == ()
-    alone.timer = source.timer
-    assert alone.take_parts() == (0.5,)
-
-
-def test_what_runs_ahead_and_when_results_came_is_rank_0s() -> None:
-    """Each rank's host waits for its own device."""
-
-    class Pacer:
-        def __init__(self, results_s: float) -> None:
-            self.results_s = results_s
-
-        def ahead_s(self, _now_s: float) -> float:
-            return 0.1 * self.results_s
-
-    source, follower = (RankClock(is_shared=True, is_source=first) for first in (True, False))
-    source.pacer, follower.pacer = Pacer(3.0), Pacer(4.0)  # type: ignore[assignment]
-    (tick,) = source.carried_by(None).handle([])
+        for clock in (source, follower):
+            clock.take(tick)
     for clock in (source, follower):
-        clock.take(tick)
-        assert (clock.ahead_s(), clock.results_s()) == (pytest.approx(0.3), 3.0)
+        assert told(clock) == ((0.5, 0.5), 0.3, 3.0)
+        assert clock.take_parts() == ()
     alone = RankClock(is_shared=False, is_source=True)
-    assert (alone.ahead_s(), alone.results_s()) == (0.0, None)
-    alone.pacer = follower.pacer
-    assert (alone.ahead_s(), alone.results_s()) == (pytest.approx(0.4), 4.0)
+    assert told(alone) == ((), 0.0, None)
+    alone.timer, alone.pacer = follower.timer, follower.pacer
+    assert told(alone) == ((0.5,), 0.4, 4.0)
 
 
 def test_rank_0_puts_a_tick_before_what_it_received() -> None:
