@@ -200,25 +200,19 @@ def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None)
             _check_token_ids("stop_token_ids", array("q", params.stop_token_ids), vocab_size)
         known = {token for token in params.stop_token_ids if 0 <= token < vocab_size}
         params.stop_token_ids = known or None
-    biases = params.logit_bias or {}
-    if len(biases) > _MOST_BIASES:
-        raise ValueError(f"logit_bias has {len(biases)} tokens: use at most {_MOST_BIASES}")
+    biases, scored = params.logit_bias or {}, getattr(request, "token_ids_logprob", None) or ()
+    for name, count, most in (
+        ("logit_bias", len(biases), _MOST_BIASES),
+        ("token_ids_logprob", len(scored), _MOST_LOGPROBS),
+    ):
+        if count > most:
+            raise ValueError(f"{name} has {count} tokens: use at most {most}")
     for token, bias in biases.items():
         if not -_MOST_BIAS <= bias <= _MOST_BIAS:
             raise ValueError(f"the logit_bias of {token} is {bias!r}: use -100 to 100")
-    if hasattr(request, "top_logprobs_num"):
-        _check_logprobs(request, vocab_size)
-
-
-def _check_logprobs(request: Any, vocab_size: int) -> None:
     most = min(_MOST_LOGPROBS, vocab_size)
-    if not 0 <= request.top_logprobs_num <= most:
-        raise ValueError(f"{excerpt(request.top_logprobs_num)} top logprobs: use 0 to {most}")
-    if len(request.token_ids_logprob or ()) > _MOST_LOGPROBS:
-        raise ValueError(
-            f"token_ids_logprob has {len(request.token_ids_logprob)} tokens: use at most "
-            f"{_MOST_LOGPROBS}"
-        )
+    if not 0 <= (asked := getattr(request, "top_logprobs_num", 0)) <= most:
+        raise ValueError(f"{excerpt(asked)} top logprobs: use 0 to {most}")
 
 
 def _check_ids(rid: Any) -> None:

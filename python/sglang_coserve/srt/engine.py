@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 from sglang_coserve.config import CoserveConfig
@@ -59,7 +58,7 @@ class CoserveEngine(Engine):
         server_args._coserve = config
         check_settings(server_args, on_cpu=on_cpu)
         processes.watch_replicas()
-        with cpu.cores_for(server_args) if on_cpu else nullcontext():
+        with defaults.cores_for(server_args):
             super().__init__(**kwargs)
         states = self.loop.run_until_complete(self.tokenizer_manager.get_internal_state())
         try:

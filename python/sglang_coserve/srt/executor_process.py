@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import nullcontext
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
@@ -47,7 +46,7 @@ class ExecutorProcesses:
         context = multiprocessing.get_context("spawn")
         self._connections = []
         self._processes = []
-        with cpu.cores_for(server_args) if defaults.on_cpu else nullcontext():
+        with defaults.cores_for(server_args):
             for tp_rank in range(server_args.tp_size):
                 connection, remote = context.Pipe()
                 process = context.Process(

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +28,6 @@ from sglang_coserve.guard.process_health import (
 )
 from sglang_coserve.network import check_listen_address
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.kv_checkpoint.settings import check_combination, server_settings
 from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
 from sglang_coserve.srt.start_defaults import (
@@ -95,9 +94,8 @@ def _launch(server_args: Any, defaults: StartDefaults) -> None:
     sys.setswitchinterval(_SWITCH_S)
     install_in_app(http_server, server_args, defaults)
     processes.watch_replicas()
-    cores = cpu.cores_for(server_args) if defaults.on_cpu else nullcontext()
     try:
-        with cores:
+        with defaults.cores_for(server_args):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=processes.init_tokenizer_manager,

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,10 @@ class StartDefaults:
 
     emulated: str | None = None
     """What is emulated; None: nothing is."""
+
+    def cores_for(self, server_args: Any) -> AbstractContextManager[None]:
+        """Return the context in which to start the ranks."""
+        return cpu.cores_for(server_args) if self.on_cpu else nullcontext()
 
     @property
     def warning(self) -> str | None:

@@ -125,8 +125,6 @@ def _totals(replicas: Sequence[_Replica]) -> dict[str, float] | None:
 
 
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tbt": "time between tokens"}
-_STATISTICS: Final = {"mean": "mean"}
-
 _NEEDED: Final = {"p50": 2, "p90": 10, "p99": 100}
 """Values; of fewer, the percentile is the maximum."""
 
@@ -180,14 +178,9 @@ def fleet_standing(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _bill_of_all(bills: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    requests = sum(bill["requests"] for bill in bills)
-    if not requests:
-        return None
-    means = {
-        name: sum(bill[name] * bill["requests"] for bill in bills) / requests
-        for name in ("mean_ms", "ttft_ms", "gaps_ms")
-    }
-    return {"requests": requests, **means}
+    means = {name: _mean(bills, name) for name in ("mean_ms", "ttft_ms", "gaps_ms")}
+    known = {name: mean for name, mean in means.items() if mean is not None}
+    return {"requests": sum(bill["requests"] for bill in bills), **known} if known else None
 
 
 def _worst(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -257,7 +250,7 @@ def _cost(slos: Sequence[Mapping[str, Any]]) -> str:
 
 def _name(slo: Mapping[str, Any]) -> str:
     latency, statistic = str(slo["slo"]).split()[:2]
-    return f"{_STATISTICS.get(statistic, statistic.upper())} {_LATENCIES[latency]}"
+    return f"{statistic.replace('p', 'P')} {_LATENCIES[latency]}"
 
 
 def _ms(value: float | None) -> str:

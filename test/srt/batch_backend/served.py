@@ -17,6 +17,7 @@ TIMEOUT_S = 120
 """For a whole test; nothing that passes comes near it."""
 
 PROMPT = "The ferry left the harbour before the rain."
+LONG_TEXT = PROMPT * 5000
 MESSAGES = [{"role": "user", "content": "Who mended the lamp?"}]
 GREEDY = {"model": "small", "temperature": 0, "ignore_eos": True}
 COMPLETION = {**GREEDY, "prompt": PROMPT, "max_tokens": 70, "return_token_ids": True}

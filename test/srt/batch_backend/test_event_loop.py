@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from srt.batch_backend.served import CHAT, COMPLETIONS, EMBEDDINGS, GREEDY, RESPONSES, Served
-
-LONG_TEXT = "The ferry left the harbour before the rain. " * 5000
+from srt.batch_backend.served import CHAT, COMPLETIONS, EMBEDDINGS, GREEDY, LONG_TEXT, Served
 
 
 class Watched:
@@ -40,21 +38,6 @@ def watched(served: Served, monkeypatch: pytest.MonkeyPatch) -> Watched:
     tokenizer = Watched(served.manager.tokenizer)
     monkeypatch.setattr(served.manager, "tokenizer", tokenizer)
     return tokenizer
-
-
-BODIES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": LONG_TEXT},
-    CHAT: {"messages": [{"role": "user", "content": LONG_TEXT}]},
-    RESPONSES: {"input": LONG_TEXT},
-}
-
-
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_a_text_that_is_too_long_is_the_fault_of_its_line(served: Served, endpoint: str) -> None:
-    result, _ = served.serve(endpoint, {**GREEDY, **BODIES[endpoint]})
-    assert (result.status_code, result.is_retryable) == (400, False)
-    assert "longer than the" in result.body["error"]["message"]
-    served.assert_nothing_left()
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
@@ -93,10 +76,3 @@ def test_many_large_prompts_are_tokenized_before_any_is_answered(
     if name == "prompt":
         assert together[found][7]["text"] == alone[found][0]["text"]
     assert len(together[found]) == 40
-
-
-def test_too_many_prompts_are_the_fault_of_their_line(served: Served) -> None:
-    result, _ = served.serve(COMPLETIONS, {**GREEDY, "prompt": ["a"] * 3000})
-    assert (result.status_code, result.is_retryable) == (400, False)
-    assert "3000 prompts and choices" in result.body["error"]["message"]
-    served.assert_nothing_left()

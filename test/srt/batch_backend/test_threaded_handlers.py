@@ -9,8 +9,8 @@ import orjson
 import pytest
 from starlette.requests import Request
 
-from srt.batch_backend.served import Served
-from srt.batch_backend.test_event_loop import LONG_TEXT, Watched
+from srt.batch_backend.served import LONG_TEXT, Served
+from srt.batch_backend.test_event_loop import Watched
 from srt.batch_backend.test_event_loop import watched as watched
 
 TEXT = LONG_TEXT[:2400]

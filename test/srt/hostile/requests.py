@@ -254,98 +254,82 @@ def _native_requests() -> Iterator[HostileRequest]:
     yield from _native_combinations()
 
 
+_FIELD_VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "input_ids": (
+        *([10**6], [2**63], [-1, 5], [1, "2", 3.5, None], [[], []], [[5, 6], []]),
+        *([1.0, 2.0], [True, False]),
+    ),
+    "input_embeds": ([[0.5] * 64] * 3, [[NAN] * 64] * 3, [[0.5], [0.5, 1.0]]),
+    "text": (["a", 5], [], ""),
+    "rid": ("r" * 10**6, "HEALTH_CHECK_1"),
+    "session_params": ({"id": "none"}, {"unknown": 1}, {"id": 5, "offset": "x"}),
+    "image_data": ("http://127.0.0.1:1/x.png", "/etc/hostname"),
+    "custom_logit_processor": ('{"callable": "00"}',),
+    "token_ids_logprob": ([-1], [10**9], [5] * 20_000, [[1], [2]]),
+    "logprob_start_len": (-5,),
+    "multi_item_delimiter_indices": ([10**6, -3],),
+    "return_hidden_states": ("everything",),
+    "return_sampling_mask": (True,),
+    "bootstrap_host": ("2.2.2.2",),
+    "sampling_params": ([{"n": 1}, {"n": 2}], []),
+    "extra_key": (["a", "b"],),
+    "lora_path": ("../../etc",),
+}
+
+
 def _native_combinations() -> Iterator[HostileRequest]:
     everywhere = {str(token): 1e29 for token in range(500)}
     many = {str(token): -1e29 for token in range(500)}
-    for name, params in {
-        "logit_bias=all tokens up": {"logit_bias": everywhere},
-        "logit_bias=all tokens down": {"logit_bias": many},
-        "logit_bias=huge": {"logit_bias": {"5": 1e308}},
-        "logit_bias=inf": {"logit_bias": {"5": INF}},
-        "logit_bias=-inf": {"logit_bias": {"5": -INF}},
-        "logit_bias=nan": {"logit_bias": {"5": NAN}},
-        "logit_bias=text": {"logit_bias": {"5": "1"}},
-        "logit_bias=words": {"logit_bias": {"five": 1}},
-        "logit_bias=negative": {"logit_bias": {"-5": 1}},
-        "logit_bias=outside": {"logit_bias": {"99999999": 1}},
-        "logit_bias=1e30 cold": {"logit_bias": {"5": 1e30}, "temperature": 1e-6},
-        "logit_bias=-1e30 cold": {"logit_bias": {"5": -1e30}, "temperature": 1.1e-6},
-        "cold": {"temperature": 1.0001e-6},
-        "hot": {"temperature": 3e38},
-        "hot beyond float32": {"temperature": 1e39},
-        "denormal top_p": {"top_p": 1e-45, "temperature": 1},
-        "min_p=1": {"min_p": 1, "temperature": 1},
-        "min_p=1 hot": {"min_p": 1, "temperature": 3e38},
-        "two penalties": {"frequency_penalty": 2, "presence_penalty": 2},
-        "all penalties": {
+    log_probabilities = {"return_logprob": True, "top_logprobs_num": 3}
+    for params in (
+        *(
+            {"logit_bias": bias}
+            for bias in (everywhere, many, {"5": 1e308}, {"5": INF}, {"5": -INF}, {"5": NAN})
+        ),
+        *({"logit_bias": bias} for bias in ({"5": "1"}, {"five": 1}, {"-5": 1}, {"99999999": 1})),
+        {"logit_bias": {"5": 1e30}, "temperature": 1e-6},
+        {"logit_bias": {"5": -1e30}, "temperature": 1.1e-6},
+        *({"temperature": value} for value in (1.0001e-6, 3e38, 1e39)),
+        {"top_p": 1e-45, "temperature": 1},
+        {"min_p": 1, "temperature": 1},
+        {"min_p": 1, "temperature": 3e38},
+        {"frequency_penalty": 2, "presence_penalty": 2},
+        {
             "frequency_penalty": -2,
             "presence_penalty": -2,
             "repetition_penalty": 2,
             "min_new_tokens": 4,
         },
-        "repetition_penalty least": {"repetition_penalty": 1e-38, "temperature": 1},
-        "repetition_penalty small": {"repetition_penalty": 1e-20},
-        "repetition_penalty small with logprobs": {"repetition_penalty": 1e-30, "temperature": 1},
-        "stop_token_ids outside": {"stop_token_ids": [10**9], "min_new_tokens": 4},
-        "stop_token_ids beyond int64": {"stop_token_ids": [2**64]},
-        "stop_token_ids negative": {"stop_token_ids": [-1], "min_new_tokens": 4},
-        "stop_token_ids many": {"stop_token_ids": list(range(500)), "min_new_tokens": 8},
-        "stop many": {"stop": [f"word {n}" for n in range(5_000)]},
-        "stop long": {"stop": "x" * 100_000},
-        "stop empty": {"stop": ["", ""]},
-        "max_new_tokens=0": {"max_new_tokens": 0},
-        "two grammars": {"regex": "a", "ebnf": 'root ::= "a"'},
-        "grammar and penalties": {"regex": "[a-z]{1,4}", "repetition_penalty": 1.5},
-        "grammar and min_new_tokens": {"regex": "ab", "min_new_tokens": 8},
-        "grammar and logit_bias": {"regex": "[a-c]+", "logit_bias": many},
-        "custom_params with a request": {"custom_params": {"__req__": 1}},
-        "custom_params deep": {"custom_params": {"a": {"b": {"c": {"d": []}}}}},
-        "thinking_budget": {"custom_params": {"thinking_budget": -5}},
-    }.items():
-        yield _native(name, params)
-        yield _native(f"{name}, log-probabilities", params, return_logprob=True, top_logprobs_num=3)
-    for name, fields in {
-        "input_ids outside": {"input_ids": [10**6]},
-        "input_ids beyond int64": {"input_ids": [2**63]},
-        "input_ids negative": {"input_ids": [-1, 5]},
-        "input_ids mixed": {"input_ids": [1, "2", 3.5, None]},
-        "input_ids empty lists": {"input_ids": [[], []]},
-        "input_ids one empty": {"input_ids": [[5, 6], []]},
-        "input_ids floats": {"input_ids": [1.0, 2.0]},
-        "input_ids bools": {"input_ids": [True, False]},
-        "input_embeds": {"input_embeds": [[0.5] * 64] * 3},
-        "input_embeds nan": {"input_embeds": [[NAN] * 64] * 3},
-        "input_embeds ragged": {"input_embeds": [[0.5], [0.5, 1.0]]},
-        "text list": {"text": ["a", 5]},
-        "text empty list": {"text": []},
-        "text empty": {"text": ""},
-        "text many": {"text": ["a"] * 2000, "sampling_params": {"n": 1000}},
-        "rid twice": {"text": ["a", "b"], "rid": ["r", "r"]},
-        "rid huge": {"rid": "r" * 10**6},
-        "rid of a health check": {"rid": "HEALTH_CHECK_1"},
-        "session_params unknown": {"session_params": {"id": "none"}},
-        "session_params wrong": {"session_params": {"unknown": 1}},
-        "session_params types": {"session_params": {"id": 5, "offset": "x"}},
-        "image_data": {"image_data": "http://127.0.0.1:1/x.png"},
-        "image_data file": {"image_data": "/etc/hostname"},
-        "custom_logit_processor bytes": {"custom_logit_processor": '{"callable": "00"}'},
-        "token_ids_logprob": {"return_logprob": True, "token_ids_logprob": [-1]},
-        "token_ids_logprob outside": {"return_logprob": True, "token_ids_logprob": [10**9]},
-        "token_ids_logprob many": {"return_logprob": True, "token_ids_logprob": [5] * 20_000},
-        "token_ids_logprob lists": {"return_logprob": True, "token_ids_logprob": [[1], [2]]},
-        "logprob_start_len least": {"return_logprob": True, "logprob_start_len": -5},
-        "multi_item_delimiter_indices": {"multi_item_delimiter_indices": [10**6, -3]},
-        "return_hidden_states": {"return_hidden_states": "everything"},
-        "return_sampling_mask": {"return_sampling_mask": True},
-        "bootstrap_host": {"bootstrap_host": "2.2.2.2"},
-        "sampling_params list": {"sampling_params": [{"n": 1}, {"n": 2}]},
-        "sampling_params empty list": {"sampling_params": []},
-        "return_logprob list": {"text": ["a", "b"], "return_logprob": [True]},
-        "top_logprobs_num list": {"text": ["a", "b"], "top_logprobs_num": [1]},
-        "extra_key list": {"extra_key": ["a", "b"]},
-        "lora_path": {"lora_path": "../../etc"},
-    }.items():
-        yield _native(name, **fields)
+        {"repetition_penalty": 1e-38, "temperature": 1},
+        {"repetition_penalty": 1e-20},
+        {"repetition_penalty": 1e-30, "temperature": 1},
+        *({"stop_token_ids": ids, "min_new_tokens": 4} for ids in ([10**9], [-1])),
+        {"stop_token_ids": [2**64]},
+        {"stop_token_ids": list(range(500)), "min_new_tokens": 8},
+        *({"stop": stop} for stop in ([f"word {n}" for n in range(5_000)], "x" * 100_000)),
+        {"stop": ["", ""]},
+        {"max_new_tokens": 0},
+        {"regex": "a", "ebnf": 'root ::= "a"'},
+        {"regex": "[a-z]{1,4}", "repetition_penalty": 1.5},
+        {"regex": "ab", "min_new_tokens": 8},
+        {"regex": "[a-c]+", "logit_bias": many},
+        {"custom_params": {"__req__": 1}},
+        {"custom_params": {"a": {"b": {"c": {"d": []}}}}},
+        {"custom_params": {"thinking_budget": -5}},
+    ):
+        yield _native(_told(params), params)
+        yield _native(f"{_told(params)}, log-probabilities", params, **log_probabilities)
+    for field, values in _FIELD_VALUES.items():
+        for value in values:
+            more = {"return_logprob": True} if "logprob" in field else {}
+            yield _native(f"{field}={_told(value)}", **more, **{field: value})
+    for fields in (
+        {"text": ["a"] * 2000, "sampling_params": {"n": 1000}},
+        {"text": ["a", "b"], "rid": ["r", "r"]},
+        {"text": ["a", "b"], "return_logprob": [True]},
+        {"text": ["a", "b"], "top_logprobs_num": [1]},
+    ):
+        yield _native(_told(fields), **fields)
     for name, marks in _MARKS.items():
         yield _native(f"marks {name}", {"custom_params": marks})
         yield _native(

@@ -8,7 +8,7 @@ with it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -34,16 +34,16 @@ class RequestSpans:
     def __init__(self, ledger: RequestLedger) -> None:
         """``ledger`` knows the live requests."""
         self._ledger = ledger
-        self._suspended: SuspendedBatch | None = None
-        self._reqs: tuple[Any, ...] = ()
-        self._since_s = 0.0
+        self._suspended: tuple[SuspendedBatch, list[Any], float] | None = None
+        """The step that is suspended, its requests, and since when."""
+
         self._tracer = trace.get_tracer("sglang_coserve")
         self._roots: OrderedDict[str, Any] = OrderedDict()
         """The span that each online request's others are below."""
 
     def suspended(self, step: SuspendedBatch, now_s: float) -> None:
         """Note that a step was suspended."""
-        self._suspended, self._reqs, self._since_s = step, tuple(step.batch.reqs), now_s
+        self._suspended = step, list(step.batch.reqs), now_s
 
     def launched(self, batch: ScheduleBatch | None, now_s: float, lane: OfflineLane) -> None:
         """Note the batch with which a pass ends. O(requests) if it has prompts, or goes on."""
@@ -81,31 +81,23 @@ class RequestSpans:
             span.end(convert_time_to_realtime_ns(delay.last_s))
 
     def _write(self, outcome: str, now_s: float) -> None:
-        step, reqs = self._suspended, self._reqs
-        assert step is not None
-        self._suspended, self._reqs = None, ()
+        assert self._suspended is not None
+        (step, reqs, since_s), self._suspended = self._suspended, None
         attributes = {
             "coserve.step_kind": step.kind.value,
             "coserve.layer": step.layer,
             "coserve.outcome": outcome,
         }
-        for req in _traced(reqs):
-            req.time_stats.trace_ctx.trace_slice(
-                TraceSliceContext(
-                    slice_name="coserve suspended",
-                    start_time_ns=convert_time_to_realtime_ns(self._since_s),
-                    end_time_ns=convert_time_to_realtime_ns(now_s),
-                    level=_LEVEL,
-                    attrs=attributes,
+        for req in reqs:
+            context = req.time_stats.trace_ctx
+            # Of those that have ended SGLang has closed the spans.
+            if context.tracing_enable and context.thread_context is not None:
+                context.trace_slice(
+                    TraceSliceContext(
+                        slice_name="coserve suspended",
+                        start_time_ns=convert_time_to_realtime_ns(since_s),
+                        end_time_ns=convert_time_to_realtime_ns(now_s),
+                        level=_LEVEL,
+                        attrs=attributes,
+                    )
                 )
-            )
-
-
-def _traced(reqs: Sequence[Any]) -> list[Any]:
-    """Return those that are traced and have not ended: SGLang has closed the others' spans."""
-    return [
-        req
-        for req in reqs
-        if (context := req.time_stats.trace_ctx).tracing_enable
-        and context.thread_context is not None
-    ]
