@@ -76,13 +76,6 @@ def test_the_bill_is_of_what_ended_in_this_time() -> None:
     assert bill["gaps_ms"] == pytest.approx(10.0)
 
 
-def test_without_a_baseline_there_is_no_bill() -> None:
-    history = History()
-    history.add(1000.0, [replica(1.0, plans=False)])
-    history.add(1001.0, [replica(2.0, plans=False)])
-    assert history.bill() is None
-
-
 def test_it_is_bounded_and_asked_for_what_is_new() -> None:
     history = History(samples=5)
     for number in range(20):
@@ -94,12 +87,13 @@ def test_it_is_bounded_and_asked_for_what_is_new() -> None:
     assert {len(values) for values in later.values()} == {0}
 
 
-def test_a_policy_that_does_not_plan_has_no_shares() -> None:
+def test_a_policy_that_does_not_plan_has_no_shares_and_no_bill() -> None:
     history = History()
     history.add(1000.0, [replica(plans=False)])
     history.add(1001.0, [replica(plans=False)])
     assert history.columns()["offline_share"] == [None, None]
     assert history.columns()["offline_waiting"] == [3, 3]
+    assert history.bill() is None
 
 
 def test_a_scheduler_that_began_anew_gives_no_negative_rates() -> None:

@@ -42,7 +42,6 @@ from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
     Event,
-    Finished,
     OfflineAdded,
     Planned,
     RecordingScheduler,
@@ -223,19 +222,6 @@ def test_a_snapshot_of_64_requests_is_small() -> None:
     encoder = EventEncoder()
     encoder.encode(planned)
     assert len(encoder.encode(planned)) < 64 * 64
-
-
-def test_a_request_is_described_again_when_its_id_is_used_again() -> None:
-    first, second = online(10, rid="a"), online(20, rid="a")
-    events: list[Event] = [
-        Planned(snapshot(first), {}, StepPlan()),
-        Finished("a"),
-        Planned(snapshot(second), {}, StepPlan()),
-        Planned(snapshot(first), {}, StepPlan()),
-    ]
-    lines = lines_of(setup(), events)
-    assert read(lines)[1] == events
-    assert [line.count('"rid":"a"') for line in lines[1:]] == [1, 1, 1, 1]
 
 
 # --- Recording ----------------------------------------------------------------------------
