@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import openai
@@ -13,29 +12,42 @@ from openai.types import Batch
 from batch.live_app import LiveApp
 from batch.scenarios import FINAL
 from batch.scripted_backend import ENDPOINT
-from waiting import GIVE_UP_S, eventually
+from waiting import eventually
 
 
 def upload(client: openai.OpenAI, content: bytes, **options: Any) -> str:
     return client.files.create(file=("in.jsonl", content), purpose="batch", **options).id
 
 
-def create(client: openai.OpenAI, content: bytes, window: Any = "24h", **options: Any) -> Batch:
+def create(
+    client: openai.OpenAI,
+    content: bytes,
+    window: Any = "24h",
+    endpoint: Any = ENDPOINT,
+    **options: Any,
+) -> Batch:
     return client.batches.create(
         input_file_id=upload(client, content),
-        endpoint=ENDPOINT,
+        endpoint=endpoint,
         completion_window=window,
         **options,
     )
 
 
-def until(client: openai.OpenAI, batch_id: str, *statuses: str) -> Batch:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while (batch := client.batches.retrieve(batch_id)).status not in statuses:
+def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool = False) -> Batch:
+    """Wait for one of ``statuses``, and for a result if ``some_done``."""
+    found: list[Batch] = []
+
+    def is_there() -> bool:
+        batch = client.batches.retrieve(batch_id)
+        found[:] = [batch]
+        if batch.status in statuses and not (some_done and batch.output_file_id is None):
+            return True
         assert batch.status not in FINAL, batch
-        assert time.monotonic() < give_up_s, batch
-        time.sleep(0.01)
-    return batch
+        return False
+
+    eventually(is_there)
+    return found[0]
 
 
 def engine_has(app: LiveApp, count: int) -> None:
@@ -47,10 +59,29 @@ def finish(app: LiveApp, *custom_ids: str) -> None:
         app.in_loop(lambda custom_id=custom_id: app.backend.held(custom_id).finish())
 
 
-def records(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    assert file_id is not None
-    found = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
-    return {record["custom_id"]: record for record in found}
+def records(client: openai.OpenAI, *file_ids: str | None) -> dict[str, dict[str, Any]]:
+    """The records of all files; a line that has two fails the test."""
+    found: dict[str, dict[str, Any]] = {}
+    for file_id in filter(None, file_ids):
+        for text in client.files.content(file_id).text.splitlines():
+            record = json.loads(text)
+            assert record["custom_id"] not in found
+            found[record["custom_id"]] = record
+    return found
+
+
+def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]:
+    """The records of a batch once it is complete."""
+    batch = until(client, batch_id, "completed")
+    return records(client, batch.output_file_id, batch.error_file_id)
+
+
+def text_of(record: dict[str, Any]) -> str:
+    body = record["response"]["body"]
+    if "output" in body:
+        return str(body["output"][0]["content"][0]["text"])
+    choice = body["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 def refused(

@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from batch.manual_clock import ManualClock
+from batch.route_calls import completed, create, text_of
 from batch.scenarios import lines, opened
-from batch.scripted_backend import ENDPOINT, ScriptedBackend, tokens_of
+from batch.scripted_backend import ScriptedBackend, tokens_of
 from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
 from sglang_coserve.cli import app
 from sglang_coserve.local_server import LocalServer, free_port
@@ -30,28 +31,9 @@ HEAD_BYTES = 34
 API_KEY, OPERATOR = "client's key", "operator's key"
 
 
-def created(client: openai.OpenAI, content: bytes) -> str:
-    file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    endpoint: object = ENDPOINT
-    batch = client.batches.create(
-        input_file_id=file.id,
-        endpoint=endpoint,  # type: ignore[arg-type]
-        completion_window="24h",
-    )
-    return batch.id
-
-
 def answers(client: openai.OpenAI, batch_id: str) -> dict[str, str]:
     """The text of each line, once the batch is complete; a line with two records fails."""
-    eventually(lambda: client.batches.retrieve(batch_id).status == "completed")
-    batch = client.batches.retrieve(batch_id)
-    assert batch.output_file_id is not None
-    found: dict[str, str] = {}
-    for text in client.files.content(batch.output_file_id).text.splitlines():
-        record = json.loads(text)
-        assert record["custom_id"] not in found
-        found[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
-    return found
+    return {name: text_of(record) for name, record in completed(client, batch_id).items()}
 
 
 def texts(count: int) -> dict[str, str]:
@@ -76,13 +58,13 @@ def server(
 
 def test_a_model_that_no_engine_serves_fails_the_batch(server: LocalServer) -> None:
     with client_of(server, API_KEY) as client:
-        batch_id = created(client, lines(1) + lines(1, "other", model="gpt-4o"))
+        batch_id = create(client, lines(1) + lines(1, "other", model="gpt-4o")).id
         eventually(lambda: client.batches.retrieve(batch_id).status == "failed")
         batch = client.batches.retrieve(batch_id)
         assert batch.errors is not None
         assert batch.errors.data
         assert ("model_mismatch", 2) in [(each.code, each.line) for each in batch.errors.data]
-        served = created(client, lines(1, model="adapter"))
+        served = create(client, lines(1, model="adapter")).id
         eventually(lambda: client.batches.retrieve(served).status == "completed")
         assert client.batches.retrieve(served).to_dict()["model"] == "scripted:adapter"
 
@@ -91,7 +73,7 @@ def test_openais_client_gets_every_line_once_from_all_engines(
     server: LocalServer, engines: list[EngineThread]
 ) -> None:
     client = client_of(server, API_KEY)
-    batch_id = created(client, lines(200))
+    batch_id = create(client, lines(200)).id
     assert answers(client, batch_id) == texts(200)
     eventually(lambda: all(e["lines_served"] for e in fleet_of(server, API_KEY)["engines"]))
     # Engines and gateway are those of all tests here: only this batch's lines are counted.
@@ -151,7 +133,7 @@ def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> Non
         url = f"http://127.0.0.1:{port}"
         with active:
             client = client_of(active)
-            batch_id = created(client, lines(12))
+            batch_id = create(client, lines(12)).id
             eventually(lambda: len(engine.backend.in_flight) == 12)
             # It is ready when it has taken over: until then it says why it is not.
             starting = threading.Thread(target=standby.start)
@@ -200,7 +182,7 @@ def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> Non
     with EngineThread(holds=True) as engine:
         flags = ("--engine", engine.url)
         with gateway(tmp_path, *flags) as first:
-            batch_id = created(client_of(first), lines(5))
+            batch_id = create(client_of(first), lines(5)).id
             eventually(lambda: len(engine.backend.in_flight) == 5)
             os.kill(first.pid, signal.SIGINT)
             assert first._process is not None
@@ -225,7 +207,7 @@ def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
     with gateway(tmp_path, "--engine-dns", f"http://localhost:{port}") as server:
         client = client_of(server)
         assert not client.models.list().data
-        batch_id = created(client, lines(3))
+        batch_id = create(client, lines(3)).id
         eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress")
         batch = client.batches.retrieve(batch_id).to_dict()["coserve"]
         assert "no engine takes lines now" in batch["warning"]  # type: ignore[index]
@@ -243,7 +225,7 @@ def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
         assert client.models.retrieve("adapter").id == "adapter"
         with pytest.raises(openai.NotFoundError, match="use 'scripted', 'adapter'"):
             client.models.retrieve("another")
-        batch_id = created(client, lines(2))
+        batch_id = create(client, lines(2)).id
         eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress")
         warning = client.batches.retrieve(batch_id).to_dict()["coserve"]["warning"]  # type: ignore[index]
         assert "more than one model" not in warning
@@ -256,7 +238,7 @@ def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: P
     port = free_port()
     flags = ("--engine-dns", f"http://localhost:{port}")
     with gateway(tmp_path, *flags) as first:
-        batch_id = created(client_of(first), lines(2))
+        batch_id = create(client_of(first), lines(2)).id
         eventually(lambda: client_of(first).batches.retrieve(batch_id).status == "in_progress")
         with EngineThread(port=port, holds=True) as engine:
             eventually(lambda: len(engine.backend.in_flight) == 2)

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, completed, create, lines
+from batch.route_calls import completed
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
 FLAGS = (

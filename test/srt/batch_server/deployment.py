@@ -11,12 +11,11 @@ import httpx
 import openai
 from openai.types import Batch
 
+from batch import route_calls
 from sglang_coserve.local_server import LocalServer, free_port
-from waiting import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
-FINAL = ("completed", "failed", "expired", "cancelled")
 START_S = 300
 """Of replicas, whose controller is one more process that imports SGLang before they do."""
 
@@ -114,57 +113,10 @@ def create(
     **options: Any,
 ) -> Batch:
     """Begin a batch; ``options`` are those of ``coserve``."""
-    file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id,
-        endpoint=endpoint,
-        completion_window=window,
-        extra_body={"coserve": options},
-    )
-
-
-def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool = False) -> Batch:
-    """Wait for one of ``statuses``, and for a result if ``some_done``."""
-    found: list[Batch] = []
-
-    def is_there() -> bool:
-        batch = client.batches.retrieve(batch_id)
-        found[:] = [batch]
-        if batch.status in statuses and not (some_done and batch.output_file_id is None):
-            return True
-        assert batch.status not in FINAL, batch
-        return False
-
-    eventually(is_there)
-    return found[0]
-
-
-def records(client: openai.OpenAI, *file_ids: str | None) -> dict[str, dict[str, Any]]:
-    """The records of all files; a line that has two fails the test."""
-    found: dict[str, dict[str, Any]] = {}
-    for file_id in filter(None, file_ids):
-        for text in client.files.content(file_id).text.splitlines():
-            record = json.loads(text)
-            assert record["custom_id"] not in found
-            found[record["custom_id"]] = record
-    return found
-
-
-def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]:
-    """The records of a batch once it is complete."""
-    batch = until(client, batch_id, "completed")
-    return records(client, batch.output_file_id, batch.error_file_id)
+    return route_calls.create(client, content, window, endpoint, extra_body={"coserve": options})
 
 
 def extra_of(batch: Batch) -> dict[str, Any]:
     """What the object has beyond OpenAI's fields."""
     extra: dict[str, Any] = batch.to_dict()["coserve"]  # type: ignore[assignment]
     return extra
-
-
-def text_of(record: dict[str, Any]) -> str:
-    body = record["response"]["body"]
-    if "output" in body:
-        return str(body["output"][0]["content"][0]["text"])
-    choice = body["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])

@@ -6,16 +6,8 @@ import json
 
 import openai
 
-from srt.batch_server.deployment import (
-    WEBHOOK_SECRET,
-    Deployment,
-    create,
-    line,
-    lines,
-    records,
-    text_of,
-    until,
-)
+from batch.route_calls import records, text_of, until
+from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
 from srt.batch_server.webhook_receiver import WebhookReceiver
 from waiting import eventually
 

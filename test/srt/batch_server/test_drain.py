@@ -11,20 +11,11 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from batch.route_calls import completed, text_of, until
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.messages import LineMovedError
 from sglang_coserve.lines.backend import LineRequest
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    API_KEY,
-    COMPLETIONS,
-    Deployment,
-    completed,
-    create,
-    lines,
-    text_of,
-    until,
-)
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually
 
 NUM_LINES, NUM_TOKENS = 5, 300

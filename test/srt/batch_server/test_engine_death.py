@@ -13,9 +13,10 @@ import openai
 import psutil
 import pytest
 
+from batch.route_calls import completed, text_of, until
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.engine_lines import InFlightFile
-from srt.batch_server.deployment import Deployment, completed, create, line, lines, text_of, until
+from srt.batch_server.deployment import Deployment, create, line, lines
 from waiting import GIVE_UP_S, eventually
 
 INNOCENTS = lines(10, 60)

@@ -16,19 +16,11 @@ import openai
 import pytest
 from openai.types import Batch
 
+from batch.route_calls import completed, records, text_of, until
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
-from srt.batch_server.deployment import (
-    Deployment,
-    completed,
-    create,
-    extra_of,
-    lines,
-    records,
-    text_of,
-    until,
-)
+from srt.batch_server.deployment import Deployment, create, extra_of, lines
 from waiting import GIVE_UP_S, eventually
 
 MIB = 1 << 20

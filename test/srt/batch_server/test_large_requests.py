@@ -9,7 +9,8 @@ import httpx
 import openai
 import pytest
 
-from srt.batch_server.deployment import API_KEY, Deployment, completed, create, line, lines
+from batch.route_calls import completed
+from srt.batch_server.deployment import API_KEY, Deployment, create, line, lines
 
 LARGE = 15 << 20
 TEXT = "the old mill, " * (LARGE // 14)

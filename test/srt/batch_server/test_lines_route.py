@@ -10,18 +10,11 @@ from typing import Any
 import openai
 import pytest
 
+from batch.route_calls import completed, text_of
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.http_lines.messages import LineMovedError
 from sglang_coserve.lines.backend import LineRequest
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    COMPLETIONS,
-    Deployment,
-    completed,
-    create,
-    line,
-    text_of,
-)
+from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, line
 from waiting import GIVE_UP_S
 
 GREEDY = {"model": "small", "temperature": 0, "ignore_eos": True}

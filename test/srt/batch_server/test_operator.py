@@ -6,8 +6,9 @@ import httpx
 import openai
 import pytest
 
+from batch.route_calls import until
 from sglang_coserve.srt.routes.batch_api import open_routes_warning
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 
 
 def call(deployment: Deployment, method: str, path: str, key: str | None) -> httpx.Response:

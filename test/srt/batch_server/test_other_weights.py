@@ -11,17 +11,9 @@ import httpx
 import openai
 import pytest
 
+from batch.route_calls import completed, text_of, until
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from srt.batch_server.deployment import (
-    ADMIN_KEY,
-    Deployment,
-    completed,
-    create,
-    extra_of,
-    lines,
-    text_of,
-    until,
-)
+from srt.batch_server.deployment import ADMIN_KEY, Deployment, create, extra_of, lines
 from waiting import eventually
 
 CONTENT = lines(10, 100)

@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from srt.batch_server.deployment import CHAT, completed, create, line, text_of
+from batch.route_calls import completed, text_of
+from srt.batch_server.deployment import CHAT, create, line
 
 PROMPT = "Seventeen rivers run"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}

@@ -15,8 +15,9 @@ import httpx
 from httpx_sse import EventSource
 from prometheus_client.parser import text_string_to_metric_families
 
+from batch.route_calls import until
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
 ONLINE_REQUESTS = 24

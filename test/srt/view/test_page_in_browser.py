@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from batch.route_calls import until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

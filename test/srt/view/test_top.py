@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import openai
 import pytest
 
+from batch.route_calls import until
 from client.coserve_process import COMMAND, PROCESS_TIMEOUT_S, coserve, environment
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 
 
 def top(deployment: Deployment, *flags: str) -> tuple[int, str, str]:

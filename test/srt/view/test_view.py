@@ -9,9 +9,10 @@ import httpx
 import openai
 import pytest
 
+from batch.route_calls import until
 from sglang_coserve.batch.owners import owner_of
 from sglang_coserve.batch.routes.view import Caller, Keys
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
 ALL = Caller(None, "/coserve/batches", is_operator=True)
