@@ -26,12 +26,13 @@ class Status(StrEnum):
     @property
     def is_final(self) -> bool:
         """True if the state is final."""
-        return self in (
-            Status.COMPLETED,
-            Status.FAILED,
-            Status.EXPIRED,
-            Status.CANCELLED,
-        )
+        return self not in UNFINISHED
+
+
+UNFINISHED: Final = (
+    *(Status.VALIDATING, Status.IN_PROGRESS),
+    *(Status.FINALIZING, Status.CANCELLING),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +137,6 @@ class BatchEvent:
     created_at_s: float
     attempts: int = 0
     """Deliveries that have failed."""
-
-
-EXPORTED_STATES: Final = ("validating", "in_progress", "finalizing", "cancelling")
-"""Of ``batches``, for Prometheus: there a state that no batch has is named, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sglang_coserve.batch.record import EXPORTED_STATES, ServiceStatus
+from sglang_coserve.batch.record import UNFINISHED, ServiceStatus
 from sglang_coserve.batch.routes.view import VIEW_PATH
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
@@ -201,7 +201,7 @@ class FleetFamilies(Collector):
         batches = GaugeMetricFamily(
             "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
         )
-        for state in EXPORTED_STATES:
+        for state in UNFINISHED:
             batches.add_metric([model_name, state], status.batches.get(state, 0))
         batches.add_metric([model_name, "paused"], status.paused_batches)
         yield batches

@@ -79,6 +79,19 @@ def _without_ending(piece: bytes) -> bytes:
     return piece[:-2] if piece.endswith(b"\r\n") else piece[:-1]
 
 
+def scratch_database(schema: str) -> sqlite3.Connection:
+    """Return a database in SQLite's temporary folder, gone when it is closed, within a transaction.
+
+    Each of its tables and sorts has a cache of 16 MiB. One user at a time, in any thread.
+    """
+    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -16384"):
+        database.execute(f"PRAGMA {setting}")
+    database.execute(schema)
+    database.execute("BEGIN")
+    return database
+
+
 class SeenIds:
     """An insert-only set of strings in bounded memory.
 
@@ -89,13 +102,8 @@ class SeenIds:
     """
 
     def __init__(self) -> None:
-        # One user at a time, but not always the same thread: whoever stops a reader closes this.
-        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode = OFF")
-        self._db.execute("PRAGMA synchronous = OFF")
-        self._db.execute("PRAGMA cache_size = -16384")
-        self._db.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
-        self._db.execute("BEGIN")
+        # Whoever stops a reader closes this, in another thread.
+        self._db = scratch_database("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
 
     def add(self, text: str) -> bool:
         """Add ``text``; return False when it was there already."""

@@ -23,6 +23,7 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import file_rows
+from sglang_coserve.batch.store.file_rows import IS_UNFINISHED
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.engine_lines import LastRun
 from sglang_coserve.lines.result_record import Progress, Usage
@@ -40,7 +41,6 @@ _USAGE: Final = tuple(field.name for field in fields(Usage))
 _COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata", "response")
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
 _EVENT: Final = "id, type, batch_id, owner, created_at_s, attempts"
-_UNFINISHED: Final = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
 def create(
@@ -101,7 +101,7 @@ def find_earlier(
     kind = "batches" if record.response is None else "responses"
     query = (
         "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches"
-        f" WHERE {_UNFINISHED} AND (response IS NULL) = ?"
+        f" WHERE {IS_UNFINISHED} AND (response IS NULL) = ?"
     )
     values = (record.owner, record.response is None)
     of_all, of_owner = connection.execute(query, values).fetchone()
@@ -175,7 +175,7 @@ def delete_expired_responses(
 ) -> None:
     """Forget responses that were created by then and have ended, a thousand at the most."""
     rows = connection.execute(
-        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= ? AND NOT {_UNFINISHED}"
+        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= ? AND NOT {IS_UNFINISHED}"
         " LIMIT 1000",
         (created_by_s,),
     )
@@ -220,7 +220,7 @@ def page(
 def unfinished(connection: sqlite3.Connection) -> list[JobRecord]:
     """Return the batches that are in no final state, the oldest first."""
     return [
-        _record(row) for row in connection.execute(f"{_SELECT} WHERE {_UNFINISHED} ORDER BY seq")
+        _record(row) for row in connection.execute(f"{_SELECT} WHERE {IS_UNFINISHED} ORDER BY seq")
     ]
 
 
@@ -325,7 +325,7 @@ def past_forecasts(
 def void_forecasts(connection: sqlite3.Connection) -> None:
     """Forget the forecasts of unfinished batches: the server was down meanwhile."""
     connection.execute(
-        f"UPDATE batches SET forecast_s = NULL WHERE forecast_s IS NOT NULL AND {_UNFINISHED}"
+        f"UPDATE batches SET forecast_s = NULL WHERE forecast_s IS NOT NULL AND {IS_UNFINISHED}"
     )
 
 
@@ -377,7 +377,7 @@ def count_death(connection: sqlite3.Connection, last_run: LastRun) -> None:
 def suspects(connection: sqlite3.Connection) -> dict[str, dict[int, int]]:
     """Return by batch how often the engine has died of each line; of unfinished batches only."""
     connection.execute(
-        f"DELETE FROM suspects WHERE batch_id NOT IN (SELECT id FROM batches WHERE {_UNFINISHED})"
+        f"DELETE FROM suspects WHERE batch_id NOT IN (SELECT id FROM batches WHERE {IS_UNFINISHED})"
     )
     found: dict[str, dict[int, int]] = {}
     rows = connection.execute("SELECT batch_id, line, deaths FROM suspects ORDER BY line")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
-from sglang_coserve.batch.record import FileRecord
+from sglang_coserve.batch.record import UNFINISHED, FileRecord
 
 UPLOAD = "upload"
 """The purpose of an upload that is not complete; those of its parts begin with it. None of them is
@@ -15,9 +15,11 @@ listed."""
 
 _COLUMNS = "id, owner, filename, purpose, size_bytes, created_at_s, expires_at_s"
 _VALUES = ":id, :owner, :filename, :purpose, :size_bytes, :created_at_s, :expires_at_s"
-_USED_BY = """
-SELECT id FROM batches
-WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+IS_UNFINISHED = f"status IN {tuple(map(str, UNFINISHED))}"
+"""A condition on batches. Written as the index on them has it, or SQLite does not use that."""
+
+_USED_BY = f"""
+SELECT id FROM batches WHERE {IS_UNFINISHED}
 AND :id IN (input_file_id, output_file_id, error_file_id)
 """
 

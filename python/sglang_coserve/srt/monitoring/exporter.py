@@ -13,7 +13,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.record import EXPORTED_STATES
+from sglang_coserve.batch.record import UNFINISHED
 from sglang_coserve.batch.routes.caller import find_service
 from sglang_coserve.core.engine_load import ReplicaLoad
 from sglang_coserve.lines.background import TaskSupervisor
@@ -226,7 +226,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 _INTERVAL_S: Final = 1.0
 
-_STATES: Final = (*EXPORTED_STATES, "paused")
+_STATES: Final = (*UNFINISHED, "paused")
 
 SERVER_METRICS: Final = {
     **BACKGROUND_METRICS,
