@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -47,9 +48,6 @@ class StepStatus(StrEnum):
     FAILED = "failed"
 
 
-_RANKS: Final = {None: 0, StepStatus.PARTIAL: 1, StepStatus.FAILED: 2}
-
-
 class AttemptRecord(msgspec.Struct, frozen=True):
     """``OUT/STEP.json``."""
 
@@ -75,57 +73,36 @@ def read_record(path: Path) -> AttemptRecord | None:
     return msgspec.json.decode(path.read_bytes(), type=AttemptRecord) if path.exists() else None
 
 
-def next_step(
-    steps: Sequence[Step],
-    records: Mapping[str, AttemptRecord],
-    remaining_s: float,
-    excluded: Collection[str] = (),
-) -> Step | None:
-    """Return what to run next; None when nothing is left that fits into the time.
-
-    First what was never tried, in order of value, then what was stopped, then what failed: one
-    expensive step must not keep the others from a figure.
-    """
-    ranked = []
-    for step in steps:
-        status = records[step.name].status if step.name in records else None
-        is_open = status is not StepStatus.DONE and step.name not in excluded
-        if is_open and step.least_s <= remaining_s:
-            ranked.append((_RANKS[status], step))
-    return min(ranked, key=lambda item: item[0])[1] if ranked else None
-
-
+@dataclass
 class Driver:
     """The steps of one folder; a record on the disk says how each stands."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        out: Path,
-        setting: GpuSetting,
-        *,
-        command: str,
-        machine: dict[str, Any],
-        say: Callable[[str], None] = print,
-        grace_s: float = _GRACE_S,
-    ) -> None:
-        """``say`` is told what happens; what is told to end has ``grace_s`` to do so."""
-        self._steps = steps
-        self._out = out
-        self._setting = setting
-        self._command = command
-        self._machine = machine
-        self._say = say
-        self._grace_s = grace_s
+    steps: Sequence[Step]
+    """In order of value."""
+
+    out: Path
+    setting: GpuSetting
+    command: str
+    machine: dict[str, Any]
+    say: Callable[[str], None] = print
+    """Is told what happens."""
+
+    grace_s: float = _GRACE_S
+    """What is told to end has so long to do so."""
+
+    def __post_init__(self) -> None:
         self.records: dict[str, AttemptRecord] = {}
-        for step in steps:
+        for step in self.steps:
             # A record of a dry run must not pass for a measurement, nor the other way round.
-            record = read_record(out / f"{step.name}.json")
-            if record is not None and record.dry_run == setting.dry_run:
+            record = read_record(self.out / f"{step.name}.json")
+            if record is not None and record.dry_run == self.setting.dry_run:
                 self.records[step.name] = record
 
     def run(self, seconds: float) -> None:
         """Run steps for at most so long.
+
+        First what was never tried, in order of value, then what was stopped, then what failed: one
+        expensive step must not keep the others from a figure.
 
         Raises:
             KeyboardInterrupt: the step under way has ended and its record is written.
@@ -133,25 +110,29 @@ class Driver:
         # Orphans become our children, whatever they did to their session.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         end_s = time.monotonic() + seconds
-        tries: dict[str, int] = {}
-        excluded: set[str] = set()
-        while True:
-            remaining_s = end_s - time.monotonic() - _MARGIN_S
-            step = next_step(self._steps, self.records, remaining_s, excluded)
-            if step is None:
-                return
-            tries[step.name] = tries.get(step.name, 0) + 1
-            record = self._attempt(step, min(step.limit_s, remaining_s))
-            if record.status is not StepStatus.PARTIAL or tries[step.name] == _TRIES:
-                excluded.add(step.name)
+        ranks = {None: 0, StepStatus.PARTIAL: 1, StepStatus.FAILED: 2}
+        left = [step for step in self.steps if self._status(step) in ranks]
+        left.sort(key=lambda step: ranks[self._status(step)])
+        for _ in range(_TRIES):
+            tried = []
+            for step in left:
+                remaining_s = end_s - time.monotonic() - _MARGIN_S
+                if step.least_s <= remaining_s:
+                    self._attempt(step, min(step.limit_s, remaining_s))
+                    tried.append(step)
+            left = [step for step in tried if self._status(step) is StepStatus.PARTIAL]
+
+    def _status(self, step: Step) -> StepStatus | None:
+        record = self.records.get(step.name)
+        return None if record is None else record.status
 
     def markdown(self) -> str:
         """Return how every step stands, then the tables of each."""
         lines = ["# Steps on one GPU", ""]
-        if self._setting.dry_run:
+        if self.setting.dry_run:
             lines += [f"**{DRY_RUN_NOTE}**", ""]
         found = [
-            (step, self.records[step.name]) for step in self._steps if step.name in self.records
+            (step, self.records[step.name]) for step in self.steps if step.name in self.records
         ]
         cells = [
             [
@@ -175,20 +156,20 @@ class Driver:
         return "\n".join(lines) + "\n"
 
     def _folder(self, step: Step) -> Path:
-        return self._out / "work" / step.name
+        return self.out / "work" / step.name
 
-    def _attempt(self, step: Step, limit_s: float) -> AttemptRecord:
+    def _attempt(self, step: Step, limit_s: float) -> None:
         folder = self._folder(step)
-        log_path = self._out / "logs" / f"{step.name}.log"
+        log_path = self.out / "logs" / f"{step.name}.log"
         for needed in (folder, log_path.parent):
             needed.mkdir(parents=True, exist_ok=True)
-        self._say(f"{step.name}: at most {limit_s:.0f} s")
+        self.say(f"{step.name}: at most {limit_s:.0f} s")
         began_s = time.monotonic()
         status, problem = StepStatus.PARTIAL, "interrupted"
         try:
-            command = step.command(self._setting, folder)
+            command = step.command(self.setting, folder)
             with log_path.open("wb") as log:
-                code = _run(command, limit_s, self._grace_s, log)
+                code = _run(command, limit_s, self.grace_s, log)
             if code is None:
                 problem = "stopped at its limit"
             elif code:
@@ -199,10 +180,9 @@ class Driver:
             # Also after Ctrl-C: what was measured is kept.
             record = self._record(step, status, problem, time.monotonic() - began_s, log_path)
             self.records[step.name] = record
-            write_json(self._out / f"{step.name}.json", msgspec.to_builtins(record))
-            self._say(": ".join(filter(None, (step.name, record.status, record.problem))))
-            (self._out / "gpu.md").write_text(self.markdown())
-        return record
+            write_json(self.out / f"{step.name}.json", msgspec.to_builtins(record))
+            self.say(": ".join(filter(None, (step.name, record.status, record.problem))))
+            (self.out / "gpu.md").write_text(self.markdown())
 
     def _record(
         self, step: Step, status: StepStatus, problem: str, seconds: float, log: Path
@@ -217,9 +197,9 @@ class Driver:
             status=status,
             attempts=1 + (earlier.attempts if earlier else 0),
             seconds=round(seconds + (earlier.seconds if earlier else 0.0), 1),
-            dry_run=self._setting.dry_run,
-            command=self._command,
-            machine=self._machine,
+            dry_run=self.setting.dry_run,
+            command=self.command,
+            machine=self.machine,
             problem=problem,
             log_tail=tuple(lines[-_TAIL_LINES:]) if shows_log else (),
             figures=json.loads(results.read_text()) if results.is_file() else {},

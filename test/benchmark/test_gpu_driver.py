@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import bench_gpu
-from gpu.driver import AttemptRecord, StepStatus, next_step, read_record
-from gpu.steps import STEPS, GpuSetting, Step
+from gpu.driver import AttemptRecord, StepStatus, read_record
+from gpu.steps import STEPS, GpuSetting
 from sglang_coserve.bench_serving.options import parse_options
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
@@ -116,32 +116,6 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def stub(status: StepStatus) -> AttemptRecord:
-    return AttemptRecord("s", "", status, 1, 1.0, True, command="", machine={})
-
-
-def step(name: str, least_s: float) -> Step:
-    return Step(name, "", least_s, lambda _setting, _folder: [])
-
-
-def test_the_untried_come_first_then_the_unfinished_then_the_failed() -> None:
-    steps = [step(name, 10) for name in "abcd"]
-    records = {
-        "a": stub(StepStatus.FAILED),
-        "b": stub(StepStatus.PARTIAL),
-        "c": stub(StepStatus.DONE),
-    }
-    ran: list[str] = []
-    while found := next_step(steps, records, 10, ran):
-        ran.append(found.name)
-    assert ran == ["d", "b", "a"]
-
-
-def test_a_step_that_does_not_fit_leaves_the_time_to_a_shorter_one() -> None:
-    steps = [step("long", 100), step("short", 10)]
-    assert [next_step(steps, {}, seconds) for seconds in (100, 99, 9)] == [*steps, None]
-
-
 def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(
     tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
 ) -> None:
@@ -168,8 +142,9 @@ def test_the_same_command_goes_on_where_it_was(
     assert start(steps).wait(TIMEOUT_S) == 0
     # What is unfinished goes on while there is time; what failed waits for the next run.
     assert order(tmp_path) == ["done", "flaky", "parts", "parts"]
-    assert start(steps).wait(TIMEOUT_S) == 0
-    assert order(tmp_path)[4:] == ["flaky"]
+    write_step("untried", "figures(n=attempt)")
+    assert start([*steps, ("untried", 0.0, 30.0)]).wait(TIMEOUT_S) == 0
+    assert order(tmp_path)[4:] == ["untried", "flaky"]
     assert all(record(tmp_path, name).status is StepStatus.DONE for name, _, _ in steps)
     assert record(tmp_path, "parts").attempts == 2
 
