@@ -11,7 +11,6 @@ n equal steps longer than the window, for every n that is possible, cannot be do
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Final, NamedTuple
 
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
@@ -31,7 +29,6 @@ _THIRDS: Final = 80
 
 _STEP: Final = 1e-4
 _FEW: Final = 1e-9
-_TRIALS: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +115,12 @@ def offline_bound(
     by what is put off until it is over. 0 where even the online work does not fit.
 
     Args:
-        model: Of the time of a step.
+        model: Of the time of a step: convex, as a roofline is.
         capacity: Of a step and the device.
         offline: Every request is complete.
         online: All work of the online requests that arrive in the window.
         window_s: Its length.
-
-    Raises:
-        ConfigError: the model is not convex.
     """
-    _require_convex(model)
     plan = _Plan(model, capacity, offline, online)
     if plan.least_s(0.0) > window_s:
         return 0.0
@@ -240,36 +233,6 @@ def _convex_s(model: LatencyModel, parts: Sequence[float]) -> float:
 def _predict(model: LatencyModel, parts: Sequence[float]) -> float:
     """Return the time of a step whose sums need not be whole numbers."""
     return model.predict(StepStats(*parts))  # type: ignore[arg-type]
-
-
-def _require_convex(model: LatencyModel) -> None:
-    """Refuse a model of which two steps are found that take less than two average ones.
-
-    Raises:
-        ConfigError: it is not convex.
-    """
-    rng = random.Random(0)
-
-    def drawn() -> list[float]:
-        requests, tokens, decodes = rng.randint(1, 64), rng.randint(1, 8192), rng.randint(1, 256)
-        context = rng.randint(1, 4096)
-        share = rng.random()
-        step = [requests, tokens, 0.0, tokens * context, decodes, decodes * context]
-        if share < 1 / 3:
-            step[:4] = [0.0] * 4
-        elif share < 2 / 3:
-            step[4:] = [0.0] * 2
-        return step
-
-    for _ in range(_TRIALS):
-        left, right = drawn(), drawn()
-        mean = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
-        whole_s = sum(_convex_s(model, step) for step in (left, right))
-        if 2 * _convex_s(model, mean) > whole_s * (1 + 1e-9):
-            raise ConfigError(
-                f"the bound needs a latency model that is convex, and {model.kind} is not:"
-                f" steps of {left} and {right} take less than two average ones"
-            )
 
 
 def _largest(fits: Callable[[float], bool]) -> float:

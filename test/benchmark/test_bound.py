@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import islice, pairwise
 
@@ -12,11 +11,9 @@ from hypothesis import strategies as st
 
 from bound_bench.upper_bound import Capacity, OfflineShape, Required, offline_bound, required
 from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
-from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
@@ -76,18 +73,6 @@ def test_a_shared_prefix_is_computed_once() -> None:
     trace = [TraceRequest(index, 0.0, 1500, 1, hash_ids=(1, 2, 3)) for index in range(2)]
     online = required(trace, SloTargets(ttft_s=1.0))
     assert online.prompt_tokens == 1500 + 1
-
-
-def test_a_model_that_is_not_convex_is_refused() -> None:
-    class Thrifty(RooflineModel):
-        """Two small steps of it take longer than one that is not in between."""
-
-        def predict(self, batch: StepStats) -> float:
-            return math.sqrt(batch.compute_tokens) * 1e-3
-
-    model = Thrifty.from_datasheet(MODEL.shape, MODEL.hardware)
-    with pytest.raises(ConfigError, match="convex"):
-        offline_bound(model, LARGE, OfflineShape(100, 10), Required(), 10.0)
 
 
 def simulated(
