@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.results import claim_folder
+from common.results import claim_folder, settings_of
 from gpu.driver import Driver, StepStatus
 from gpu.llama_shape import write_llama_shape
 from gpu.steps import DRY_RUN_NOTE, STEPS, GpuSetting, Step
@@ -39,17 +39,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     out: Path = args.out.resolve()
     try:
-        asked = {name: str(vars(args)[name]) for name in _SETTING}
-        claim_folder(out / "setting.json", asked)
         setting = GpuSetting(
             dry_run=args.dry_run_cpu,
-            model_path=args.model_path or str(prepare_model(out / "work", args.dry_run_cpu)),
+            model_path=args.model_path or str(out / "work" / "model"),
             load_format=args.load_format,
             attention_backend=args.attention_backend,
             sampling_backend=args.sampling_backend,
             more_flags=tuple(shlex.split(args.server_flags)),
         )
-    except ConfigError as error:
+        claim_folder(out / "setting.json", settings_of(setting))
+        if args.model_path is None:
+            make_model(Path(setting.model_path), args.dry_run_cpu)
+    except (ValueError, ConfigError) as error:
         say(str(error))
         return 2
     steps = [step for step in STEPS if step.name in args.steps]
@@ -76,11 +77,12 @@ def run(
     return int(any(record.status is StepStatus.FAILED for record in driver.records.values()))
 
 
-def prepare_model(work: Path, dry_run: bool) -> Path:
-    """Return the folder of a model without weights, made if need be."""
+def make_model(folder: Path, dry_run: bool) -> None:
+    """Make a model without weights if need be."""
     if dry_run:
-        return make_small_model(work / "model", SmallModelSpec())
-    return write_llama_shape(work / "model")
+        make_small_model(folder, SmallModelSpec())
+    else:
+        write_llama_shape(folder)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -113,13 +115,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--sampling-backend", default="pytorch", help="SGLang's flag")
     add("--server-flags", default="", metavar="'FLAGS'", help="for every server alike")
     return parser.parse_args(argv)
-
-
-_SETTING = (
-    *("dry_run_cpu", "model_path", "load_format", "attention_backend"),
-    *("sampling_backend", "server_flags"),
-)
-"""What must be equal for figures to lie in one folder."""
 
 
 def say(text: str) -> None:
