@@ -38,12 +38,11 @@ class DiskFaults:
         else:
             mark.unlink()
 
-    def tear(self) -> int:
-        """Take unsynced tails off the files of a server that does not run; return their number.
+    def tear(self) -> None:
+        """Take unsynced tails off the files of a server that does not run.
 
         A tail is cut at a random byte, zeroed from there, or kept: the kernel had written it.
         """
-        torn = 0
         synced = self._synced_bytes()
         for path in self._data.rglob("*"):
             if not path.is_file() or path.name.endswith(_OF_SQLITE):
@@ -53,13 +52,11 @@ class DiskFaults:
             fate = self._rng.choice(("cut", "zeroed", "kept"))
             if first == found.st_size or fate == "kept":
                 continue
-            torn += 1
             end = self._rng.randint(first, found.st_size - 1)
             with path.open("r+b") as file:
                 file.truncate(end)
                 if fate == "zeroed":
                     file.truncate(found.st_size)
-        return torn
 
     def _synced_bytes(self) -> dict[int, int]:
         notes = self._notes / "synced"
