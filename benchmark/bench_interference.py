@@ -20,9 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from common.results import write_results
 from interference_bench.load import TRAFFIC, load_parser
 from interference_bench.report import table
@@ -35,9 +32,8 @@ def main() -> None:
     options = parse_options()
     systems = {name: SYSTEMS[name] for name in (ALONE, *options.systems)}
     rows: Sequence[Mapping[str, Any]] = ()
-    with Progress(console=Console(stderr=True)) as progress:
-        for rates, rows in measured(systems, options, progress):
-            write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    for rates, rows in measured(systems, options):
+        write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
     print(table(rows, list(systems)))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
-
-from rich.progress import Progress
 
 from common.own_process import OwnProcess
 from interference_bench.engine import CpuClockEngine
@@ -50,9 +49,7 @@ def _engines(
 
 
 def measured(
-    systems: Mapping[str, EngineSystem],
-    options: argparse.Namespace,
-    progress: Progress,
+    systems: Mapping[str, EngineSystem], options: argparse.Namespace
 ) -> Iterator[tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]]:
     """Run systems under the same loads; yield the rates of full load and all rows so far.
 
@@ -60,18 +57,15 @@ def measured(
     caller has its turn.
     """
     loads = [(kind, share) for kind in options.traffic for share in options.load]
-    num_runs = options.repeats * len(loads) * len(systems) + len(options.traffic)
-    bar = progress.add_task("running", total=num_runs)
     rates = {}
     with _engines({ALONE: SYSTEMS[ALONE]}, options) as running:
         for kind in options.traffic:
-            progress.update(bar, description=f"{kind}: how many make what load")
+            print(f"{kind}: how many make what load", file=sys.stderr)
             # At a rate that leaves it idle for most of the time: more would share decode steps.
             alone: RunOutcome = running[ALONE].call(
                 "run", Load(TRAFFIC[kind], 1.0, options.seconds, seed=99)
             )
             rates[kind] = len(alone.ttft_s) / alone.busy_s
-            progress.advance(bar)
     rows: list[dict[str, Any]] = []
     for kind, share in loads:
         # Each load has engines of its own, which remember no other traffic.
@@ -79,10 +73,9 @@ def measured(
             for repeat in range(options.repeats):
                 load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
                 for name in random.Random(repeat).sample(list(systems), len(systems)):
-                    progress.update(bar, description=f"{kind} at {share:.0%}: {name}")
+                    print(f"{kind} at {share:.0%}, {repeat}: {name}", file=sys.stderr)
                     head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
                     own = load.beside(options) if systems[name].has_offline else load
                     outcome: RunOutcome = running[name].call("run", own)
                     rows.append({**head, **figures(outcome)})
-                    progress.advance(bar)
-        yield rates, rows
+                yield rates, rows

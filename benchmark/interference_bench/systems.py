@@ -35,10 +35,5 @@ SYSTEMS: Final[Mapping[str, EngineSystem]] = {
         f"stock, chunks of {tokens}": EngineSystem(flags=stock.tuned(tokens))
         for tokens in stock.CHUNK_TOKENS
     },
-    **{
-        f"stock, decodes between chunks of {tokens}": EngineSystem(flags=stock.interleaved(tokens))
-        for tokens in stock.CHUNK_TOKENS
-        if stock.has_decode_interval()
-    },
 }
 """By name; latencies are divided by those of ``ALONE``."""
