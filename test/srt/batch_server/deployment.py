@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import openai
 from openai.types import Batch
 
 from batch import route_calls
-from sglang_coserve.local_server import LocalServer, free_port
+from sglang_coserve.local_server import LocalServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
@@ -40,59 +41,36 @@ def lines(count: int, max_tokens: int = 8, url: str = COMPLETIONS, **extra: Any)
     return "".join(line(f"id-{n}", max_tokens, url, **extra) for n in range(count)).encode()
 
 
-class Deployment:
+class Deployment(LocalServer):
     """A server on one directory, with whatever policy a test needs."""
 
     def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
-        self._port = free_port()
-        self._flags = [
-            *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
-            *("--admin-api-key", ADMIN_KEY, "--served-model-name", "small"),
-            *("--coserve-data-dir", str(self.data), *flags),
-        ]
-        self._policy = ""
         self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
-        self.base_url = f"http://127.0.0.1:{self._port}"
+        super().__init__(
+            [
+                *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
+                *("--admin-api-key", ADMIN_KEY, "--served-model-name", "small"),
+                *("--coserve-data-dir", str(self.data), *flags),
+            ],
+            log_path=self.log,
+            ready_timeout_s=START_S,
+        )
+        self._without_policy = self._command
+        self._policy = ""
 
     def start(self, policy: str = "fifo") -> None:
         self._policy = policy
-        self._server = LocalServer(
-            [*self._flags, "--offline-policy", policy],
-            log_path=self.log,
-            port=self._port,
-            ready_timeout_s=START_S,
-            extra_env=self.environment,
-        )
-        self._server.start()
+        self._command = [*self._without_policy, "--offline-policy", policy]
+        self._env = {**os.environ, **self.environment}
+        super().start()
 
     def plan_with(self, policy: str) -> None:
         """Go on under ``policy``, started again if need be."""
         if policy != self._policy:
             self.stop()
             self.start(policy)
-
-    def stop(self) -> None:
-        self._server.stop()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """The status with which it ends; None if it does not."""
-        return self._server.wait(timeout_s)
-
-    def kill(self) -> None:
-        """End all of its processes at once, as a power failure does."""
-        self._server.kill()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process with the HTTP server has ended."""
-        return self._server.has_ended
-
-    @property
-    def pid(self) -> int:
-        """Of the process with the HTTP server and the Batch API."""
-        return self._server.pid
 
     def client(self, api_key: str = API_KEY) -> openai.OpenAI:
         url = f"{self.base_url}/v1"
