@@ -68,6 +68,8 @@ def test_captured_batch_sizes_are_fitted_apart(measurements: list[ShapeTiming]) 
         ("NVIDIA H200", 989.5e12, "datasheet"),
         ("CPU AMD EPYC, 2 cores, 1 threads", 1e11, "assumed"),
         ("NVIDIA RTX 9999", 312e12, "unknown GPU"),
+        ("NVIDIA RTX A4000", 312e12, "unknown GPU"),
+        ("NVIDIA A40", 149.7e12, "datasheet"),
     ],
 )
 def test_datasheets(hardware: str, flop_per_s: float, source: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class ProfiledMachine:
         """The device's peak performance; if unknown, assumed values to start a fit from."""
         name = self.hardware.lower()
         for known in HARDWARE.values():
-            if known.name in name:
+            if re.search(rf"\b{known.name}\b", name):  # An A4000 is no A40.
                 return known
         if "cpu" in name:
             return replace(_ANY_CPU, name=self.hardware)
