@@ -49,6 +49,7 @@ class NaiveQueue:
         self.draw = self.random.random()
         self.last_prompt: Prompt = ()
         self.num_overtakes = 0
+        self.without_room: set[int] = set()
 
     def stalest(self) -> int:
         return min(self.trie.waiting, key=lambda n: (self.requests[n].arrival_s, n))
@@ -91,6 +92,12 @@ class NaiveQueue:
         self.draw = self.random.random()
         self.last_prompt = self.trie.prompts[number]
         self.trie.suspend(number)
+        self.without_room.clear()
+
+    def leave_a_candidate(self) -> None:
+        self.without_room &= {*self.trie.waiting}
+        if len(self.without_room) == len(self.trie.waiting):
+            self.without_room.clear()
 
     def cached(self, number: int, num_cached: int) -> None:
         follower = self.trie.near(self.last_prompt)[0]
@@ -99,12 +106,13 @@ class NaiveQueue:
         self.trie.promote(number, num_cached)
 
     def upcoming(self, now_s: float) -> list[str]:
-        """The order in which everything that waits would be picked."""
+        """The order in which everything that waits would be picked, but for what has no room."""
         ahead = copy.deepcopy(self)
         rids = []
         while (number := ahead.next(now_s)) is not None:
             ahead.take(number)
-            rids.append(self.requests[number].rid)
+            if number not in self.without_room:
+                rids.append(self.requests[number].rid)
         return rids
 
 
@@ -146,11 +154,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def pick(self) -> None:
-        number = self.naive.next(self.now_s)
+        ahead = self.naive.upcoming(self.now_s)
         request = pick(self.queue, self.now_s)
-        if number is None:
-            assert request is None
-        else:
+        assert (None if request is None else request.rid) == next(iter(ahead), None)
+        if request is not None:
+            number = int(request.rid[1:])
             assert request == self.naive.requests[number]
             self.naive.take(number)
 
@@ -181,6 +189,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.cached(f"r{number}", num_tokens)
         self.naive.cached(number, num_tokens)
 
+    @rule(data=st.data())
+    def find_no_room(self, data: st.DataObject) -> None:
+        """Also for one that runs, has ended or never came, of which nothing is noted."""
+        number = data.draw(st.integers(0, self.num_added))
+        self.queue.no_room(f"r{number}")
+        self.naive.without_room.add(number)
+        self.naive.leave_a_candidate()
+
     @rule(prompt=prompts)
     def look_for_the_nearest(self, prompt: Prompt) -> None:
         found = self.queue.nearest(pack_tokens(prompt))
@@ -193,6 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(list(self.naive.requests)))
         assert self.queue.remove(f"r{number}") == self.naive.requests.pop(number)
         self.naive.trie.remove(number)
+        self.naive.leave_a_candidate()
 
     @rule(seconds=st.integers(1, 5))
     def let_time_pass(self, seconds: int) -> None:
