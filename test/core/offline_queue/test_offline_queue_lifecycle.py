@@ -54,6 +54,15 @@ def test_a_long_request_starts_when_it_would_end_last(num_others: int, goes_firs
     assert (next(queue.candidates(0.0)).rid == "long") == goes_first
 
 
+def test_only_the_first_of_a_branch_is_news_to_the_cache() -> None:
+    queue = queue_of(offline("a-1", "t a x"), offline("a-2", "t a y"), offline("b-1", "t b x"))
+    queue.take("a-1")
+    queue.add(offline("b-2", "t b y"))
+    queue.add(offline("c-1", "t c x"))
+    assert not queue.opens_branch("b-2")
+    assert queue.opens_branch("c-1")
+
+
 def test_changing_the_queue_under_its_candidates_is_a_bug() -> None:
     queue = queue_of(*groups(2, 2))
     candidates = queue.candidates(0.0)
