@@ -163,7 +163,7 @@ class _Plan:
         fewest_s = seconds(fewest)
         if seconds(fewest * (1 + _STEP)) >= fewest_s:
             return fewest_s  # Convex in the steps, it only grows.
-        return _least(seconds, fewest, prompt_tokens + all_decodes)[1]
+        return _least(seconds, fewest, prompt_tokens + all_decodes)
 
 
 def _keys(prompt_tokens: int, output_tokens: int) -> int:
@@ -248,15 +248,15 @@ def _largest(fits: Callable[[float], bool]) -> float:
     return high
 
 
-def _least(value: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Return where a convex function is least within the range, and its value there."""
+def _least(value: Callable[[float], float], low: float, high: float) -> float:
+    """Return the least value of a convex function within the range."""
     high = max(low, high)
-    best = min((value(low), low), (value(high), high))
+    best = min(value(low), value(high))
     for _ in range(_THIRDS):
         left, right = low + (high - low) / 3, high - (high - low) / 3
         left_value, right_value = value(left), value(right)
-        best = min(best, (left_value, left), (right_value, right))
+        best = min(best, left_value, right_value)
         low, high = (low, right) if left_value <= right_value else (left, high)
         if high - low <= 1e-9 * high:
             break
-    return best[1], best[0]
+    return best
