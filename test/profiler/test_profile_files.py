@@ -70,6 +70,7 @@ def test_captured_batch_sizes_are_fitted_apart(measurements: list[ShapeTiming]) 
         ("NVIDIA RTX 9999", 312e12, "unknown GPU"),
         ("NVIDIA RTX A4000", 312e12, "unknown GPU"),
         ("NVIDIA A40", 149.7e12, "datasheet"),
+        ("NVIDIA GH200 480GB", 989.5e12, "datasheet"),
     ],
 )
 def test_datasheets(hardware: str, flop_per_s: float, source: str) -> None:

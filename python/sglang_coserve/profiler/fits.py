@@ -64,7 +64,7 @@ class ProfiledMachine:
         """The device's peak performance; if unknown, assumed values to start a fit from."""
         name = self.hardware.lower()
         for known in HARDWARE.values():
-            if re.search(rf"\b{known.name}\b", name):  # An A4000 is no A40.
+            if re.search(rf"{known.name}(?!\d)", name):  # A GB200 has B200s; an A4000 is no A40.
                 return known
         if "cpu" in name:
             return replace(_ANY_CPU, name=self.hardware)
