@@ -45,10 +45,9 @@ def _begin(path: Path) -> tuple[Path, TextIO]:
         numbered = path.with_stem(f"{path.stem}.{number}") if number else path
         try:
             # A pipe or a device is opened as it is.
-            if numbered.exists() and not numbered.is_file():
-                return numbered, numbered.open("w", encoding="ascii", buffering=1)
-            # It contains prompts: only the owner may read it, whatever the umask.
-            numbered.touch(mode=0o600, exist_ok=False)
+            if numbered.is_file() or not numbered.exists():
+                # It contains prompts: only the owner may read it, whatever the umask.
+                numbered.touch(mode=0o600, exist_ok=False)
             return numbered, numbered.open("w", encoding="ascii", buffering=1)
         except FileExistsError:
             continue
