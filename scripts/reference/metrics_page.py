@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from prometheus_client import REGISTRY
 
-from sglang_coserve.batch.record import ServiceStatus
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.fleet.report import FleetFamilies
+from sglang_coserve.fleet.report import GATEWAY_METRICS, Families, fleet_values
 from sglang_coserve.srt.monitoring.exporter import REPLICA_METRICS, SERVER_METRICS, Exporter
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "prometheus.md"
@@ -45,8 +44,7 @@ def page() -> str:
     Exporter({**REPLICA_METRICS, **SERVER_METRICS}, {"model_name": "model"})
     registered = [each for each in REGISTRY._collector_to_names if hasattr(each, "_labelnames")]
     server = [(family, each._labelnames) for each in registered for family in each.collect()]
-    status = ServiceStatus({}, 0, 0, 0, 0, 0, 0, "model")
-    families: Iterable[Any] = FleetFamilies(FleetBackend("key"), status, 0.0, {}).collect()
+    families: Iterable[Any] = Families(GATEWAY_METRICS, fleet_values(FleetBackend("key"))).collect()
     gateway = [(family, family._labelnames) for family in families]
     return "\n".join(
         (_SERVER, _table("coserve_", server), _GATEWAY, _table("coserve_gateway_", gateway))

@@ -139,6 +139,19 @@ class BatchEvent:
     """Deliveries that have failed."""
 
 
+_EXPORTED: Final = (*UNFINISHED, "paused")
+"""Of ``batches``, for Prometheus: there a state that no batch has is named, too."""
+
+BATCH_METRICS: Final = {
+    "batches{state}": f"Unfinished batches: {', '.join(_EXPORTED)}; 0 while the engine drains.",
+    "batch_lines_waiting": "Lines of batches that are not in the engine yet.",
+    "batch_required_tokens_per_second": (
+        "What unfinished batches need to be complete within their windows."
+    ),
+}
+"""Metrics for Prometheus, with their labels, without ``coserve_``."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """A moment in the life of the service."""
@@ -167,3 +180,15 @@ class ServiceStatus:
 
     model: str
     """The model that answers lines; unfinished ones continue after a restart if it is the same."""
+
+
+def batch_values(status: ServiceStatus | None, required_tokens_per_s: float) -> dict[str, Any]:
+    """Return the values of ``BATCH_METRICS``, by label where they have one; None: no batches."""
+    states: dict[str, int] = {}
+    if status is not None:
+        states = {**status.batches, "paused": status.paused_batches}
+    return {
+        "batches": {str(state): states.get(state, 0) for state in _EXPORTED},
+        "batch_lines_waiting": 0 if status is None else status.lines_waiting,
+        "batch_required_tokens_per_second": required_tokens_per_s,
+    }

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -14,12 +15,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sglang_coserve.batch.record import UNFINISHED, ServiceStatus
+from sglang_coserve.batch.record import BATCH_METRICS, ServiceStatus, batch_values
 from sglang_coserve.batch.routes.view import VIEW_PATH
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import EngineState, RemoteEngine
 from sglang_coserve.http_lines.messages import decode_message
+from sglang_coserve.lines.background import BACKGROUND_METRICS, background_values
 
 _PATH: Final = f"{VIEW_PATH}?since={1 << 40}"
 """Without the history, which is of a time before."""
@@ -112,8 +114,14 @@ def fleet_metrics(
 
     Without ``batches`` there is no Batch API now. ``background`` is ``TaskSupervisor.state``.
     """
+    values = fleet_values(fleet) | background_values(background)
+    model = {}
+    if batches is not None:
+        values |= batch_values(batches, required_tokens_per_s)
+        model = {"model_name": fleet.served.name}
     registry = CollectorRegistry()
-    registry.register(FleetFamilies(fleet, batches, required_tokens_per_s, background))
+    registry.register(Families(GATEWAY_METRICS | BACKGROUND_METRICS, values))
+    registry.register(Families(BATCH_METRICS, values, model))
     return generate_latest(registry)
 
 
@@ -137,82 +145,58 @@ def _engine_status(fleet: FleetBackend, engine: RemoteEngine) -> dict[str, Any]:
     }
 
 
-class FleetFamilies(Collector):
-    """A gateway's metrics, of one moment; see ``fleet_metrics``."""
+GATEWAY_METRICS: Final = {
+    "gateway_engines{state}": "Engines now, by state.",
+    "gateway_attempts_total{end}": (
+        "Attempts at lines that ended without an answer: moved, engine_lost, given_up; pulled and "
+        "returned, with pools."
+    ),
+    "gateway_lines_waiting": "Lines for which no engine has room now.",
+    "gateway_lines_in_flight{engine}": "Lines that an engine has.",
+    "gateway_lines_served_total{engine}": "Lines that an engine has answered.",
+    "gateway_tokens_total": "Prompt and output tokens of lines.",
+}
+"""Metrics for Prometheus, with their labels, without ``coserve_``."""
+
+
+def fleet_values(fleet: FleetBackend) -> dict[str, Any]:
+    """Return the values of ``GATEWAY_METRICS``."""
+    states = Counter(engine.state for engine in fleet.engines)
+    return {
+        "gateway_engines": {state.value: states[state] for state in EngineState},
+        "gateway_attempts_total": {
+            "engine_lost" if end == "lost" else end: count for end, count in fleet.ends.items()
+        },
+        "gateway_lines_waiting": fleet.lines_waiting,
+        "gateway_lines_in_flight": {each.url: fleet.lines_in(each) for each in fleet.engines},
+        "gateway_lines_served_total": {each.url: each.lines_served for each in fleet.engines},
+        "gateway_tokens_total": fleet.load().total_tokens,
+    }
+
+
+class Families(Collector):
+    """A table of metrics with their values at one moment."""
 
     def __init__(
         self,
-        fleet: FleetBackend,
-        batches: ServiceStatus | None,
-        required_tokens_per_s: float,
-        background: Mapping[str, Mapping[str, Any]],
+        metrics: Mapping[str, str],
+        values: Mapping[str, Any],
+        common: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._fleet = fleet
-        self._batches = batches
-        self._required_tokens_per_s = required_tokens_per_s
-        self._background = background
+        """``common`` are labels that all of them have; a metric without a value is left out."""
+        self._metrics = metrics
+        self._values = values
+        self._common = common
 
     def collect(self) -> Iterator[Metric]:
         """Yield what there is to tell."""
-        fleet, name = self._fleet, "coserve_gateway"
-        states = Counter(engine.state for engine in fleet.engines)
-        engines = GaugeMetricFamily(f"{name}_engines", "Engines now, by state.", labels=["state"])
-        for state in EngineState:
-            engines.add_metric([state.value], states[state])
-        yield engines
-        attempts = CounterMetricFamily(
-            f"{name}_attempts",
-            "Attempts at lines that ended without an answer: moved, engine_lost, given_up; pulled "
-            "and returned, with pools.",
-            labels=["end"],
-        )
-        for end, count in fleet.ends.items():
-            attempts.add_metric(["engine_lost" if end == "lost" else end], count)
-        yield attempts
-        waiting = "Lines for which no engine has room now."
-        yield GaugeMetricFamily(f"{name}_lines_waiting", waiting, fleet.lines_waiting)
-        in_flight = GaugeMetricFamily(
-            f"{name}_lines_in_flight", "Lines that an engine has.", labels=["engine"]
-        )
-        served = CounterMetricFamily(
-            f"{name}_lines_served", "Lines that an engine has answered.", labels=["engine"]
-        )
-        for engine in fleet.engines:
-            in_flight.add_metric([engine.url], fleet.lines_in(engine))
-            served.add_metric([engine.url], engine.lines_served)
-        yield in_flight
-        yield served
-        tokens = "Prompt and output tokens of lines."
-        yield CounterMetricFamily(f"{name}_tokens", tokens, fleet.load().total_tokens)
-        failures = CounterMetricFamily(
-            "coserve_background_failures",
-            "Background tasks that failed and were started again.",
-            labels=["task"],
-        )
-        for task, background in self._background.items():
-            failures.add_metric([task], background["failures"])
-        yield failures
-        if self._batches is not None:
-            yield from self._batch_families(self._batches)
-
-    def _batch_families(self, status: ServiceStatus) -> Iterator[Metric]:
-        """Yield what a single server exports of its batches, under the same names."""
-        model_name = self._fleet.served.name
-        batches = GaugeMetricFamily(
-            "coserve_batches", "Unfinished batches by state.", labels=["model_name", "state"]
-        )
-        for state in UNFINISHED:
-            batches.add_metric([model_name, state], status.batches.get(state, 0))
-        batches.add_metric([model_name, "paused"], status.paused_batches)
-        yield batches
-        for name, text, value in (
-            ("batch_lines_waiting", "Lines that no engine has got yet.", status.lines_waiting),
-            (
-                "batch_required_tokens_per_second",
-                "What all batches that are served need to be complete in their windows.",
-                self._required_tokens_per_s,
-            ),
-        ):
-            family = GaugeMetricFamily(f"coserve_{name}", text, labels=["model_name"])
-            family.add_metric([model_name], value)
+        for pattern, text in self._metrics.items():
+            name, *labels = pattern.rstrip("}").replace("{", ",").split(",")
+            if (found := self._values.get(name)) is None:
+                continue
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"coserve_{name}", text, labels=[*self._common, *labels])
+            for label, value in (found if labels else {None: found}).items():
+                own = [] if label is None else [label]
+                family.add_metric([*self._common.values(), *own], value)
             yield family

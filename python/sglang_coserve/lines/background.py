@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -257,6 +257,17 @@ class TaskSupervisor:
     def _add_running(self, name: str, number: int) -> None:
         with self._lock:
             self._states.setdefault(name, _TaskState()).running += number
+
+
+BACKGROUND_METRICS: Final = {
+    "background_failures_total{task}": "Background tasks that failed and were started again.",
+}
+"""Metrics for Prometheus, with their labels, without ``coserve_``."""
+
+
+def background_values(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of ``BACKGROUND_METRICS`` of a ``TaskSupervisor.state``."""
+    return {"background_failures_total": {name: of["failures"] for name, of in tasks.items()}}
 
 
 def backoff_s(failures: int, first_s: float, max_s: float, rng: random.Random) -> float:

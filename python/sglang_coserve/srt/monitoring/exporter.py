@@ -13,10 +13,14 @@ from typing import Any, Final
 from fastapi import FastAPI
 
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.record import UNFINISHED
+from sglang_coserve.batch.record import BATCH_METRICS, batch_values
 from sglang_coserve.batch.routes.caller import find_service
 from sglang_coserve.core.engine_load import ReplicaLoad
-from sglang_coserve.lines.background import TaskSupervisor
+from sglang_coserve.lines.background import (
+    BACKGROUND_METRICS,
+    TaskSupervisor,
+    background_values,
+)
 from sglang_coserve.srt.admission.admission import OFFLINE_EVENTS
 from sglang_coserve.srt.kv_checkpoint.hooks import COUNTED
 from sglang_coserve.srt.monitoring.latencies import (
@@ -26,9 +30,6 @@ from sglang_coserve.srt.monitoring.latencies import (
     LatencyHistograms,
 )
 
-BACKGROUND_METRICS: Final = {
-    "background_failures_total{task}": "Background tasks that failed and were started again.",
-}
 REPLICA_METRICS: Final = {
     "requests{request_class,state}": "Requests now: state is waiting or running.",
     "online_outstanding_tokens": (
@@ -215,27 +216,13 @@ def latency_values(latencies: LatencyHistograms) -> dict[str, Any]:
     }
 
 
-def background_values(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of a ``TaskSupervisor.state``."""
-    return {"background_failures_total": {name: of["failures"] for name, of in tasks.items()}}
-
-
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
 _INTERVAL_S: Final = 1.0
 
-_STATES: Final = (*UNFINISHED, "paused")
-
-SERVER_METRICS: Final = {
-    **BACKGROUND_METRICS,
-    "batches{state}": f"Unfinished batches: {', '.join(_STATES)}; 0 while the engine drains.",
-    "batch_lines_waiting": "Lines of batches that are not in the engine yet.",
-    "batch_required_tokens_per_second": (
-        "What unfinished batches need to be complete within their windows."
-    ),
-}
+SERVER_METRICS: Final = {**BACKGROUND_METRICS, **BATCH_METRICS}
 """Of the process of the HTTP server."""
 
 
@@ -256,22 +243,13 @@ class ServerMetrics:
     async def publish(self) -> None:
         """Publish how background tasks and batches stand."""
         self._exporter.publish(background_values(self._background.state()))
-        batches: Mapping[str, int] = {}
-        lines_waiting, required_tokens_per_s = 0, 0.0
+        status, required_tokens_per_s = None, 0.0
         try:
             service = find_service(self._app)
             status = await service.status()
-            batches = {**status.batches, "paused": status.paused_batches}
-            lines_waiting = status.lines_waiting
             required_tokens_per_s = service.headroom().required_tokens_per_s
         except BatchApiNotReadyError:
             pass
         except BatchApiOffError:
             return
-        self._exporter.publish(
-            {
-                "batches": {state: batches.get(state, 0) for state in _STATES},
-                "batch_lines_waiting": lines_waiting,
-                "batch_required_tokens_per_second": required_tokens_per_s,
-            }
-        )
+        self._exporter.publish(batch_values(status, required_tokens_per_s))
