@@ -11,7 +11,6 @@ from interference_bench.load import Load, Traffic
 from interference_bench.systems import EngineSystem
 from interference_bench.traces import BurstyTraffic, RecordedTraffic
 from paper import bros, conserve, hygen, ooco
-from paper.testbed import Lengths
 from sglang_coserve.bench_serving.stock import tuned
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.terminal import markdown_table
@@ -85,18 +84,15 @@ _AZURE: Final = RecordedTraffic(sample_path("online"))
 _SHAREGPT: Final = BurstyTraffic(bros.SHAREGPT, cv=1.0)
 
 
-def _of_conserve(cv: float, output_tokens: int = 256) -> BurstyTraffic:
-    return BurstyTraffic(Lengths(4096, 4096, output_tokens, output_tokens), cv)
+def _of_conserve(cv: float) -> BurstyTraffic:
+    return BurstyTraffic(conserve.ONLINE, cv)
 
 
 _ARRIVAL: Final = _ours("hygen", offline_utility_ratio=0.0)
 EFFECTS: Final[Mapping[str, Effect]] = {
     "conserve_preemption": Effect(
         _8B,
-        {
-            "0.1/s": _load(_of_conserve(0.5), 0.1, 600.0, "4096x256", 64),
-            "0.3/s, 16 tokens": _load(_of_conserve(0.5, 16), 0.3, 400.0, "4096x256", 64),
-        },
+        {"0.1/s": _load(_of_conserve(0.5), 0.1, 600.0, "4096x256", 64)},
         {
             "steps run to their end": _ours("conserve", safepoint_interval=0),
             "a safepoint every 4 layers": _ours("conserve", safepoint_interval=4),
@@ -178,26 +174,21 @@ EFFECTS: Final[Mapping[str, Effect]] = {
         bros.TARGETS,
         flags={"max_total_tokens": 216_000, "max_running_requests": 256},
     ),
-    "bros_kept": Effect(
-        ("qwen2.5-32b", "a100", 4),
-        {"10/s": _load(_SHAREGPT, 10.0, 40.0, "768x80", 64)},
-        {
-            "KV computed again": _ours("bros"),
-            "KV kept": _ours("bros", kv_checkpoint="lazy"),
-        },
-        bros.TARGETS,
-        flags={"max_total_tokens": 30_000, "max_running_requests": 256},
-    ),
 }
 
 
 def table(found: Mapping[str, Mapping[str, Sequence[Row]]]) -> str:
     """Return all runs; rows by effect and load."""
-    lines = []
-    for name, loads in found.items():
-        for load, rows in loads.items():
-            for row in rows:
-                figures = (row[key] for key in _COLUMNS)
-                cells = [f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in figures]
-                lines.append([name, load, row["system"], *cells])
+    lines = [
+        [name, load, row["system"], *(_cell(row[key]) for key in _COLUMNS)]
+        for name, loads in found.items()
+        for load, rows in loads.items()
+        for row in rows
+    ]
     return markdown_table(("effect", "load", "system", *_COLUMNS.values()), lines)
+
+
+def _cell(value: float) -> str:
+    if value < 1e-3:
+        return "0"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from emulated_bench import effects
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
 from emulated_bench.effects import EFFECTS
 from emulated_bench.figures import full_rate_per_s, held_share, row
@@ -169,6 +170,18 @@ def test_an_effects_targets_are_those_of_its_first_system_scaled_if_it_says_so()
     assert system.coserve is not None
     assert system.coserve["slo"] == ("ttft p99 <= 105.000ms", "tbt p99 <= 21.000ms")
     assert system.flags["max_total_tokens"] == 42_000
+
+
+def test_the_stored_effects_are_all_there_and_the_table_is_made_of_them() -> None:
+    folder = Path(__file__).parents[2] / "benchmark/results/emulated/effects"
+    loads = {path.stem: json.loads(path.read_text())["loads"] for path in folder.glob("*.json")}
+    for name, effect in EFFECTS.items():
+        assert list(loads[name]) == list(effect.loads)
+        for rows in loads[name].values():
+            assert [one["system"] for one in rows] == list(effect.systems)
+    assert (
+        effects.table({name: loads[name] for name in EFFECTS}) in (folder / "table.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("shared", [0.5, 0.8])
