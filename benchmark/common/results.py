@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,25 +43,6 @@ def write_results(path: Path | None, options: Any, **figures: Any) -> None:
     if path is not None:
         record = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine()}
         write_json(path, {**record, "settings": settings_of(options), **figures})
-
-
-def measure_missing(
-    parts: Mapping[str, Callable[[], dict[str, Any]]],
-    found: MutableMapping[str, Any],
-    write: Callable[[], None],
-) -> bool:
-    """Measure the parts that ``found`` lacks; return whether it has all of them then.
-
-    ``write`` is called after each. One that fails costs none of the others: it is printed, and the
-    same command tries it again.
-    """
-    for name in [each for each in parts if each not in found]:
-        try:
-            found[name] = parts[name]()
-        except (Exception, SystemExit) as error:
-            print(f"{name} failed: {error!r}"[:2000], file=sys.stderr, flush=True)
-        write()
-    return parts.keys() <= found.keys()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
