@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ def flags_of_server() -> set[str]:
 
     parser = argparse.ArgumentParser(add_help=False)
     CoserveConfig.add_cli_args(parser)
+    return options_of(parser)
+
+
+def flags_of_gateway() -> set[str]:
+    from sglang_coserve.config.flags import add_flags
+    from sglang_coserve.fleet.options import GatewayOptions
+
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, fields(GatewayOptions))
     return options_of(parser)
 
 
@@ -90,9 +100,13 @@ def flags_of_curl() -> set[str]:
 
 
 def test_every_flag_in_the_docs_exists() -> None:
-    known = flags_of_server() | flags_of_sglang() | flags_of_coserve() | flags_of_scripts()
+    known = flags_of_server() | flags_of_gateway() | flags_of_sglang() | flags_of_coserve()
     known |= (
-        flags_of_bench_serving() | flags_of_other_versions() | flags_of_routers() | flags_of_curl()
+        flags_of_scripts()
+        | flags_of_bench_serving()
+        | flags_of_other_versions()
+        | flags_of_routers()
+        | flags_of_curl()
     )
     assert sorted(documented() - known) == []
 

@@ -123,8 +123,8 @@ class ObservedEngine(CpuClockEngine):
 
     def learned_resume_s(self, default_s: float) -> float:
         """What a suspension costs by what the core has learned; ``default_s`` before it has."""
-        learned: float = self._scheduler.parts.admission.core._resume_cost.seconds(default_s)
-        return learned
+        learned = self._scheduler.parts.admission.core._resume_s
+        return float(learned.value) if learned.count else default_s
 
     def _arrived(self, now_s: float) -> list[Any]:
         from sglang.srt.managers.io_struct import AbortReq

@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from srt.scripted_engine import Iteration, ScriptedEngine
 
 WAIT_S = 60.0
@@ -77,22 +76,13 @@ def run_live(engine: ScriptedEngine, talk: Callable[[Talker], None]) -> list[Ite
 
 
 def slow_down(engine: ScriptedEngine, layer_s: float) -> list[int]:
-    """Let a prefill of more than 100 tokens take this long a layer, and the core know it.
+    """Let a prefill of more than 100 tokens take this long a layer.
 
     Returns a list that gets the number of each such layer when it begins.
     """
     from sglang_coserve.srt.safepoint.instrument import decoder_layers
 
-    core = engine.scheduler.parts.admission.core
-    core._refiner = None
     layers = decoder_layers(engine.scheduler.tp_worker.model_runner.model)
-    core._model = LinearModel.of(
-        CONSERVE,
-        compute_token_s=len(layers) * layer_s / 128,
-        attention_pair_s=0.0,
-        context_token_s=0.0,
-        iteration_s=0.0,
-    )
     begun: list[int] = []
     for number, layer in enumerate(layers):
         # Within the layer: one that is left out takes no time.
