@@ -66,6 +66,15 @@ def test_with_overlap_an_arrival_is_seen_one_iteration_later_and_ends_hold_on() 
     assert executor.pool.held_tokens == 0
 
 
+def test_late_online_requests_that_overfill_the_kv_do_not_retract_each_other_forever() -> None:
+    requests = [online(f"r{number}", 20, 40, arrival_s=number / 20) for number in range(100)]
+    config = ExecutorConfig(kv_capacity_tokens=400, page_tokens=1)
+    targets = SloTargets(ttft_s=0.1, tpot_s=0.1)
+    run_out(*engine_of(*requests, policy="bros", targets=targets, config=config))
+    computed_tokens = sum(request.worked_tokens for request in requests)
+    assert computed_tokens < 2 * 59 * len(requests)
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     shared = list(range(100, 108))
     first, second = online("a", [*shared, 1, 2], 1), online("b", [*shared, 3, 4], 1, arrival_s=1.0)

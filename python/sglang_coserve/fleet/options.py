@@ -83,11 +83,11 @@ class GatewayOptions(BatchApiConfig):
     )
 
     def __post_init__(self) -> None:
-        BatchApiConfig.__post_init__(self)
         if not self.sources:
             raise ConfigError("no engines: add --engine URL, --engine-dns or --engine-router")
         if self.coserve_data_dir is None:
             raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
+        BatchApiConfig.__post_init__(self)
         if self.router:
             http_address(self.router, "--router")
         elif self.push_prompts:

@@ -20,6 +20,11 @@ from sglang_coserve.core.step_stats import StepStats
 _MAX_BATCH_REQUESTS: Final = 1 << 16
 _ITERATION_WEIGHT: Final = 0.1
 
+_GROWTH_TOKENS: Final = 4
+"""KV that each running online request is left to grow by when another is admitted. Simulated,
+Qwen2.5-32B with 30,000 tokens of KV, 10, 14 and 20 requests/s: P99 TTFT 1.0, 3.6 and 13.9 s; with
+none 1.0, 42 and 114 s and 100 times the retractions; with 16 1.7, 3.6 and 13.5 s."""
+
 
 @dataclass
 class BrosPolicy(Policy):
@@ -42,7 +47,8 @@ class BrosPolicy(Policy):
 
     Differences from the paper: a deadline that is already missed bounds nothing, or one late
     request would stop the engine. Prompts are cut into chunks where the paper
-    would leave them waiting. Since blocks are not shared bidirectionally (§V), KV to restore is
+    would leave them waiting. Online requests that overfill the KV wait until those that run have
+    some room to grow. Since blocks are not shared bidirectionally (§V), KV to restore is
     KV to compute again, so requests with KV come before the queue.
     """
 
@@ -234,6 +240,8 @@ class _Packing:
         if tokens == 0:
             return False
         kv_tokens = self._kv(candidate)
+        if candidate.is_online and candidate.prompt.is_new and not self._lets_grow(kv_tokens):
+            return False
         has_room, memory = self._has_room(candidate, kv_tokens), self._batch.memory
         if not has_room and not (
             candidate.is_online
@@ -312,6 +320,17 @@ class _Packing:
         return self._batch.memory.has_room(
             kv_tokens, self._slots + candidate.prompt.is_new, requests=self._num_chosen + 1
         )
+
+    def _lets_grow(self, kv_tokens: int) -> bool:
+        """Return whether the running online requests can grow beside a new one.
+
+        If not, it would take what one of them gave up, and they would retract each other step
+        by step. Offline requests give way at any time: beside them it is always so.
+        """
+        memory = self._batch.memory
+        growth_tokens = memory.headroom_tokens(_GROWTH_TOKENS, len(self._batch.online_decodes))
+        has_room = memory.has_room(self._kv_tokens + kv_tokens + growth_tokens)
+        return has_room or memory.next_victim() is not None
 
     def _kv(self, candidate: _Candidate) -> int:
         if candidate.request is not None and candidate.is_decode:
