@@ -155,7 +155,7 @@ async def test_a_line_that_is_too_large_ends_no_other() -> None:
 
 
 async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None:
-    attempt = request().moved(0.0, "scripted")
+    attempt = request().to_wire("scripted", 0.0)
     async with posting(engine := LiveEngine()) as post:
         answered = await post(2 * encode_message(LineCall(3, attempt)))
         assert "3 is in use" in answered.json()["fault"]
@@ -163,7 +163,7 @@ async def test_an_id_that_is_in_use_ends_the_stream_with_what_is_wrong() -> None
 
 
 async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
-    attempt = request().moved(0.0, "scripted")
+    attempt = request().to_wire("scripted", 0.0)
     async with posting(LiveEngine(ScriptedBackend())) as post:
         content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
         answered = await post(content)
@@ -302,7 +302,7 @@ async def test_nothing_stays_of_a_line_that_is_given_up_before_its_tokens_were_s
     stream = LineStream(backend, lambda _: None, backend.limits)
     nothing = unsent(stream)
     for number in range(1, 9):
-        call = encode_message(LineCall(number, request(f"{number}").moved(0.0, "scripted")))
+        call = encode_message(LineCall(number, request(f"{number}").to_wire("scripted", 0.0)))
         stream._take({"type": "http.request", "body": call, "more_body": True})
         while not backend.in_flight:
             await asyncio.sleep(0)

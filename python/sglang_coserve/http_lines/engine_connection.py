@@ -134,7 +134,7 @@ class EngineConnection:
         """
         if self._stream is None or self._stream.has_ended:
             self._stream = EngineStream(self._session, self.url)
-        attempt = request.moved(-time.time(), model)
+        attempt = request.to_wire(model, time.time())
         return await self._stream.run(request, attempt, on_tokens, on_prompt)
 
     def ask_back(self, request: LineRequest) -> None:

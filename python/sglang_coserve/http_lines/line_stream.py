@@ -265,7 +265,7 @@ class LineStream:
         elif (why := self._refusal(attempt)) is not None:
             self._ends.append(encode_message(LineEvent(number, moved=why)))
         else:
-            request = attempt.moved(time.time(), attempt.model)
+            request = attempt.from_wire(time.time())
             on_tokens = partial(self._add_tokens, number)
             task = asyncio.ensure_future(self._backend.run(request, on_tokens))
             self._attempts[number] = _RunningAttempt(request, task)

@@ -70,10 +70,15 @@ class LineRequest(msgspec.Struct, frozen=True):
     model: str = ""
     """On the wire, what ``generated`` belongs to, and the answer is to be of."""
 
-    def moved(self, by_s: float, model: str) -> Self:
-        """Return the same with its deadline so much later: on the wire, or from it."""
-        due_s = None if self.deadline_s is None else self.deadline_s + by_s
-        return msgspec.structs.replace(self, deadline_s=due_s, model=model)
+    def to_wire(self, model: str, now_s: float) -> Self:
+        """Return it as it is sent: the time left in place of the deadline."""
+        left_s = None if self.deadline_s is None else self.deadline_s - now_s
+        return msgspec.structs.replace(self, deadline_s=left_s, model=model)
+
+    def from_wire(self, now_s: float) -> Self:
+        """Return what ``to_wire`` made with its deadline by this machine's clock."""
+        due_s = None if self.deadline_s is None else self.deadline_s + now_s
+        return msgspec.structs.replace(self, deadline_s=due_s)
 
 
 class FailureKind(Enum):
