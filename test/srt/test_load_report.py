@@ -18,6 +18,7 @@ import pytest
 from sglang_coserve.core.engine_load import EngineLoad
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.local_server import LocalServer
+from waiting import eventually
 
 KV_TOKENS = 2048
 NUM_OFFLINE = 24
@@ -133,7 +134,8 @@ def test_offline_work_gives_way_and_online_work_does_not(http: httpx.Client) -> 
         assert (found["num_total_tokens"], found["num_waiting_uncached_tokens"]) == (0, 0)
         for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "kv_used_tokens"):
             assert gauge(http, f"sglang:{name}") == 0
-        assert gauge(http, 'coserve_kv_tokens{state="reclaimable"') > 0
+        # Published once a second.
+        eventually(lambda: gauge(http, 'coserve_kv_tokens{state="reclaimable"') > 0)
         body = {
             "text": "Who repaired the boat?",
             "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},

@@ -16,7 +16,8 @@ from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from srt.batch_server.deployment import ADMIN_KEY, Deployment, create, extra_of, lines
 from waiting import eventually
 
-CONTENT = lines(10, 100)
+CONTENT = lines(30, 100)
+"""They last until a test has looked, on a busy machine, too."""
 
 
 @pytest.fixture(scope="module")
