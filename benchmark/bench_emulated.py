@@ -293,6 +293,7 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="llama-3.1-8b", help="emulated")
+    add("--hardware", default="h100", help="emulated")
     add("--tp", type=int, default=1, help="so many of these devices")
     add("--traces", type=Path, default=Path("traces"), help="folder of the traces")
     add("--requests", type=int, default=300, help="a run has at least so many online ones")

@@ -123,7 +123,6 @@ def load_parser(description: str, traffic: Iterable[str]) -> argparse.ArgumentPa
     add("--prefixes", type=int, default=0, help="that halves of offline prompts share; 0: none")
     add("--ttft-ms", type=float, help="P99 target")
     add("--tpot-ms", type=float, help="P99 target of gaps")
-    add("--hardware", default="h100", help="emulated")
     add("--host-factor", type=float, help="how long a second of CPU time is")
     add("--core", type=int, default=0, help="all engines run on this one")
     return parser
