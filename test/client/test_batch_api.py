@@ -58,6 +58,10 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+def at(app: LiveApp) -> list[str]:
+    return ["--base-url", app.base_url]
+
+
 def custom_ids(path: Path) -> list[str]:
     return sorted(json.loads(text)["custom_id"] for text in path.read_text().splitlines())
 
@@ -186,6 +190,10 @@ def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output:
         assert job.status.state is JobState.RUNNING
         with pytest.raises(InputFileError, match="another client"):
             client.submit_jsonl(source, output)
+        batch_id = job.status.batch_id
+        assert batch_id is not None
+        code, _, stderr = coserve("results", batch_id, "-o", str(output), *at(held))
+        assert (code, "another client" in stderr) == (2, True)
 
 
 def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: Path) -> None:
@@ -221,7 +229,7 @@ def test_a_table_of_requests_becomes_one_of_results(app: LiveApp, tmp_path: Path
 def test_a_batch_is_left_to_the_server_and_its_results_fetched(
     app: LiveApp, source: Path, output: Path
 ) -> None:
-    server = ["--base-url", app.base_url]
+    server = at(app)
     code, stdout, stderr = coserve("submit", str(source), "--window", "2h", *server)
     assert (code, stderr) == (0, "")
     batch_id = stdout.strip()
@@ -259,7 +267,7 @@ def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output
 
 def test_what_is_for_a_batch_needs_a_batch_api(source: Path, output: Path) -> None:
     with LiveApp(None) as app:
-        server = ["--base-url", app.base_url]
+        server = at(app)
         code, _, stderr = coserve("submit", str(source), *server)
         assert (code, "add -o" in stderr) == (2, True)
         for flags in (["--window", "2h"], ["--priority", "0"], ["--best-effort"]):

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import math
+import ssl
 import subprocess
 import sys
+import threading
+import weakref
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -75,6 +82,77 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path, output: P
         client.submit_jsonl(tmp_path / "missing.jsonl", output)
     with pytest.raises(InputFileError, match="submit a batch"):
         next(read_results(output))
+
+
+def test_a_closed_client_may_be_closed_again_and_its_jobs_still_be_asked(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, output)
+        results = client.results(job)
+        next(results)
+        job.wait()
+        client.close()
+    job.cancel()
+    assert job.wait() == job.status
+    assert len(list(results)) == 52
+    assert len(list(client.results(job))) == 53
+
+
+def test_a_client_forgets_jobs_that_have_ended(
+    server: FaultServer, source: Path, tmp_path: Path
+) -> None:
+    with CoserveClient(server.base_url) as client:
+        job = client.submit_jsonl(source, tmp_path / "first.jsonl")
+        job.wait()
+        first = weakref.ref(job._job)
+        del job
+        client.submit_jsonl(source, tmp_path / "second.jsonl").wait()
+        gc.collect()
+        assert first() is None
+
+
+@pytest.mark.parametrize("name", ["request_timeout_s", "concurrency"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_options_out_of_range(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be greater than 0, not {value}"):
+        ClientOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_server_with_a_certificate_of_ones_own_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authority is in ``SSL_CERT_FILE``, as for other programs."""
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    subject = ("-subj", "/CN=a", "-addext", "subjectAltName=IP:127.0.0.1")
+    made = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    command = ("openssl", "req", "-x509", *made, "-keyout", key, "-out", certificate, *subject)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+    class NoBatches(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    async def has_batches(url: str) -> bool:
+        async with AsyncCoserveClient(url, options=IMPATIENT) as client:
+            return await client.batches.is_on()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoBatches) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            url = f"https://127.0.0.1:{server.server_port}"
+            monkeypatch.setenv("SSL_CERT_FILE", certificate)
+            assert not asyncio.run(has_batches(url))
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("base_url", ["", "localhost:30000", "ftp://x", "http://", "http://a:b"])

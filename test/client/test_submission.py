@@ -18,7 +18,6 @@ SECOND = Submission("digest", "key", input_file_id="file-1", batch_id="batch_1")
 
 def load(output: Path, *saved: Submission) -> Submission:
     file = SubmissionFile(output)
-    file.open()
     try:
         found = file.load("digest")
         for each in saved:
@@ -47,7 +46,6 @@ def test_a_submission_that_cannot_be_synced_is_not_there(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file = SubmissionFile(output)
-    file.open()
     assert file.load("digest") == FIRST
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(InputFileError, match="Input/output error"):

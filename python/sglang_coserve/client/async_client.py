@@ -33,7 +33,9 @@ from sglang_coserve.lines.serve_line import EngineHealth, LineContext
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 
-_POLL_S = 0.2
+POLL_S = 0.2
+"""From one look for new results to the next."""
+
 _JOURNAL_S = 0.25
 _THREADS = 2
 
@@ -84,6 +86,10 @@ class AsyncJob:
         if progress:
             await showing(self.ended(), lambda: self.status)
         await self.ended()
+        return self.outcome()
+
+    def outcome(self) -> JobStatus:
+        """Return the final status of a job that has ended; raises as ``wait`` does."""
         if not self._task.cancelled():
             self._task.result()
         return self.status
@@ -179,7 +185,7 @@ class AsyncCoserveClient:
             job = self._follow(source, output, batch_options or BatchOptions())
         else:
             job = await self._send_lines(source, output, retry_failed=retry_failed)
-        self._jobs.append(job)
+        self._jobs = [*(each for each in self._jobs if each.is_running), job]
         # A task that is cancelled before its first step would never close its files.
         await asyncio.sleep(0)
         return job
@@ -222,7 +228,6 @@ class AsyncCoserveClient:
     def _follow(self, source: Path, output: Path, batch_options: BatchOptions) -> AsyncJob:
         open_input(source).close()
         submission = SubmissionFile(output)
-        submission.open()
         run = ServerBatch(source, output, self.batches, batch_options, submission)
         return AsyncJob(run, output, errors_path(output))
 
@@ -258,16 +263,15 @@ class AsyncCoserveClient:
             CoserveError: the job failed; raised after the results it wrote.
         """
         stream = ResultStream(job.output)
-        while True:
-            was_running = job.is_running
-            results = stream.read_new()
-            for result in results:
-                yield result
-            if not results:
-                if not was_running:
-                    break
-                await job.ended(_POLL_S)
-        await job.wait()
+        has_ended = False
+        while not has_ended:
+            has_ended = not job.is_running
+            while results := stream.read_new():
+                for result in results:
+                    yield result
+            if not has_ended:
+                await job.ended(POLL_S)
+        job.outcome()
 
     async def close(self) -> None:
         """Cancel the jobs that still run and close every connection."""

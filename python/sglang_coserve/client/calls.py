@@ -128,7 +128,12 @@ class Caller:
             base_url=address,
             headers=headers,
             timeout=httpx.Timeout(stall_s, connect=CONNECT_TIMEOUT_S),
-            transport=httpx.AsyncHTTPTransport(trust_env=False, socket_options=_little_unsent()),
+            transport=httpx.AsyncHTTPTransport(
+                # The authorities of the environment count, and its proxies do not.
+                verify=httpx.create_ssl_context(),
+                trust_env=False,
+                socket_options=_little_unsent(),
+            ),
             trust_env=False,
         )
         self._policy = policy

@@ -71,7 +71,7 @@ class ClientOptions:
             ("retry_for_s", policy.retry_for_s),
             ("request_timeout_s", self.request_timeout_s),
         ):
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {value}")
 
 

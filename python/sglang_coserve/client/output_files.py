@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,10 +47,9 @@ def open_input(path: Path) -> BinaryIO:
     return file
 
 
-def lock_output(output: Path) -> int:
-    """Return ``output``, open and locked; it is made if need be.
-
-    ``unlock_file`` ends it.
+@contextmanager
+def locked(output: Path) -> Generator[None]:
+    """Keep other clients from ``output``, which is made if need be, until the context ends.
 
     Raises:
         InputFileError: another client has it, or it cannot be written.
@@ -58,7 +57,7 @@ def lock_output(output: Path) -> int:
     if output.exists() and not output.is_file():
         raise InputFileError(f"{output} is not a regular file: choose another output")
     try:
-        return lock_file(output, 0o666)
+        lock = lock_file(output, 0o666)
     except BlockingIOError as error:
         raise InputFileError(
             f"{output} is being written by another client:"
@@ -66,6 +65,10 @@ def lock_output(output: Path) -> int:
         ) from error
     except OSError as error:
         raise InputFileError(f"cannot write {output}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        unlock_file(lock)
 
 
 @contextmanager
@@ -140,7 +143,7 @@ class ResultFiles:
         self.errors = errors_path(output)
         self.log = ResultLog(self.output, self.errors, mode=0o666)
         self.finished = FinishedLines()
-        self._lock: int | None = None
+        self._lock = ExitStack()
 
     def open(self, source: Path, max_line_bytes: int, *, retry_failed: bool = False) -> None:
         """Lock the files and find out which lines of ``source`` are finished.
@@ -160,7 +163,7 @@ class ResultFiles:
                 raise InputFileError(f"{path} would overwrite the input: choose another output")
             if path.exists() and not path.is_file():
                 raise InputFileError(f"{path} is not a regular file: choose another output")
-        self._lock = lock_output(self.output)
+        self._lock.enter_context(locked(self.output))
         # A line has at least one byte: a number beyond that is from another file,
         # and must not size an array.
         last_possible = source.stat().st_size
@@ -190,9 +193,7 @@ class ResultFiles:
 
     def close(self) -> None:
         """Unlock the files for other clients."""
-        if self._lock is not None:
-            unlock_file(self._lock)
-            self._lock = None
+        self._lock.close()
 
 
 def _add(finished: FinishedLines, last_possible: int, digest: int, line: int) -> bool | None:

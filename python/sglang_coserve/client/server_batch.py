@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -18,10 +19,9 @@ from uuid import uuid4
 import msgspec
 
 from sglang_coserve.client.batch_api import FINAL_STATUSES, Batch, BatchApi
-from sglang_coserve.client.output_files import errors_path, file_errors, lock_output
+from sglang_coserve.client.output_files import errors_path, file_errors, locked
 from sglang_coserve.client.progress import JobState, JobStatus
 from sglang_coserve.durable_files import replace as replace_file
-from sglang_coserve.durable_files import unlock_file
 from sglang_coserve.errors import InputFileError, RequestError, ServerError
 from sglang_coserve.jsonl.lines import read_lines
 from sglang_coserve.lines.background import to_its_end
@@ -66,26 +66,22 @@ def file_digest(path: Path) -> str:
 
 
 class SubmissionFile:
-    """The submission of an output, which nobody else may fill while this is open."""
+    """The submission of an output, which nobody else may fill until this is closed."""
 
     def __init__(self, output: Path) -> None:
-        self._output = output
-        self._path = submission_path(output)
-        self._lock: int | None = None
-
-    def open(self) -> None:
         """Lock the output, which is made if need be.
 
         Raises:
             InputFileError: another client has it, or it cannot be written.
         """
-        self._lock = lock_output(self._output)
+        self._output = output
+        self._path = submission_path(output)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(output))
 
     def close(self) -> None:
         """Unlock the output."""
-        if self._lock is not None:
-            unlock_file(self._lock)
-            self._lock = None
+        self._lock.close()
 
     def remove(self) -> None:
         """Forget the batch."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from sglang_coserve.client.async_client import DEFAULT_BASE_URL, AsyncCoserveClient, AsyncJob
+from sglang_coserve.client.async_client import (
+    DEFAULT_BASE_URL,
+    POLL_S,
+    AsyncCoserveClient,
+    AsyncJob,
+)
 from sglang_coserve.client.local_batch import ClientOptions
-from sglang_coserve.client.output_files import BatchResult
+from sglang_coserve.client.output_files import BatchResult, ResultStream
 from sglang_coserve.client.progress import JobStatus
 from sglang_coserve.client.server_batch import BatchOptions
 
@@ -36,15 +41,18 @@ class Job:
     @property
     def status(self) -> JobStatus:
         """The progress of the job."""
-        return self._client._portal.call(lambda: self._job.status)
+        return self._job.status
 
     def wait(self, *, progress: bool = False) -> JobStatus:
         """Wait for the end and return the final status; see ``AsyncJob.wait``."""
-        return self._client._run(partial(self._job.wait, progress=progress))
+        if self._job.is_running:
+            self._client._run(partial(self._job.wait, progress=progress))
+        return self._job.outcome()
 
     def cancel(self) -> None:
         """Stop the job; see ``AsyncJob.cancel``."""
-        self._client._portal.call(self._job.cancel)
+        if self._job.is_running:
+            self._client._portal.call(self._job.cancel)
 
 
 class CoserveClient:
@@ -61,10 +69,10 @@ class CoserveClient:
         options: ClientOptions | None = None,
     ) -> None:
         self._client = AsyncCoserveClient(base_url, api_key=api_key, options=options)
-        self._portal_ending = ExitStack()
-        self._portal = self._portal_ending.enter_context(
-            start_blocking_portal(name="coserve-client")
-        )
+        self._ending = ExitStack()
+        portal = start_blocking_portal(name="coserve-client")
+        self._portal = self._ending.enter_context(portal)
+        self._ending.callback(self._portal.call, self._client.close)
 
     def submit_jsonl(
         self,
@@ -88,18 +96,19 @@ class CoserveClient:
 
     def results(self, job: Job) -> Iterator[BatchResult]:
         """Yield every result of ``job``; see ``AsyncCoserveClient.results``."""
-        results = self._client.results(job._job)
-        try:
-            with suppress(StopAsyncIteration):
-                while True:
-                    yield self._run(results.__anext__)
-        finally:
-            self._run(results.aclose)
+        stream = ResultStream(job.output)
+        has_ended = False
+        while not has_ended:
+            has_ended = not job._job.is_running
+            while results := stream.read_new():
+                yield from results
+            if not has_ended:
+                self._run(partial(job._job.ended, POLL_S))
+        job.wait()
 
     def close(self) -> None:
         """Cancel the jobs that still run and close every connection."""
-        self._run(self._client.close)
-        self._portal_ending.close()
+        self._ending.close()
 
     def __enter__(self) -> Self:
         return self
