@@ -23,6 +23,9 @@ ENGINE_PATHS: Final = (
 """Routes that bring requests to SGLang's engine, but for the WebSocket /v1/realtime: what it brings
 is online."""
 
+OBJECTIVE_HEADERS: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+"""llm-d's and its older one, of which the first that is there counts: it names the class."""
+
 _KINDS = {400: "BadRequestError"}
 
 _BYTES_PER_S: Final = 32 << 20

@@ -261,10 +261,12 @@ async def fleet_of(client: httpx.AsyncClient, url: str) -> Any:
     return (await client.get(f"{url}/coserve/status")).json()["fleet"]
 
 
-async def passed(url: str, router: RecordingRouter, content: bytes) -> bytes:
+async def passed(
+    url: str, router: RecordingRouter, content: bytes, headers: dict[str, str] | None = None
+) -> bytes:
     """What the router gets of a body."""
     async with httpx.AsyncClient() as client:
-        await client.post(f"{url}/v1/completions", content=content)
+        await client.post(f"{url}/v1/completions", content=content, headers=headers)
     *_, headers, body = router.seen[-1]
     assert dict(headers)[b"content-length"] == str(len(body)).encode()
     return body
@@ -283,21 +285,26 @@ async def test_a_prompt_is_computed_by_a_relaxed_engine_first(tmp_path: Path) ->
             assert (await fleet_of(client, url))["prompts_pushed"] == 1
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b'{"prompt": "hi", "service_tier": "flex"}',
-        b'{"prompt": "hi", "coserve_class": "offline"}',
-        b'{"prompt": "hi", "custom_params": {"coserve_class": "offline"}}',
-        b'{"prompt": ',
-        b'["prompt"]',
-    ],
-)
-async def test_what_is_offline_or_malformed_passes_unchanged(tmp_path: Path, sent: bytes) -> None:
+HI = b'{"prompt": "hi"}'
+FLEX = b'{"prompt": "hi", "service_tier": "flex"}'
+
+
+async def test_what_is_offline_or_malformed_passes_unchanged(tmp_path: Path) -> None:
     backend = ScriptedBackend(answers=leaves_kv)
     async with pushing(tmp_path, LiveEngine(backend, pool="relaxed")) as (url, router):
-        assert await passed(url, router, sent) == sent
+        for sent, headers in (
+            (FLEX, {}),
+            (b'{"prompt": "hi", "coserve_class": "offline"}', {}),
+            (b'{"prompt": "hi", "custom_params": {"coserve_class": "offline"}}', {}),
+            (b'{"prompt": ', {}),
+            (b'["prompt"]', {}),
+            (HI, {"x-llm-d-inference-objective": "batch-7"}),
+            (HI, {"x-gateway-inference-objective": "flex"}),
+        ):
+            assert await passed(url, router, sent, headers) == sent
         assert not backend.started
+        # As at the engines, a gateway's header overrides what the client says.
+        assert await passed(url, router, FLEX, {"x-llm-d-inference-objective": "chat"}) != FLEX
 
 
 @pytest.mark.parametrize("fails", ["answers", "refuses", "hangs", "ends", "is strict"])
@@ -312,12 +319,11 @@ async def test_without_kv_a_request_passes_unchanged(
     async with pushing(tmp_path, engine) as (url, router):
         if fails == "refuses":
             engine.lines.close("it drains")
-        sent = b'{"prompt": "hi"}'
-        passing = asyncio.ensure_future(passed(url, router, sent))
+        passing = asyncio.ensure_future(passed(url, router, HI))
         if fails == "ends":
             await engine.holds(1)
             await engine.kill()
-        assert await passing == sent
+        assert await passing == HI
         if fails == "hangs":
             await engine.holds(0)
 

@@ -21,6 +21,11 @@ from sglang_coserve.logs import LOG_FORMATS
 OFFLINE_POLICIES = ("fifo", "coserve", "conserve", "hygen", "bros", "ooco", "non_preemptive")
 """Ways to decide when offline requests run."""
 
+OFFLINE_OBJECTIVES = (
+    *("batch", "batch-*", "best-effort", "best-effort-*", "flex", "offline", "sheddable*"),
+)
+"""What gateways of llm-d's guides call requests that nobody waits for."""
+
 _BUDGET, _SHEDDING = "iteration_budget_ms", "overload"
 _UTILITY, _RANDOM = "offline_utility_ratio", "offline_random_picks"
 _CHUNK, _BASE = "step_prefill_tokens", "base_batch_requests"
@@ -114,9 +119,9 @@ class CoserveConfig(BatchApiConfig):
         choices=OVERLOADS,
     )
     offline_objectives: tuple[str, ...] = setting(
-        (*("batch", "batch-*", "best-effort", "best-effort-*", "flex", "offline"), "sheddable*"),
+        OFFLINE_OBJECTIVES,
         "Requests with one of these in the header x-llm-d-inference-objective (or "
-        "x-gateway-inference-objective), which gateways set, are offline; with any other they are "
+        "x-gateway-inference-objective), which gateways set, are offline; with any other "
         "online. * stands for any text.",
         nargs="+",
         metavar="NAME",

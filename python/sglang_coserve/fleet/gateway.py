@@ -139,7 +139,8 @@ def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], No
             )
             fleet.served = await asyncio.to_thread(remembered, options.data)
             if router is not None:
-                router.push = PromptPush(fleet) if options.push_prompts else None
+                if options.push_prompts:
+                    router.push = PromptPush(fleet, options.offline_objectives)
                 await stack.enter_async_context(router)
             opened = await stack.enter_async_context(AsyncExitStack())
             for name, work in (

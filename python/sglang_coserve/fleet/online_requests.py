@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final, Self
 
 import aiohttp
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from sglang_coserve.asgi import ENGINE_PATHS, openai_error, send_json
+from sglang_coserve.asgi import ENGINE_PATHS, OBJECTIVE_HEADERS, openai_error, send_json
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.messages import LineMovedError
@@ -70,8 +71,10 @@ _MARK: Final = "coserve_"
 class PromptPush:
     """Has relaxed engines compute the prompts of online requests, and leave their KV."""
 
-    def __init__(self, fleet: FleetBackend) -> None:
+    def __init__(self, fleet: FleetBackend, offline_objectives: Sequence[str]) -> None:
+        """``offline_objectives``: see ``--offline-objectives`` of an engine."""
         self._fleet = fleet
+        self._offline_objectives = offline_objectives
         self._under_way: Counter[str] = Counter()
         """By engine."""
 
@@ -85,7 +88,7 @@ class PromptPush:
             and int(length_bytes) <= self._fleet.limits.max_bytes
         )
 
-    async def pushed(self, path: str, content: bytes) -> bytes:
+    async def pushed(self, scope: Scope, content: bytes) -> bytes:
         """Return the body of a request with a mark that names the KV of its prompt.
 
         It is unchanged where there is none, whatever the reason: the prompt is then computed where
@@ -96,14 +99,25 @@ class PromptPush:
             fields = parse_json(content)
         except (RequestError, BadLineError):
             return content  # Whoever serves it says what is wrong.
-        if not isinstance(fields, dict) or _is_offline(fields):
+        if not isinstance(fields, dict) or self._is_offline(scope, fields):
             return content
-        kv = await self._left(path, fields)
+        kv = await self._left(scope["path"], fields)
         if kv is None:
             return content
         mark = msgspec.json.encode({f"{_MARK}kv": (kv.name, kv.tokens)})
         # The first field, so that the rest stays as it came.
         return mark[:-1] + b"," + content.lstrip()[1:]
+
+    def _is_offline(self, scope: Scope, fields: Mapping[str, Any]) -> bool:
+        """Return what an engine will make of a request; a gateway's header overrides its body."""
+        headers = dict(scope["headers"])
+        named = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), b"")
+        if objective := named.decode("latin-1").strip():
+            return any(fnmatchcase(objective, each) for each in self._offline_objectives)
+        params = fields.get("custom_params")
+        within = params if isinstance(params, dict) else {}
+        is_marked = "offline" in (each.get(f"{_MARK}class") for each in (fields, within))
+        return fields.get("service_tier") == "flex" or is_marked
 
     async def _left(self, path: str, fields: Mapping[str, Any]) -> MovedKv | None:
         """Return what a relaxed engine has left of a request; None if nothing in time."""
@@ -128,13 +142,6 @@ class PromptPush:
         finally:
             self._under_way[engine.url] -= 1
         return None
-
-
-def _is_offline(fields: Mapping[str, Any]) -> bool:
-    params = fields.get("custom_params")
-    within = params if isinstance(params, dict) else {}
-    named = {each.get(f"{_MARK}class") == "offline" for each in (fields, within)}
-    return fields.get("service_tier") == "flex" or True in named
 
 
 class RouterConnection:
@@ -187,7 +194,7 @@ class RouterConnection:
             await body.skip()
         elif self.push is not None and self.push.takes(scope):
             whole = b"".join([piece async for piece in body.pieces()])
-            data = await self.push.pushed(path, whole)
+            data = await self.push.pushed(scope, whole)
             headers["content-length"] = str(len(data))
         has_begun = False
         try:

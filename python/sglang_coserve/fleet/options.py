@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from sglang_coserve.config import BatchApiConfig
+from sglang_coserve.config import OFFLINE_OBJECTIVES, BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
 from sglang_coserve.config.settings_file import with_settings
 from sglang_coserve.errors import ConfigError
@@ -53,8 +53,8 @@ class GatewayOptions(BatchApiConfig):
     )
     router: str | None = setting(
         None,
-        "where online requests go on to, unchanged, so that clients need one address; by default "
-        "they are told to go to the router themselves",
+        "where online requests go on to, unchanged; by default clients are told to go there "
+        "themselves",
         metavar="URL",
     )
     push_prompts: bool = setting(
@@ -62,6 +62,12 @@ class GatewayOptions(BatchApiConfig):
         "let relaxed engines compute the prompts of these requests, and leave their KV for the "
         "strict ones behind the router (docs/fleet.md, pools)",
         action="store_true",
+    )
+    offline_objectives: Sequence[str] = setting(
+        OFFLINE_OBJECTIVES,
+        "the engines' --offline-objectives: such prompts are not computed first",
+        nargs="+",
+        metavar="NAME",
     )
     engine_admin_key: str | None = setting(
         None,

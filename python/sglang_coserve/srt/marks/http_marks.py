@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from sglang_coserve.asgi import OBJECTIVE_HEADERS
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError, UnknownClassError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, GatewayHints
@@ -85,9 +86,8 @@ def _class_of_tier(tier: object) -> RequestClass:
     return SERVICE_TIERS[tier]
 
 
-# Of one header the names, of which the first that is there counts: llm-d's, its older one, and that
-# of SGLang's router.
-_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+# As of ``OBJECTIVE_HEADERS`` the first that is there counts: llm-d's, its older one, and that of
+# SGLang's router.
 _TTL: Final = (b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl")
 _TTFT: Final = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms", b"x-sgl-ttft-slo-ms")
 _TPOT: Final = (b"x-llm-d-slo-tpot-ms", b"x-slo-tpot-ms")
@@ -108,7 +108,7 @@ def marks_of_headers(headers: Iterable[tuple[bytes, bytes]]) -> GatewayHints:
     found = {name: value for name, value in headers if name.startswith(b"x-")}
     if not found:
         return GatewayHints()
-    _, objective = _first(found, _OBJECTIVE)
+    _, objective = _first(found, OBJECTIVE_HEADERS)
     name, ttl = _first(found, _TTL)
     hints = GatewayHints(
         objective=objective.decode("latin-1").strip() or None,
