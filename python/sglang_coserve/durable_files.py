@@ -78,7 +78,7 @@ def replace(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o600) 
     """Put what ``write`` writes at ``path``, whole: a crash leaves it, or what was there before.
 
     Several processes may do so at once: one of them wins. What a killed one leaves,
-    ``discard_unfinished`` removes.
+    ``discard`` removes.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -94,8 +94,9 @@ def replace(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o600) 
     sync_names(path.parent)
 
 
-def discard_unfinished(path: Path) -> None:
-    """Remove what killed calls of ``replace`` have left beside ``path``."""
+def discard(path: Path) -> None:
+    """Remove ``path``, if it is there, and what killed calls of ``replace`` have left beside it."""
+    path.unlink(missing_ok=True)
     for unfinished in path.parent.glob(f"{escape(path.name)}.*.part"):
         unfinished.unlink(missing_ok=True)
 

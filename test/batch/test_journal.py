@@ -134,11 +134,13 @@ def test_a_damaged_byte_costs_tokens_but_makes_none(
     assert list(again.tokens(1)) == [*tokens, 7]
 
 
-def test_a_full_disk_is_named() -> None:
+def test_a_failing_disk_is_named(tmp_path: Path) -> None:
     journal = a_journal(Path("/dev/full"))
     journal.add(1, [1])
     with pytest.raises(StorageError, match="No space left"):
         write(journal)
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        a_journal(tmp_path).delete()
 
 
 @settings(deadline=None)

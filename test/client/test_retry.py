@@ -109,5 +109,6 @@ def test_retry_after_in_both_forms() -> None:
     assert retry_after_s("7", now) == 7.0
     assert retry_after_s("Thu, 01 Jan 2026 12:00:30 GMT", now) == 30.0
     assert retry_after_s("Thu, 01 Jan 2026 11:00:00 GMT", now) == 0.0
-    for nothing in (None, "", "soon", "-5", "1.5"):
+    far = "Thu, 01 Jan 99999999999999999999 12:00:00 GMT"
+    for nothing in (None, "", "soon", "-5", "1.5", far):
         assert retry_after_s(nothing, now) is None

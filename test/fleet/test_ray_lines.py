@@ -16,7 +16,7 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
-from sglang_coserve.fleet.engine import EngineList
+from sglang_coserve.fleet.engine import EngineList, EngineSource
 from waiting import until
 
 pytest.importorskip("ray")
@@ -75,6 +75,16 @@ async def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
         await engine.kill()
         with pytest.raises(ServerGoneError, match="no engine has taken lines for 1 s: http"):
             await serving
+
+
+async def test_the_job_names_the_engines_that_cannot_be_used() -> None:
+    class Grpc(EngineSource):
+        async def urls(self) -> Sequence[str]:
+            return ["grpc://a:1"]
+
+    async with FleetLines(Grpc(), ADMIN_KEY, job="job", no_engine_timeout_s=0.1) as lines:
+        with pytest.raises(ServerGoneError, match=r"0\.1 s: .*grpc://a:1"):
+            await answered(lines, text("a"))
 
 
 async def test_the_job_fails_at_once_when_no_engine_takes_the_key() -> None:
@@ -137,9 +147,11 @@ def test_a_dataset_without_requests_is_refused_before_any_engine_is_asked() -> N
         ({"engines": []}, "name one at least"),
         ({"engines": "http://a:1"}, "a list"),
         ({"engines": ["a:1"]}, "http://HOST:PORT"),
+        ({"engines": ["http://a:1/v1"]}, "http://a:1/v1.*http://HOST:PORT"),
         ({"admin_key": None}, "COSERVE_ENGINE_ADMIN_KEY"),
         ({"actors": 0}, "actors=0"),
         ({"lines_per_block": -1}, "lines_per_block=-1"),
+        ({"no_engine_timeout_s": float("nan")}, "no_engine_timeout_s=nan"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_told_at_once(

@@ -319,13 +319,22 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
 ) -> None:
     """Deaf, it would seem to work for as long as it sends its heartbeat."""
 
-    def fail(*_: object) -> None:
-        raise ArithmeticError("out of luck")
+    begin = LineStream._begin
 
-    async with connected(heartbeat_s=0.05) as (engine, connection):
-        first = await held(engine, connection)
-        monkeypatch.setattr(LineStream, "_begin", fail)
-        second = asyncio.ensure_future(connection.run(request("b"), "scripted", ignore))
-        for attempt in (first, second):
-            with pytest.raises(EngineLostError):
-                await asyncio.wait_for(attempt, 30)
+    def fail(stream: LineStream, number: int, attempt: LineRequest) -> None:
+        if attempt.body["prompt"] == "bad":
+            raise ArithmeticError("out of luck")
+        begin(stream, number, attempt)
+
+    monkeypatch.setattr(LineStream, "_begin", fail)
+    for come_together in (True, False):
+        async with connected(heartbeat_s=0.05) as (engine, connection):
+            attempts = [asyncio.ensure_future(connection.run(request(), "scripted", ignore))]
+            if not come_together:
+                await engine.holds(1)
+            bad = connection.run(request("bad"), "scripted", ignore)
+            attempts.append(asyncio.ensure_future(bad))
+            for attempt in attempts:
+                with pytest.raises(EngineLostError):
+                    await asyncio.wait_for(attempt, 30)
+            await engine.holds(0)

@@ -11,7 +11,7 @@ from typing import Final
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Progressed, ServedBy
-from sglang_coserve.durable_files import discard_unfinished
+from sglang_coserve.durable_files import discard
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.lines import FileLine
@@ -194,5 +194,7 @@ class JobLines:
         return self._input, context.backend.limits.max_bytes, is_wanted, context.threads
 
     def _delete_order(self) -> None:
-        self._order.unlink(missing_ok=True)
-        discard_unfinished(self._order)
+        try:
+            discard(self._order)
+        except OSError as error:
+            raise StorageError(f"{self._order} cannot be removed: {error.strerror}") from error

@@ -20,7 +20,7 @@ from sglang_coserve.core.engine_load import LinesLoad, Pool
 from sglang_coserve.core.line_placement.engines import LINES_AHEAD, FailureStreak, line_window
 from sglang_coserve.core.validation import explain
 from sglang_coserve.errors import ConfigError, ServerError
-from sglang_coserve.http_lines.engine_connection import EngineConnection
+from sglang_coserve.http_lines.engine_connection import EngineConnection, engine_address
 from sglang_coserve.http_lines.messages import (
     LOAD_PATH,
     EngineDelays,
@@ -215,7 +215,7 @@ class EngineList(EngineSource):
         Raises:
             ConfigError: one is not, or there are none.
         """
-        self._urls = [str(http_address(url, "engine")).rstrip("/") for url in urls]
+        self._urls = [engine_address(url) for url in urls]
         if not self._urls:
             raise ConfigError("no engines: name one at least")
 

@@ -52,7 +52,8 @@ class EngineConnection:
     """
 
     def __init__(self, url: str, admin_key: str) -> None:
-        self.url = _checked(url)
+        engine_address(url)
+        self.url = url
         if not admin_key.isascii() or not admin_key.isprintable():
             raise ConfigError("the engines' admin key has characters that no header can carry")
         self._session = aiohttp.ClientSession(
@@ -150,10 +151,16 @@ class EngineConnection:
         return f"{self.url}: {str(error) or type(error).__name__}"
 
 
-def _checked(url: str) -> str:
-    if http_address(url, "engine").path != "/":
+def engine_address(url: str) -> str:
+    """Return the address of an engine, without a slash at its end.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    address = http_address(url, "engine")
+    if address.path != "/":
         raise ConfigError(f"engine {url!r}: use http://HOST:PORT")
-    return url
+    return str(address).rstrip("/")
 
 
 _SILENT_S: Final = 4 * HEARTBEAT_S

@@ -175,8 +175,7 @@ class LineStream:
         # A client that expects 100 Continue waits for the first of these.
         first = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        self._take(first)
-        reading = asyncio.create_task(self._read(receive))
+        reading = asyncio.create_task(self._read(first, receive))
         reading.add_done_callback(lambda _: self._changed.set())
         try:
             while not self._is_gone:
@@ -224,7 +223,8 @@ class LineStream:
         self._ends.clear()
         return b"".join(content)
 
-    async def _read(self, receive: Receive) -> None:
+    async def _read(self, message: Message, receive: Receive) -> None:
+        self._take(message)
         while not self._is_gone:
             self._take(await receive())
 

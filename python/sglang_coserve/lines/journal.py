@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from sglang_coserve.durable_files import discard_unfinished, replace, write_all
+from sglang_coserve.durable_files import discard, replace, write_all
 from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineBitmap
@@ -150,8 +150,10 @@ class TokenJournal(LineTokens):
 
     def delete(self) -> None:
         """Delete the file, when all lines are finished. Blocks."""
-        self._path.unlink(missing_ok=True)
-        discard_unfinished(self._path)
+        try:
+            discard(self._path)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> StorageError:
         return StorageError(f"the journal {self._path} failed: {error.strerror}")

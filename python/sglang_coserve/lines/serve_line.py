@@ -138,7 +138,7 @@ def retry_after_s(header: str | None, now: datetime) -> float | None:
         return float(header)
     try:
         when = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if when.tzinfo is None:
         return None

@@ -141,7 +141,7 @@ def complete(
         ("lines_per_block", lines_per_block),
         ("no_engine_timeout_s", no_engine_timeout_s),
     ):
-        if value <= 0:
+        if not value > 0:
             raise ConfigError(f"{name}={value}: use more than 0")
     blocks = max(1, lines_in_flight // lines_per_block)
     return requests.repartition(target_num_rows_per_block=lines_per_block).map_batches(

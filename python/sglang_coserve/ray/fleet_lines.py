@@ -159,4 +159,4 @@ class FleetLines:
 
     def _reasons(self) -> str:
         reasons = [f"{engine.url}: {engine.reason}" for engine in self._fleet.engines]
-        return "; ".join(reasons) or "there is none"
+        return "; ".join([*reasons, *self._fleet.left_out.values()]) or "there is none"
