@@ -64,7 +64,6 @@ PLACES: Final[dict[str, str]] = {
     "srt/routes/drain.py::drain_engine": NO_BODY,
     "srt/routes/drain.py::end_drain": NO_BODY,
     "srt/marks/marks_middleware.py::_fields": "the request gate",
-    "srt/marks/wanted_model.py::__call__": "the request gate",
     "srt/marks/wanted_model.py::_model_in": "the request gate",
     # Lines of uploaded files.
     "jsonl/request_line.py::parse_json": CALLERS,

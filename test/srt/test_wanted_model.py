@@ -88,6 +88,12 @@ def test_the_name_of_an_adapter_reaches_it(client: TestClient) -> None:
     assert post(client, "/v1/completions", body) == (200, served)
 
 
+def test_numbers_of_a_request_to_an_adapter_stay_as_they_are(client: TestClient) -> None:
+    body = {"model": "poet", "seed": 1 << 80}
+    served = {**body, "model": "small:poet"}
+    assert post(client, "/v1/completions", body) == (200, served)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.srt.batch_backend import line_manager
+from sglang_coserve.lines.backend import LineHandedBackError, LineRequest, LineResult
+from sglang_coserve.srt.batch_backend import BatchBackend, line_manager
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -167,6 +167,36 @@ def test_an_abort_before_the_engine_has_the_line_is_no_fault_of_the_line(served:
     result = served.do(abort_while_paused())
     expected = (503, True) if compat.aborted_errors() else (200, False)
     assert (result.status_code, result.is_retryable) == expected
+    served.assert_nothing_left()
+
+
+def test_a_line_that_the_engine_does_not_have_yet_is_cancelled_not_handed_back(
+    served: Served,
+) -> None:
+    """It would not be known there, and an abort would be lost, as above."""
+    backend = BatchBackend(
+        served.manager, served.engine.template_manager, fingerprint="small", moves_kv=True
+    )
+    line = LineRequest("batch_1", 1, COMPLETIONS, dict(LONG))
+
+    async def take_out_while_paused() -> None:
+        manager = served.manager
+        manager.is_pause = True
+        running = asyncio.create_task(backend.run(line, lambda _: None))
+        while not manager.rid_to_state:
+            await asyncio.sleep(0)
+        can_leave = backend.hand_back(line)
+        for _ in range(2):
+            await served.counts()  # The schedulers have answered what they were asked before.
+        async with manager.is_pause_cond:
+            manager.is_pause = False
+            manager.is_pause_cond.notify_all()
+        if not can_leave:
+            running.cancel()
+        with pytest.raises((asyncio.CancelledError, LineHandedBackError)):
+            await running
+
+    served.do(take_out_while_paused())
     served.assert_nothing_left()
 
 

@@ -86,8 +86,9 @@ class LineManager:
 
     @property
     def can_leave(self) -> bool:
-        """Whether the engine has the request, and another one could go on after its tokens."""
-        return self._is_continuable and self.request_id in self._inner.rid_to_state
+        """Whether the scheduler has the request, and another one could go on after its tokens."""
+        state = self._inner.rid_to_state.get(self.request_id)
+        return self._is_continuable and state is not None and state.dispatched
 
     async def generate_request(self, request: Any, _raw_request: Any = None) -> AsyncIterator[Any]:
         """Serve SGLang's ``request`` and yield its final output, once.

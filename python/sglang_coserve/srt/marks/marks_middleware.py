@@ -10,7 +10,6 @@ names the class; those of OpenAI routes also name the tier used.
 
 from __future__ import annotations
 
-import asyncio
 import fnmatch
 import os
 import re
@@ -51,9 +50,6 @@ CLASS_HEADER: Final = "x-coserve-class"
 # Two searches for a substring are much faster than one regular expression.
 _NAMES: Final = (MARK_PREFIX.encode(), SERVICE_TIER.encode(), b'"background"')
 
-_LARGE_BYTES: Final = 1 << 16
-"""Larger bodies are parsed in a thread; this many bytes take half a millisecond."""
-
 _UNKNOWN_TO_SGLANG: Final = ("fast", "standard_only")
 """Tiers that SGLang's ``/v1/responses`` refuses."""
 
@@ -87,7 +83,7 @@ class MarksMiddleware:
             if not is_form(scope):
                 body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
-                fields = await _fields(body) if any(name in body for name in _NAMES) else {}
+                fields = _fields(body) if any(name in body for name in _NAMES) else {}
                 marks = marks_of_body(fields)
                 # The Batch API answers those, and names the tier itself.
                 names_tier = names_tier and fields.get("background") is not True
@@ -133,13 +129,10 @@ def _known_to_sglang(path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-async def _fields(body: bytes) -> Mapping[str, Any]:
+def _fields(body: bytes) -> Mapping[str, Any]:
     """Return the fields of a JSON body. A malformed one has none here; the route reports it."""
     try:
-        if len(body) < _LARGE_BYTES:
-            fields = orjson.loads(body)
-        else:
-            fields = await asyncio.to_thread(orjson.loads, body)
+        fields = orjson.loads(body)
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -88,7 +88,8 @@ class WantedModelMiddleware:
             await _refusal(path, not_served(model, names))(scope, receive, send)
             return
         if model in names[1:]:
-            body = orjson.dumps({**json.loads(body), "model": name})
+            # The last field of a name counts. All else stays as it is, odd numbers included.
+            body = b'%s,"model":%s}' % (body[: body.rindex(b"}")], orjson.dumps(name))
         await self._app(scope, replay(body, receive), send)
 
 
