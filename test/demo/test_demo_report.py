@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from rich.console import Console
 
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.demo.loads import StreamedRequest, repeated
+from sglang_coserve.demo.loads import LoadScale, StreamedRequest, repeated
 from sglang_coserve.demo.report import (
     DemoResult,
     SystemResult,
@@ -23,7 +23,6 @@ from sglang_coserve.demo.report import (
     draw,
     sentence,
 )
-from sglang_coserve.demo.run import LoadScale
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +17,12 @@ from typing import Any, Final, Self
 import httpx
 from httpx_sse import aconnect_sse
 
+from sglang_coserve.core.latency_model.model import LatencyModel
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError, unreadable
 from sglang_coserve.jsonl.request_line import BadLineError, RequestLine, parse_request_line
 from sglang_coserve.metrics import Outcome, RequestTimeline
-from sglang_coserve.workload.shape import prompt_token_ids
+from sglang_coserve.workload.shape import prompt_token_ids, scale_rate
 from sglang_coserve.workload.trace import TraceRequest
 
 _DONE: Final = "[DONE]"
@@ -108,6 +111,59 @@ def replayed(
             **fields,
         }
         yield StreamedRequest(f"online-{request.index}", "/generate", body)
+
+
+_RATE: Final = 3.0
+"""As many requests and output tokens as two CPU cores send, serve and time at a GPU's pace."""
+
+_ONLINE_SHARE: Final = 0.2
+"""Of the device's time, what online prompts take on average. In a burst of the bundled trace it is
+twice as much, and the rest is there for offline work."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadScale:
+    """How many times as many requests come per second, and how many times as long prompts are.
+
+    Outputs stay as they are: what streams them is the host.
+    """
+
+    rate: float = 1.0
+    prompts: float = 1.0
+
+    @classmethod
+    def for_device(
+        cls, requests: Sequence[TraceRequest], latency_model: LatencyModel, chunk_tokens: int
+    ) -> Self:
+        """Return the scale at which a trace's prompts take their share of a device's time.
+
+        Args:
+            requests: The whole trace, which must not be empty.
+            latency_model: Of the device.
+            chunk_tokens: Prompt tokens that it computes in one step.
+        """
+        step_s = latency_model.predict(StepStats.of([(chunk_tokens, 0)], []))
+        wanted_per_s = _ONLINE_SHARE * chunk_tokens / step_s
+        seconds = (requests[-1].arrival_s - requests[0].arrival_s) / _RATE
+        found_per_s = sum(request.prompt_tokens for request in requests) / seconds
+        return cls(_RATE, wanted_per_s / found_per_s)
+
+    def applied(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """Return a trace at this scale, of which a request without a prompt stays one."""
+        return (
+            replace(request, prompt_tokens=math.ceil(request.prompt_tokens * self.prompts))
+            for request in scale_rate(requests, self.rate)
+        )
+
+    @property
+    def lines_in_one(self) -> int:
+        """How many offline lines to join for prompts as many times as long."""
+        return max(1, round(self.prompts))
+
+    def __str__(self) -> str:
+        if self == LoadScale():
+            return ""
+        return f", {self.rate:g} × as many per second, prompts {self.prompts:.1f} × as long"
 
 
 class StreamedLoad:

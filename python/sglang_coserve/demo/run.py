@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from sglang_coserve.config.flags import setting
-from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo import report
-from sglang_coserve.demo.loads import repeated
-from sglang_coserve.demo.measure import Window, measure
+from sglang_coserve.demo.loads import LoadScale, StreamedLoad, repeated, replayed
 from sglang_coserve.demo.servers import (
     ALONE,
     LABELS,
@@ -40,7 +38,7 @@ from sglang_coserve.srt.emulation.model_directory import (
 )
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import printable, terminate_as_interrupt
-from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, scale_rate, until
+from sglang_coserve.workload.shape import RESERVED_TOKENS, fit_to_context, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
 # Small enough for two CPU cores to serve both workloads.
@@ -52,58 +50,9 @@ _EMULATED_MODEL: Final = "llama-3.1-8b"
 _COMPARED: Final = ((ALONE, STOCK), (OURS,))
 """Systems in one tuple share a server; each starts with an empty cache."""
 
-
-_RATE: Final = 3.0
-"""As many requests and output tokens as two CPU cores send, serve and time at a GPU's pace."""
-
-_ONLINE_SHARE: Final = 0.2
-"""Of the device's time, what online prompts take on average. In a burst of the bundled trace it is
-twice as much, and the rest is there for offline work."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadScale:
-    """How many times as many requests come per second, and how many times as long prompts are.
-
-    Outputs stay as they are: what streams them is the host.
-    """
-
-    rate: float = 1.0
-    prompts: float = 1.0
-
-    @classmethod
-    def for_device(
-        cls, requests: Sequence[TraceRequest], latency_model: LatencyModel, chunk_tokens: int
-    ) -> Self:
-        """Return the scale at which a trace's prompts take their share of a device's time.
-
-        Args:
-            requests: The whole trace, which must not be empty.
-            latency_model: Of the device.
-            chunk_tokens: Prompt tokens that it computes in one step.
-        """
-        step_s = latency_model.predict(StepStats.of([(chunk_tokens, 0)], []))
-        wanted_per_s = _ONLINE_SHARE * chunk_tokens / step_s
-        seconds = (requests[-1].arrival_s - requests[0].arrival_s) / _RATE
-        found_per_s = sum(request.prompt_tokens for request in requests) / seconds
-        return cls(_RATE, wanted_per_s / found_per_s)
-
-    def applied(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        """Return a trace at this scale, of which a request without a prompt stays one."""
-        return (
-            replace(request, prompt_tokens=math.ceil(request.prompt_tokens * self.prompts))
-            for request in scale_rate(requests, self.rate)
-        )
-
-    @property
-    def lines_in_one(self) -> int:
-        """How many offline lines to join for prompts as many times as long."""
-        return max(1, round(self.prompts))
-
-    def __str__(self) -> str:
-        if self == LoadScale():
-            return ""
-        return f", {self.rate:g} × as many per second, prompts {self.prompts:.1f} × as long"
+_CONCURRENCY: Final = 64
+_DRAIN_S: Final = 20.0
+_POLL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +139,13 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
         joined = f", {lines_in_one} lines in one" if lines_in_one > 1 else ""
         lines = f"offline: {offline}{joined}, again and again as long as a window lasts"
         console.print(printable(lines), markup=False)
-        given = Window(requests, options.window_s, vocab_size, offline, lines_in_one)
         groups = ((OURS,),) if options.quick else _COMPARED
         with _progress(console) as progress:
-            results = asyncio.run(_Run(options, model, given, progress).all_of(groups))
+            task = progress.add_task("", total=options.window_s * sum(map(len, groups)))
+            measuring = _Run(
+                options, model, requests, vocab_size, offline, lines_in_one, progress, task
+            )
+            results = asyncio.run(measuring.all_of(groups))
     name = None if emulation is None else emulation.name
     result = report.DemoResult(tuple(results), options.targets, name)
     report.write_json(result, options.out / "report.json")
@@ -201,27 +153,27 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     return result
 
 
+@dataclass
 class _Run:
-    """The servers one after the other."""
+    """The servers one after the other, each with the same loads."""
 
-    def __init__(
-        self, options: DemoOptions, model: Path, given: Window, progress: Progress
-    ) -> None:
-        self._options = options
-        self._model = model
-        self._given = given
-        self._progress = progress
-        self._bar: TaskID | None = None
-        self._done_s = 0.0
+    options: DemoOptions
+    model: Path
+    requests: Sequence[TraceRequest]
+    vocab_size: int
+    offline: Path
+    lines_in_one: int
+    progress: Progress
+    task: TaskID
+    done_s: float = 0.0
+    """Of the windows before this one."""
 
     async def all_of(self, groups: Sequence[Sequence[System]]) -> list[report.SystemResult]:
-        total_s = self._given.seconds * sum(map(len, groups))
-        self._bar = self._progress.add_task("", total=total_s)
         return [result for group in groups for result in await self._one_server(group)]
 
     async def _one_server(self, systems: Sequence[System]) -> list[report.SystemResult]:
         system = systems[0]
-        log = self._options.out / ("server.log" if system.is_ours else "stock_server.log")
+        log = self.options.out / ("server.log" if system.is_ours else "stock_server.log")
         server = make_server(self._flags(system), is_ours=system.is_ours, log_path=log)
         server_name = "our server" if system.is_ours else "a stock server"
         self._show(0.0, f"starting {server_name} (log: {log})")
@@ -229,7 +181,7 @@ class _Run:
         try:
             await asyncio.to_thread(server.start)
             if system.is_ours:
-                self._progress.console.print(f"to look at: {server.base_url}/coserve", style="bold")
+                self.progress.console.print(f"to look at: {server.base_url}/coserve", style="bold")
             for number, each in enumerate(systems):
                 if number:
                     await asyncio.to_thread(_empty_cache, server.base_url)
@@ -239,31 +191,54 @@ class _Run:
         return results
 
     async def _measure(self, system: System, base_url: str) -> report.SystemResult:
-        given = self._given
-        offline = None
-        if system.has_offline:
-            offline = repeated(given.offline, system.offline_body, lines_in_one=given.lines_in_one)
-        result = await measure(
-            system,
-            given,
+        """Send both loads until the window is over, the offline one a moment earlier."""
+        window_s, label = self.options.window_s, LABELS[system.name]
+        online = StreamedLoad(
             base_url,
-            offline,
-            lambda elapsed_s, text: self._show(elapsed_s, f"{LABELS[system.name]}: {text}"),
+            replayed(self.requests, vocab_size=self.vocab_size, fields=system.online_body),
+            arrivals_s=[request.arrival_s for request in self.requests],
+            drain_s=_DRAIN_S,
         )
-        self._done_s += given.seconds
-        return result
+        async with AsyncExitStack() as stack:
+            beside = None
+            if system.has_offline:
+                lines = repeated(self.offline, system.offline_body, lines_in_one=self.lines_in_one)
+                beside = StreamedLoad(base_url, lines, at_once=_CONCURRENCY)
+                await stack.enter_async_context(beside)
+                self._show(0.0, f"{label}: offline load begins")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(window_s):
+                        while not beside.num_answered:
+                            await asyncio.sleep(_POLL_S)
+            async with online:
+                elapsed_s = 0.0
+                while (beside or online.is_running) and elapsed_s < window_s:
+                    answered = f"online {online.num_answered}/{len(self.requests)}"
+                    more = f", offline {beside.num_answered}" if beside else ""
+                    self._show(elapsed_s, f"{label}: {answered}{more}")
+                    await asyncio.sleep(_POLL_S)
+                    elapsed_s = time.perf_counter() - online.began_s
+                await stack.aclose()
+                await online.finished()
+        self.done_s += window_s
+        return report.SystemResult(
+            system.name,
+            label,
+            online.timelines(online.began_s),
+            None if beside is None else beside.timelines(online.began_s),
+            elapsed_s,
+        )
 
     def _show(self, elapsed_s: float, text: str) -> None:
-        assert self._bar is not None
-        completed_s = self._done_s + min(elapsed_s, self._given.seconds)
-        self._progress.update(self._bar, completed=completed_s, description=printable(text))
+        completed_s = self.done_s + min(elapsed_s, self.options.window_s)
+        self.progress.update(self.task, completed=completed_s, description=printable(text))
 
     def _flags(self, system: System) -> list[str]:
-        flags = ["--model-path", str(self._model), "--log-level", "warning"]
-        flags += system.server_flags(self._options.targets)
+        flags = ["--model-path", str(self.model), "--log-level", "warning"]
+        flags += system.server_flags(self.options.targets)
         if system.is_ours:
-            return [*flags, *self._options.server_flag]
-        chunk_tokens = stock_chunk_tokens(on_gpu=has_gpu_pace(self._model))
+            return [*flags, *self.options.server_flag]
+        chunk_tokens = stock_chunk_tokens(on_gpu=has_gpu_pace(self.model))
         return [*flags, "--chunked-prefill-size", str(chunk_tokens)]
 
 
