@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_coserve import __version__
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name, table
 from sglang_coserve.bench_serving.load import with_body
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import Options, parse_options
-from sglang_coserve.errors import ConfigError
+from sglang_coserve.demo.servers import module_of
+from sglang_coserve.errors import ConfigError, StartupError
+from sglang_coserve.local_server import ChildServer
 from sglang_coserve.metrics import SloTargets
 
 LOADS = ["--online", "--request-rate", "4", "--offline", "--max-concurrency", "8"]
@@ -81,7 +86,7 @@ def test_what_cannot_be_run_is_said(words: list[str], said: str) -> None:
 def test_servers_that_run_already_are_systems_too() -> None:
     options = parse_options(["--base-url", "http://a:1/", "alone=http://b:2", *LOADS])
     assert [system.name for system in options.systems] == ["alone", "coserve"]
-    assert options.urls == ("http://b:2", "http://a:1")
+    assert options.urls == {"alone": "http://b:2", "coserve": "http://a:1"}
 
 
 def test_systems_with_many_flags_have_folders_of_their_own() -> None:
@@ -161,7 +166,7 @@ def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any
         online_failed=1,
         offline_tokens_per_s=offline,
     )
-    plan = Plan(name, ["python"], {}, [], [], 0.0)
+    plan = Plan(name, ["python"], {}, [], [], 0.0, {})
     return Run([Repeat(plan, replace(figures, **more), {})])
 
 
@@ -194,6 +199,35 @@ def test_the_table_divides_by_alone_and_by_the_best_stock_setting() -> None:
     assert ours["failed"] == "3"
     assert "stock-tuned: --chunked-prefill-size 256, the best of 2 settings" in said
     assert "ended before the online one (coserve)" in said
+
+
+@pytest.mark.parametrize("sglang", [version("sglang"), "0.1"])
+def test_what_another_version_measured_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: str
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise StartupError("started")
+
+    monkeypatch.setattr(ChildServer, "start_process", start)
+    flags = ["--model-path", "m"]
+    plan = Plan(
+        system="stock",
+        command=["python", "-m", module_of(flags, is_ours=False), *flags],
+        targets_ms={"ttft": None, "tpot": None},
+        online=LOADS[1:3],
+        offline=LOADS[4:],
+        warmup_s=5.0,
+        versions={"sglang_coserve": __version__, "sglang": sglang},
+    )
+    earlier = Repeat(plan, run("stock", 100.0, 900.0).figures, {})
+    folder = tmp_path / "runs" / "stock" / "1"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(asdict(earlier)))
+    comparison = Comparison(parse("--systems", "stock", "--out", str(tmp_path)), lambda _: None)
+    comparison.run()
+    is_other = sglang == "0.1"
+    assert comparison.failed == ({"stock": "started"} if is_other else {})
+    assert ("stock" in comparison.runs) is not is_other
 
 
 def test_of_repeats_the_table_has_medians_and_ranges_of_pairs() -> None:

@@ -40,6 +40,7 @@ class Plan:
     online: list[str]
     offline: list[str]
     warmup_s: float
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ class Comparison:
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self._options = options
         self._say = say
-        self._targets = options.targets
+        self.targets = options.targets
+        """What is promised: given, or from the run of online requests alone once it is there."""
+
         self.runs: dict[str, Run] = {}
         """By system, in the order in which they are shown."""
 
@@ -90,11 +93,6 @@ class Comparison:
 
         self.failed: dict[str, str] = {}
         """Systems without a result, and why."""
-
-    @property
-    def targets(self) -> SloTargets:
-        """What is promised: given, or from the run of online requests alone once it is there."""
-        return self._targets
 
     def run(self) -> None:
         """Make all runs. A system that fails costs its own row, and those that need its figures."""
@@ -106,18 +104,16 @@ class Comparison:
                     self.runs[system.name] = self._search(system)
                 else:
                     self.runs[system.name] = self._run(system)
-                if system.name == ALONE:
-                    self._take_targets(self.runs[ALONE].figures)
+                scale = self._options.slo_scale
+                if system.name == ALONE and scale is not None:
+                    alone = self.runs[ALONE].figures
+                    self.targets = SloTargets.of_ms(
+                        scale * alone.p99_ttft_ms, scale * alone.p99_itl_ms
+                    )
             except (ServerError, StartupError) as error:
                 self.failed[system.name] = str(error)
         order = [system.name for system in systems]
         self.runs = dict(sorted(self.runs.items(), key=lambda run: order.index(run[0])))
-
-    def _take_targets(self, alone: Figures) -> None:
-        if (scale := self._options.slo_scale) is not None:
-            self._targets = SloTargets(
-                scale * alone.p99_ttft_ms / 1e3, scale * alone.p99_itl_ms / 1e3
-            )
 
     def _search(self, searched: System) -> Run:
         """Return the run of the setting of stock SGLang that counts: see ``stock``.
@@ -125,7 +121,6 @@ class Comparison:
         Raises:
             ServerError: none of the settings gave a result.
         """
-        runs: dict[str, Run] = {}
 
         def measure_setting(settings: Mapping[str, Any]) -> stock.Candidate | None:
             system = tuned_stock(searched, settings)
@@ -134,7 +129,7 @@ class Comparison:
             except (ServerError, StartupError) as error:
                 self.failed[system.name] = str(error)
                 return None
-            runs[system.name] = self.tried[system.name] = run
+            self.tried[system.name] = run
             return run.figures.p99_ttft_ms, run.figures.offline_tokens_per_s or 0.0
 
         ours = [
@@ -145,24 +140,25 @@ class Comparison:
         best = stock.search(measure_setting, self._options.chunk_tokens, max(ours, default=0.0))
         if best is None:
             raise ServerError(f"no setting of {searched.name} gave a result")
-        return runs[tuned_stock(searched, best).name]
+        return self.tried[tuned_stock(searched, best).name]
 
     def _run(self, system: System) -> Run:
         options = self._options
-        if system.takes_slo and self._targets == SloTargets():
+        if system.takes_slo and self.targets == SloTargets():
             raise ServerError(f"no targets for {system.name}: the run of {ALONE!r} failed")
         flags = ["--model-path", options.model_path or "", *options.server]
-        flags += system.server_flags(self._targets)
-        url = self._url_of(system)
+        flags += system.server_flags(self.targets)
+        url = options.urls.get(system.name)
         plan = Plan(
             system=system.name,
             command=[url]
             if url
             else ["python", "-m", module_of(flags, is_ours=system.is_ours), *flags],
-            targets_ms={"ttft": _ms(self._targets.ttft_s), "tpot": _ms(self._targets.tpot_s)},
+            targets_ms={"ttft": _ms(self.targets.ttft_s), "tpot": _ms(self.targets.tpot_s)},
             online=list(options.online),
             offline=list(options.offline),
             warmup_s=options.warmup_s,
+            versions=_versions(),
         )
         folder = options.out / "runs" / folder_name(system.name)
         folders = {number: folder / str(number) for number in range(1, options.repeats + 1)}
@@ -183,7 +179,7 @@ class Comparison:
         figures, reports = measure(
             base_url,
             system,
-            self._targets,
+            self.targets,
             self._options,
             folder,
             number,
@@ -193,13 +189,9 @@ class Comparison:
         path = folder / _RUN
         durable_files.replace(path, lambda file: file.write(content.encode()), mode=0o666)
 
-    def _url_of(self, system: System) -> str | None:
-        names = [each.name for each in self._options.systems]
-        return self._options.urls[names.index(system.name)] if self._options.urls else None
-
     @contextmanager
     def _serving(self, system: System, flags: Sequence[str], folder: Path) -> Iterator[str]:
-        if url := self._url_of(system):
+        if url := self._options.urls.get(system.name):
             yield url
             return
         server = make_server(
@@ -228,6 +220,10 @@ def folder_name(system: str) -> str:
     name = "".join(char if char.isalnum() or char in "-_." else "_" for char in system)
     digest = hashlib.sha256(system.encode()).hexdigest()[:8]
     return name if name == system else f"{name[:_MAX_NAME_CHARS]}-{digest}"
+
+
+def _versions() -> dict[str, str]:
+    return {"sglang_coserve": __version__, "sglang": importlib.metadata.version("sglang")}
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -261,8 +257,7 @@ def write(comparison: Comparison, out: Path, argv: Sequence[str]) -> None:
     (out / "table.md").write_text(table(comparison) + "\n")
     record = {
         "command": ["python", "-m", "sglang_coserve.bench_serving", *argv],
-        "sglang_coserve": __version__,
-        "sglang": importlib.metadata.version("sglang"),
+        **_versions(),
         "systems": {name: run.to_dict() for name, run in comparison.runs.items()},
         "tried": {name: run.to_dict() for name, run in comparison.tried.items()},
         "failed": comparison.failed,

@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,8 +66,8 @@ class Options:
     online: tuple[str, ...]
     offline: tuple[str, ...]
     server: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()
-    """Of servers that run already, one for each system; empty to start servers."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """Of servers that run already, by system; empty to start servers."""
 
     targets: SloTargets = _NO_TARGETS
     model_path: str | None = setting(None, "start a server of this model for each system")
@@ -131,7 +131,7 @@ class Options:
             )
 
 
-_FLAGS: Final = [field for field in fields(Options) if field.metadata]
+_FLAGS: Final = [each for each in fields(Options) if each.metadata]
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -150,7 +150,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             sections[section].append(word)
     args = make_parser().parse_args(sections[""])
     systems, urls = _systems(args)
-    given: dict[str, Any] = {field.name: getattr(args, field.name) for field in _FLAGS}
+    given: dict[str, Any] = {each.name: getattr(args, each.name) for each in _FLAGS}
     given["chunk_tokens"] = tuple(dict.fromkeys(given["chunk_tokens"]))
     return Options(
         systems=systems,
@@ -214,16 +214,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], tuple[str, ...]]:
+def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], Mapping[str, str]]:
     if not args.base_url:
         words = args.systems or list(_DEFAULT_SYSTEMS)
         texts = [t for word in words for t in (word.split(",") if " " not in word else [word])]
         # Others' latencies are divided by its, and targets may come from it.
         found = sorted(dict.fromkeys(texts), key=lambda text: text != ALONE)
-        return tuple(map(parse_system, found)), ()
+        return tuple(map(parse_system, found)), {}
     if args.systems:
         raise ConfigError("--systems starts servers: with --base-url give NAME=URL instead")
-    systems, urls = [], []
+    systems, urls = [], {}
     for word in args.base_url:
         name, _, url = word.partition("=") if not word.startswith("http") else ("coserve", "", word)
         system = parse_system(name)
@@ -232,8 +232,7 @@ def _systems(args: argparse.Namespace) -> tuple[tuple[System, ...], tuple[str, .
                 f"--base-url {word}: give [NAME=]http://…, NAME a system, not searched"
             )
         systems.append(system)
-        urls.append(url.rstrip("/"))
-    if len({system.name for system in systems}) < len(systems):
+        urls[system.name] = url.rstrip("/")
+    if len(urls) < len(systems):
         raise ConfigError("--base-url: each system can be given once")
-    order = sorted(range(len(systems)), key=lambda i: systems[i].name != ALONE)
-    return tuple(systems[i] for i in order), tuple(urls[i] for i in order)
+    return tuple(sorted(systems, key=lambda system: system.name != ALONE)), urls
