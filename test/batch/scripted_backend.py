@@ -12,7 +12,7 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import (
     BackendLoad,
     ChangeListeners,
-    LineHandedBackError,
+    LineMovedError,
     LineRequest,
     LineResult,
     MovedKv,
@@ -148,7 +148,7 @@ class ScriptedBackend:
         for entry in self.in_flight:
             if self.leaves is not None and entry.request is request:
                 entry.generate(1)
-                entry.result.set_exception(LineHandedBackError(self.leaves))
+                entry.result.set_exception(LineMovedError("asked for", self.leaves))
                 return True
         return False
 

@@ -12,7 +12,7 @@ from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.request_line import output_limit
 from sglang_coserve.lines.backend import TokenRate
 from sglang_coserve.lines.background import WorkerThreads
-from sglang_coserve.lines.engine_lines import LineTurns
+from sglang_coserve.lines.engine_lines import TURN_S, LineTurns
 from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.line_source import LineSource
 
@@ -34,15 +34,12 @@ async def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:
     await threads.close()
 
 
-TURN_S = 60.0
-
-
 class Engine:
     """Lines that take some time, under a clock that passes as they are served."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.turns = LineTurns(lambda: self.now_s, TURN_S)
+        self.turns = LineTurns(lambda: self.now_s)
         self.beside: set[str] = set()
         self.alone: set[str] = set()
         self.order: list[str] = []

@@ -24,8 +24,13 @@ from batch.scenarios import lines as jsonl
 from batch.scenarios import opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.check_file import CheckLimits
-from sglang_coserve.jsonl.lines import read_lines
-from sglang_coserve.jsonl.prefix_order import OrderedLine, PrefixSorter, has_order, read_order
+from sglang_coserve.jsonl.lines import (
+    OrderedLine,
+    PrefixSorter,
+    has_order,
+    read_lines,
+    read_order,
+)
 from sglang_coserve.jsonl.request_line import MOST_KEY_BYTES, parse_json, prefix_key
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineSource

@@ -24,7 +24,7 @@ from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import online_requests
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import parse_options
-from sglang_coserve.lines.backend import LineHandedBackError, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from waiting import until
 
 
@@ -238,7 +238,7 @@ KV = MovedKv("0" * 32, 48)
 
 
 def leaves_kv(request: LineRequest) -> LineResult:
-    raise LineHandedBackError(KV)
+    raise LineMovedError("asked for", KV)
 
 
 @asynccontextmanager

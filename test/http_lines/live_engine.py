@@ -75,7 +75,6 @@ class LiveEngine:
         self,
         backend: Backend | None = None,
         *,
-        heartbeat_s: float = 5.0,
         port: int = 0,
         pool: Pool | None = None,
     ) -> None:
@@ -83,7 +82,7 @@ class LiveEngine:
         self.pool = pool
         self.wants: WantedLines | None = None
         self.waiting = 0
-        self.lines = LineServer(self.backend, heartbeat_s=heartbeat_s)
+        self.lines = LineServer(self.backend)
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

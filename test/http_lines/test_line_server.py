@@ -20,12 +20,11 @@ from sglang_coserve.http_lines.messages import (
     EngineRefusesError,
     LineCall,
     LineEvent,
-    LineMovedError,
     decode_message,
     encode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 
 
 def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
@@ -39,11 +38,11 @@ def ignore(_tokens: Sequence[int]) -> None:
 
 @asynccontextmanager
 async def connected(
-    backend: ScriptedBackend | None = None, *, heartbeat_s: float = 5.0
+    backend: ScriptedBackend | None = None,
 ) -> AsyncGenerator[tuple[LiveEngine, EngineConnection]]:
     """An engine, and a connection to it."""
     async with (
-        LiveEngine(backend, heartbeat_s=heartbeat_s) as engine,
+        LiveEngine(backend) as engine,
         EngineConnection(engine.url, ADMIN_KEY) as connection,
     ):
         yield engine, connection
@@ -77,8 +76,12 @@ async def test_an_answer_of_any_length_comes_over() -> None:
         assert (await connection.run(request(), "scripted", ignore)).body == long
 
 
-async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost() -> None:
-    async with connected(heartbeat_s=0.01) as (engine, connection):
+async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.1)
+    async with connected() as (engine, connection):
         attempt = await held(engine, connection)
         await asyncio.sleep(0.2)  # Some heartbeats.
         engine.backend.held("a").finish()
@@ -327,8 +330,9 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
         begin(stream, number, attempt)
 
     monkeypatch.setattr(LineStream, "_begin", fail)
+    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", 0.05)
     for come_together in (True, False):
-        async with connected(heartbeat_s=0.05) as (engine, connection):
+        async with connected() as (engine, connection):
             attempts = [asyncio.ensure_future(connection.run(request(), "scripted", ignore))]
             if not come_together:
                 await engine.holds(1)

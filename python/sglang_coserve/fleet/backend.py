@@ -22,7 +22,6 @@ from sglang_coserve.http_lines.messages import (
     EngineDelays,
     EngineLostError,
     EngineRefusesError,
-    LineMovedError,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.jsonl.request_line import prefix_key
@@ -30,13 +29,14 @@ from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
     ChangeListeners,
+    LineMovedError,
     LineRequest,
     LineResult,
     MovedKv,
     TokenRate,
 )
 from sglang_coserve.lines.background import TaskSupervisor
-from sglang_coserve.lines.result_record import error_message
+from sglang_coserve.lines.result_record import error_message, usage_of
 
 _LOOK_INTERVAL_S: Final = 0.5
 """How often an engine's load is asked for. A window grows by ``LINES_AHEAD`` each time."""
@@ -322,9 +322,7 @@ class FleetBackend(Backend):
                 request, model, receive, lambda tokens: pools.has_prompt(number, tokens)
             )
             self._judge(engine, result)
-            usage = result.body.get("usage") if isinstance(result.body, dict) else None
-            total = (usage or {}).get("total_tokens", 0)
-            self._count_tokens(engine, max(0, total - num_received))
+            self._count_tokens(engine, max(0, usage_of(result.body).total_tokens - num_received))
         return result
 
     def _judge(self, engine: RemoteEngine, result: LineResult) -> None:

@@ -23,10 +23,9 @@ from yarl import URL
 from sglang_coserve.asgi import ENGINE_PATHS, OBJECTIVE_HEADERS, openai_error, send_json
 from sglang_coserve.errors import RequestError, ServerError
 from sglang_coserve.fleet.backend import FleetBackend
-from sglang_coserve.http_lines.messages import LineMovedError
 from sglang_coserve.jsonl.body_limits import check_body
 from sglang_coserve.jsonl.request_line import BadLineError, parse_json
-from sglang_coserve.lines.backend import LineRequest, MovedKv
+from sglang_coserve.lines.backend import LineMovedError, LineRequest, MovedKv
 
 ONLINE_PATHS: Final = (
     *ENGINE_PATHS,

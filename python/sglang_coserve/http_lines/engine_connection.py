@@ -15,10 +15,10 @@ import aiohttp
 import msgspec
 
 from sglang_coserve.errors import ConfigError, RequestError, ServerError
-from sglang_coserve.http_lines.line_server import HEARTBEAT_S
 from sglang_coserve.http_lines.messages import (
     DELAYS_PATH,
     GATHER_S,
+    HEARTBEAT_S,
     LINES_PATH,
     EngineDelays,
     EngineDescription,
@@ -26,12 +26,11 @@ from sglang_coserve.http_lines.messages import (
     EngineRefusesError,
     LineCall,
     LineEvent,
-    LineMovedError,
     decode_message,
     encode_message,
     refusal_text,
 )
-from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult
 from sglang_coserve.network import http_address
 
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -135,8 +134,7 @@ class EngineConnection:
         """
         if self._stream is None or self._stream.has_ended:
             self._stream = EngineStream(self._session, self.url)
-        attempt = request.to_wire(model, time.time())
-        return await self._stream.run(request, attempt, on_tokens, on_prompt)
+        return await self._stream.run(request, model, on_tokens, on_prompt)
 
     def ask_back(self, request: LineRequest) -> None:
         """Ask that a line that is being run be handed back with its KV, as in a drain.
@@ -211,13 +209,13 @@ class EngineStream:
     async def run(
         self,
         request: LineRequest,
-        attempt: LineRequest,
+        model: str,
         on_tokens: Callable[[Sequence[int]], None],
         on_prompt: Callable[[int], None],
     ) -> LineResult:
-        """See ``EngineConnection.run``; ``attempt`` is ``request`` as it is sent."""
+        """See ``EngineConnection.run``."""
         number, result = next(self._ids), asyncio.get_running_loop().create_future()
-        self._send(LineCall(number, attempt))
+        self._send(LineCall(number, request.to_wire(model, time.time())))
         self._attempts[number] = _SentAttempt(request, on_tokens, on_prompt, result)
         try:
             found: LineResult = await result

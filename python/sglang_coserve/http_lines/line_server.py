@@ -22,9 +22,6 @@ from sglang_coserve.http_lines.messages import (
 from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend, LineRequest, MovedKv
 
-HEARTBEAT_S: Final = 5.0
-"""How long an engine that has nothing to say is silent."""
-
 _FRAME_BYTES: Final = 1 << 20
 """What a call has beside the body and the tokens, more than is needed."""
 
@@ -34,14 +31,8 @@ _ENGINE_CHANGES: Final = "the engine's model is being exchanged"
 class LineServer:
     """Serves attempts at lines with ``backend``. Lives on its event loop."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._heartbeat_s = heartbeat_s
         self._run = secrets.token_hex(8)
         self._closed: str | None = None
         self._streams: set[LineStream] = set()
@@ -104,7 +95,7 @@ class LineServer:
         if self._closed is not None:
             stream.close(self._closed)
         try:
-            await stream.serve(receive, send, self._heartbeat_s)
+            await stream.serve(receive, send)
         finally:
             self._streams.remove(stream)
 

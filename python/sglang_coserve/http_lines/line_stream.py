@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from msgspec.structs import replace
 from starlette.types import Message, Receive, Send
 
 from sglang_coserve.errors import RequestError
 from sglang_coserve.http_lines.messages import (
     GATHER_S,
     HEARTBEAT,
+    HEARTBEAT_S,
     LineCall,
     LineEvent,
     call_id,
@@ -23,7 +25,7 @@ from sglang_coserve.http_lines.messages import (
     encode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError
-from sglang_coserve.lines.backend import Backend, LineHandedBackError, LineRequest, LineResult
+from sglang_coserve.lines.backend import Backend, LineMovedError, LineRequest, LineResult
 
 _HEAD_BYTES: Final = 64
 """Of a call that is too large: its id is in them."""
@@ -170,7 +172,7 @@ class LineStream:
         self._is_last = True
         self._changed.set()
 
-    async def serve(self, receive: Receive, send: Send, heartbeat_s: float) -> None:
+    async def serve(self, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         # A client that expects 100 Continue waits for the first of these.
         first = await receive()
@@ -179,7 +181,7 @@ class LineStream:
         reading.add_done_callback(lambda _: self._changed.set())
         try:
             while not self._is_gone:
-                if not await self._has_changed(heartbeat_s):
+                if not await self._has_changed():
                     await send(_part(HEARTBEAT))
                     continue
                 if content := self._content():
@@ -201,9 +203,9 @@ class LineStream:
     def _has_ended(self) -> bool:
         return self._is_last and not (self._attempts or self._ends)
 
-    async def _has_changed(self, within_s: float) -> bool:
+    async def _has_changed(self) -> bool:
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(HEARTBEAT_S):
                 await self._changed.wait()
         except TimeoutError:
             return False
@@ -288,24 +290,20 @@ class LineStream:
             self._tokens.pop(number, None)
             if not task.cancelled():
                 task.exception()
-        elif task.cancelled():
-            event = LineEvent(number, moved=attempt.moved or _GIVEN_UP)
-            self._ends.append(encode_message(event))
-        elif isinstance(error := task.exception(), LineHandedBackError):
-            event = LineEvent(number, moved=attempt.moved or _GIVEN_UP, kv=error.kv)
-            self._ends.append(encode_message(event))
-        else:
-            self._ends.append(_result_message(number, attempt.request, task))
-
-
-def _result_message(number: int, request: LineRequest, task: asyncio.Task[LineResult]) -> bytes:
-    """Return the message with the result of an attempt, or with what went wrong."""
-    try:
-        return encode_message(LineEvent(number, result=task.result()))
-    except Exception as error:
-        _log.exception("line %d of %s failed", request.line, request.batch_id)
-        result = LineResult.refused(500, f"the engine failed: {error!r}")
-        return encode_message(LineEvent(number, result=result))
+            return
+        moved = LineEvent(number, moved=attempt.moved or _GIVEN_UP)
+        try:
+            content = encode_message(LineEvent(number, result=task.result()))
+        except asyncio.CancelledError:
+            content = encode_message(moved)
+        except LineMovedError as error:
+            content = encode_message(replace(moved, kv=error.kv))
+        except Exception as error:
+            line = attempt.request
+            _log.exception("line %d of %s failed", line.line, line.batch_id)
+            result = LineResult.refused(500, f"the engine failed: {error!r}")
+            content = encode_message(LineEvent(number, result=result))
+        self._ends.append(content)
 
 
 def _part(content: bytes) -> Message:

@@ -2,7 +2,7 @@
 
 The two may be of different versions. So fields that a reader does not know are ignored, and what
 came later than the first version has a default that is right where it is missing. An attempt may
-end without an answer, none of it the line's fault.
+end without an answer (``LineMovedError``, or an error here), none of it the line's fault.
 """
 
 from __future__ import annotations
@@ -21,18 +21,6 @@ from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 _KEYS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-
-
-class LineMovedError(ServerError):
-    """The engine gives the line back, or does not take it: it drains, or has another model.
-
-    The line goes on elsewhere, with the tokens that were received.
-    """
-
-    def __init__(self, message: str, kv: MovedKv | None = None) -> None:
-        super().__init__(message)
-        self.kv = kv
-        """What the engine has left of it."""
 
 
 class EngineLostError(ServerError):
@@ -66,6 +54,9 @@ LOAD_PATH: Final = "/coserve/load"
 
 HEARTBEAT: Final = b"\n"
 """Says that the engine is there."""
+
+HEARTBEAT_S: Final = 5.0
+"""How long an engine that has nothing to say is silent."""
 
 GATHER_S: Final = 0.005
 """What happens within so much of a message goes with the next one. Lines take seconds; on each

@@ -2,7 +2,7 @@
 
 ``python -m sglang_coserve.jsonl.check_file FILE ENDPOINT LIMITS ORDER``, with ``CheckLimits`` in
 JSON, checks the whole of it and prints a ``FileReport`` in JSON. A file is good when it has no
-faults; the order of its lines is then written to ``ORDER`` (``prefix_order``), if they are many.
+faults; the order of its lines is then written to ``ORDER`` (``PrefixSorter``), if they are many.
 With an offset in bytes in place of ``LIMITS`` it prints the ``custom_id`` of the line that begins
 there, which has been checked before, and is too large to be served.
 
@@ -23,8 +23,15 @@ from typing import BinaryIO, Final
 import orjson
 
 from sglang_coserve.durable_files import replace
-from sglang_coserve.jsonl.lines import UTF16_BOMS, FileLine, SeenIds, is_blank, read_lines
-from sglang_coserve.jsonl.prefix_order import PrefixSorter
+from sglang_coserve.jsonl.lines import (
+    UTF8_BOM,
+    UTF16_BOMS,
+    FileLine,
+    PrefixSorter,
+    SeenIds,
+    is_blank,
+    read_lines,
+)
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
@@ -37,7 +44,6 @@ from sglang_coserve.jsonl.request_line import (
 )
 
 _READ_BYTES = 1 << 20
-_UTF8_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,7 @@ def _large_request(file: BinaryIO, offset: int, endpoint: str) -> RequestLine:
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     end = mapped.find(b"\n", offset)
     line = memoryview(mapped)[offset : len(mapped) if end < 0 else end]
-    return line_head(line[3:] if offset == 0 and line[:3] == _UTF8_BOM else line, endpoint)
+    return line_head(line[3:] if offset == 0 and line[:3] == UTF8_BOM else line, endpoint)
 
 
 def main(path: str, endpoint: str, wanted: str, order: str = "") -> None:

@@ -1,16 +1,27 @@
-"""A file cut into lines, without ever holding more than one of them, and the ids met in it."""
+"""A file cut into lines, the ids met in it, and an order of its lines, whatever its size.
+
+In the order common beginnings come together: the requests that begin with the same 128 bytes are a
+group. Groups come in the order of their first lines, so lines without anything in common stay in
+theirs; within a group come those together that have more in common.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from typing import BinaryIO, NamedTuple
+from itertools import starmap
+from pathlib import Path
+from struct import Struct
+from typing import Any, BinaryIO, Final, NamedTuple
+from zlib import crc32
+
+from sglang_coserve.jsonl.request_line import KEY_BLOCK_BYTES, prefix_key
 
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 """How a file begins that is not UTF-8."""
 
-_UTF8_BOM = b"\xef\xbb\xbf"
+UTF8_BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 1 << 20
 
 
@@ -51,7 +62,7 @@ def read_lines(
         number += 1
         size_bytes = len(piece)
         if number == 1:
-            piece = piece.removeprefix(_UTF8_BOM)
+            piece = piece.removeprefix(UTF8_BOM)
         content: bytes | None = None
         hashed = blake2b(digest_size=8)
         if size_bytes > max_line_bytes and not piece.endswith(b"\n"):
@@ -79,7 +90,7 @@ def _without_ending(piece: bytes) -> bytes:
     return piece[:-2] if piece.endswith(b"\r\n") else piece[:-1]
 
 
-def scratch_database(schema: str) -> sqlite3.Connection:
+def _scratch_database(schema: str) -> sqlite3.Connection:
     """Return a database in SQLite's temporary folder, gone when it is closed, within a transaction.
 
     Each of its tables and sorts has a cache of 16 MiB. One user at a time, in any thread.
@@ -103,7 +114,7 @@ class SeenIds:
 
     def __init__(self) -> None:
         # Whoever stops a reader closes this, in another thread.
-        self._db = scratch_database("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._db = _scratch_database("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
 
     def add(self, text: str) -> bool:
         """Add ``text``; return False when it was there already."""
@@ -113,3 +124,81 @@ class SeenIds:
     def close(self) -> None:
         """Drop the set and its temporary file."""
         self._db.close()
+
+
+_ENTRY: Final = Struct("<QI")
+"""Offset and number of a line. Before the first comes how many there are, and a CRC-32 of all."""
+
+_FIRST_CHECKSUM: Final = crc32(b"coserve order")
+"""Not 0: zeros are no order."""
+
+_READ_BYTES: Final = 1 << 20
+_AT_ONCE: Final = 10_000
+
+
+class OrderedLine(NamedTuple):
+    """Where a line is."""
+
+    offset: int
+    number: int
+
+
+class PrefixSorter:
+    """Finds the order in bounded memory: SQLite sorts, in its temporary folder, up to 268 bytes a
+    line."""
+
+    def __init__(self) -> None:
+        # With a table and two sorts 1,000,000 lines take 75 MiB and 6.4 s of CPU; with 64 MiB for
+        # each instead of 16, 149 MiB and 6.7 s.
+        self._database = _scratch_database(
+            "CREATE TABLE lines (head BLOB, key BLOB, offset INTEGER, number INTEGER)"
+        )
+
+    def add(self, line: FileLine, body: Mapping[str, Any]) -> None:
+        """Add a line that asks for ``body``."""
+        key = prefix_key(body)
+        row = (key[:KEY_BLOCK_BYTES], key, line.offset, line.number)
+        self._database.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", row)
+
+    def write(self, order: BinaryIO) -> None:
+        """Write the order of what was added. O(n log n) of the lines."""
+        found = self._database.execute(
+            "SELECT offset, number FROM"
+            " (SELECT *, MIN(number) OVER (PARTITION BY head) AS first FROM lines)"
+            " ORDER BY first, key, number"
+        )
+        order.write(bytes(_ENTRY.size))
+        count, checksum = 0, _FIRST_CHECKSUM
+        while entries := found.fetchmany(_AT_ONCE):
+            content = b"".join(starmap(_ENTRY.pack, entries))
+            order.write(content)
+            count, checksum = count + len(entries), crc32(content, checksum)
+        order.seek(0)
+        order.write(_ENTRY.pack(count, checksum))
+
+    def close(self) -> None:
+        """Drop what was added."""
+        self._database.close()
+
+
+def has_order(path: Path) -> bool:
+    """Return whether a whole order is at ``path``. Blocks, and reads it: 12 bytes a line."""
+    try:
+        with path.open("rb") as order:
+            head = order.read(_ENTRY.size)
+            found_bytes, found = 0, _FIRST_CHECKSUM
+            while content := order.read(_READ_BYTES):
+                found_bytes, found = found_bytes + len(content), crc32(content, found)
+    except OSError:
+        return False
+    if len(head) < _ENTRY.size:
+        return False
+    count, checksum = _ENTRY.unpack(head)
+    return (count * _ENTRY.size, checksum) == (found_bytes, found)
+
+
+def read_order(order: BinaryIO, start: int, count: int) -> Iterator[OrderedLine]:
+    """Yield ``count`` entries of a whole order from the ``start``-th on, fewer at the end. They are
+    read at once."""
+    order.seek((1 + start) * _ENTRY.size)
+    return starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size)))

@@ -28,15 +28,20 @@ class MovedKv:
     """Of prompt and output, from the first on."""
 
 
-class LineHandedBackError(ServerError):
-    """A line that was to be handed back was, with its tokens."""
+class LineMovedError(ServerError):
+    """The engine gives the line back, or does not take it: it was asked to, drains, or has another
+    model.
 
-    def __init__(self, kv: MovedKv | None) -> None:
-        super().__init__("the line was handed back")
+    The line goes on elsewhere, with the tokens that were received.
+    """
+
+    def __init__(self, message: str, kv: MovedKv | None = None) -> None:
+        super().__init__(message)
         self.kv = kv
+        """What the engine has left of it."""
 
 
-class LineRequest(msgspec.Struct, frozen=True):
+class LineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One attempt at one line of a batch. It goes over the wire as it is, but for the clock."""
 
     batch_id: str
@@ -53,9 +58,8 @@ class LineRequest(msgspec.Struct, frozen=True):
     generated: tuple[int, ...] = ()
     """Token ids that an interrupted attempt had generated: continue after them."""
 
-    deadline_s: float | None = msgspec.field(default=None, name="due_in_s")
-    """When the batch should be complete, in seconds since the epoch; None for no deadline. On the
-    wire, in seconds from now: the two machines may have different clocks."""
+    deadline_s: float | None = None
+    """When the batch should be complete, in seconds since the epoch; None for no deadline."""
 
     expected_output_tokens: int | None = None
     """Estimate from finished lines of the batch; None before there are any."""
@@ -67,18 +71,21 @@ class LineRequest(msgspec.Struct, frozen=True):
     """Whether it is no line, but the prompt of an online request: it is computed like one, and
     handed back with its KV."""
 
+    due_in_s: float | None = None
+    """On the wire, in place of ``deadline_s``: two machines may have different clocks."""
+
     model: str = ""
     """On the wire, what ``generated`` belongs to, and the answer is to be of."""
 
     def to_wire(self, model: str, now_s: float) -> Self:
         """Return it as it is sent: the time left in place of the deadline."""
         left_s = None if self.deadline_s is None else self.deadline_s - now_s
-        return msgspec.structs.replace(self, deadline_s=left_s, model=model)
+        return msgspec.structs.replace(self, deadline_s=None, due_in_s=left_s, model=model)
 
     def from_wire(self, now_s: float) -> Self:
         """Return what ``to_wire`` made with its deadline by this machine's clock."""
-        due_s = None if self.deadline_s is None else self.deadline_s + now_s
-        return msgspec.structs.replace(self, deadline_s=due_s)
+        due_s = None if self.due_in_s is None else now_s + self.due_in_s
+        return msgspec.structs.replace(self, deadline_s=due_s, due_in_s=None)
 
 
 class FailureKind(Enum):
@@ -238,7 +245,7 @@ class Backend(LineBackend, Protocol):
     def hand_back(self, request: LineRequest) -> bool:  # noqa: ARG002
         """Ask that a line that is being run be handed back with its KV, within some seconds.
 
-        ``run`` then raises ``LineHandedBackError``, after all tokens were reported, unless the line
+        ``run`` then raises ``LineMovedError``, after all tokens were reported, unless the line
         has ended before. False where that cannot be done: the call is to be cancelled instead.
         """
         return False

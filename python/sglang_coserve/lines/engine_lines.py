@@ -17,7 +17,7 @@ from typing import Final
 
 from sglang_coserve.errors import StorageError
 
-_TURN_S: Final = 60.0
+TURN_S: Final = 60.0
 """Duration of a turn while lines of the other kind wait. Short compared with completion windows of
 hours; long compared with the wait for lines in flight at the beginning of a turn."""
 
@@ -30,9 +30,8 @@ class LineTurns:
     a server that crashes soon after every start resolves at least one of them each time.
     """
 
-    def __init__(self, monotonic_s: Callable[[], float], turn_s: float = _TURN_S) -> None:
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
-        self._turn_s = turn_s
         self._is_suspects_turn = True
         self._turn_ends_s = 0.0
         self._num_runs = 0
@@ -95,7 +94,7 @@ class LineTurns:
 
     def _begin_turn(self, *, is_suspects: bool) -> None:
         self._is_suspects_turn = is_suspects
-        self._turn_ends_s = self._monotonic_s() + self._turn_s
+        self._turn_ends_s = self._monotonic_s() + TURN_S
         self._wake_all()
 
     def _wake_all(self) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from sglang_coserve.errors import StorageError
-from sglang_coserve.jsonl.lines import FileLine, is_blank, read_lines
-from sglang_coserve.jsonl.prefix_order import has_order, read_order
+from sglang_coserve.jsonl.lines import FileLine, has_order, is_blank, read_lines, read_order
 from sglang_coserve.lines.background import WorkerThreads
 
 
@@ -47,7 +46,7 @@ _SKIPPED_AT_ONCE: Final = 20_000
 class LineSource:
     """Yields the lines of a file whose numbers ``is_wanted``, each of them once.
 
-    They come in the order of a whole ``prefix_order``, or else of the file.
+    They come in the order of a whole ``order``, or else of the file.
     Buffers at most 256 lines, about 1 MiB, or one line if that is longer.
     """
 

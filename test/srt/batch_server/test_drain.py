@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batch.route_calls import completed, text_of, until
 from sglang_coserve.http_lines.engine_connection import EngineConnection
-from sglang_coserve.http_lines.messages import LineMovedError
-from sglang_coserve.lines.backend import LineRequest
+from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually
 

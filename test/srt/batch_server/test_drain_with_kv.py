@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from sglang_coserve.http_lines.engine_connection import EngineConnection
-from sglang_coserve.http_lines.messages import LineMovedError
-from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S
 

@@ -12,8 +12,7 @@ import pytest
 
 from batch.route_calls import completed, text_of
 from sglang_coserve.http_lines.engine_connection import EngineConnection
-from sglang_coserve.http_lines.messages import LineMovedError
-from sglang_coserve.lines.backend import LineRequest
+from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, line
 from waiting import GIVE_UP_S
 

@@ -24,7 +24,7 @@ from sglang_coserve.lines.backend import (
     Backend,
     BackendLoad,
     ChangeListeners,
-    LineHandedBackError,
+    LineMovedError,
     LineRequest,
     LineResult,
     MovedKv,
@@ -247,7 +247,7 @@ class BatchBackend(Backend):
                 del self._managers[id(request)]
             if manager.tokens_left is not None:
                 kv = MovedKv(request_id, manager.tokens_left) if manager.tokens_left else None
-                raise LineHandedBackError(kv)
+                raise LineMovedError("the line was handed back", kv)
             if manager.failure is not None:
                 return LineResult.refused(503, manager.failure, request_id)
             usage = result.body.get("usage") or {}
