@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_coserve.config.settings_file import with_settings
+from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
 
@@ -109,9 +109,29 @@ def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
     parser.add_argument("--rate", "-r", type=float, required=True)
     path = tmp_path / "coserve.toml"
     parser.add_argument("--either", action=argparse.BooleanOptionalAction, default=True)
+    argv = ["--settings", str(path)]
     path.write_text("many = [1, 2]\non = true\noff = false\nrate = 0.5\neither = false\n")
-    found = parser.parse_args(with_settings(["--settings", str(path)], parser, "serve"))
+    found = parser.parse_args(Settings(argv, "serve").command_line(parser))
     assert (found.many, found.on, found.off, found.rate) == ([1, 2], True, False, 0.5)
     assert found.either is False
-    found = parser.parse_args(with_settings(["-r", "2", "--settings", str(path)], parser, "serve"))
+    found = parser.parse_args(Settings(["-r", "2", *argv], "serve").command_line(parser))
     assert found.rate == 2.0
+
+
+def test_a_file_may_be_a_pipe() -> None:
+    """As with ``--settings <(decrypt settings.toml)``: it can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, b'model-path = 5\nhost = "h"\n')
+    os.close(writer)
+    settings = Settings(["--settings", f"/dev/fd/{reader}"], "serve")
+    os.close(reader)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path")
+    parser.add_argument("--host")
+    assert settings.one("model_path") == "5"
+    assert settings.command_line(parser) == ["--model-path=5", "--host=h"]
+
+
+def test_a_file_that_is_not_named_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="--settings: expected one argument"):
+        Settings(["--settings"], "serve")

@@ -19,7 +19,7 @@ import pytest
 
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.config.settings_file import with_settings
+from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.local_server import free_port
 from sglang_coserve.srt.cpu import defaults as cpu
@@ -108,7 +108,7 @@ def test_a_file_may_have_every_flag_of_ours_and_of_sglang(
     )
     monkeypatch.setenv("COSERVE_SERVED_MODEL_NAME", "m")
     names = launch._flag_names()
-    argv = with_settings(["--settings", str(file), "--port", "4321"], names, "serve")
+    argv = Settings(["--settings", str(file), "--port", "4321"], "serve").command_line(names)
     server_args = launch.parse_server_args(argv, start_defaults(None))
     settings = compat.settings_of(server_args)
     assert (server_args.port, settings.served_model_name) == (4321, "m")

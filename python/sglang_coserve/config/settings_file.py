@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_coserve.config.flags import FlagParser
 from sglang_coserve.errors import ConfigError, unreadable
 
 _PREFIX: Final = "COSERVE_"
@@ -24,63 +25,61 @@ _OWN: Final = "coserve_"
 _SWITCHES: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("0", "false", "no", "off"), False
 )
-_FLAG: Final = "--settings"
 _TABLES: Final = ("serve", "gateway")
 
 
-def with_settings(argv: Sequence[str], parser: argparse.ArgumentParser, table: str) -> list[str]:
-    """Return a command line with the flags that file and environment add in front of ``argv``.
+class Settings:
+    """What the environment, a file and the command line say to a command.
 
-    The file is that of ``--settings``, or of the variable COSERVE_SETTINGS. A flag that may be
-    given several times is not added to one of ``argv``.
-
-    Args:
-        argv: The command line, without the program's name.
-        parser: Knows all flags of the command.
-        table: That of the command in the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a name or value in it is unknown or wrong.
+    The file is that of ``--settings``, or of the variable COSERVE_SETTINGS. It is read once, for it
+    may be a pipe.
     """
-    file, rest = _file(argv)
-    given = {word.partition("=")[0] for word in rest}
-    actions = dict(_settable(parser._actions))
-    in_file = _read(Path(file), table) if file else {}
-    for name in in_file:
-        if name not in actions:
-            near = difflib.get_close_matches(name, actions, 1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{file}: there is no setting {name!r}{hint}")
-    flags: list[str] = []
-    for name, action in actions.items():
-        variable = f"{_PREFIX}{name.upper()}"
-        if not given.isdisjoint(action.option_strings):
-            continue
-        if found := os.environ.get(variable):
-            flags += _flags(action, found, variable)
-        elif name in in_file:
-            flags += _flags(action, in_file[name], f"{file}: {name}")
-    return [*flags, *rest]
 
+    def __init__(self, argv: Sequence[str], table: str) -> None:
+        """``argv`` is the command line without the program's name; ``table`` is that of the command
+        in the file.
 
-def one_setting(name: str, argv: Sequence[str], table: str) -> Any:
-    """Return a setting of the environment or the file, before the command's flags are known; None
-    if there is none.
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        parser = FlagParser(add_help=False)
+        parser.add_argument("--settings", default=os.environ.get(f"{_PREFIX}SETTINGS"))
+        chosen, self._rest = parser.parse_known_args(list(argv))
+        self._file: str | None = chosen.settings
+        self._in_file = _read(Path(self._file), table) if self._file else {}
 
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    file, _ = _file(argv)
-    in_file = _read(Path(file), table) if file else {}
-    return os.environ.get(f"{_PREFIX}{name.upper()}") or in_file.get(name)
+    def one(self, name: str) -> str | None:
+        """Return a setting of environment or file, before the command's flags are known; None if
+        there is none."""
+        value = os.environ.get(f"{_PREFIX}{name.upper()}") or self._in_file.get(name)
+        return None if value is None else str(value)
 
+    def command_line(self, parser: argparse.ArgumentParser) -> list[str]:
+        """Return the command line, with what environment and file add in front of it.
 
-def _file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the file of settings, and the command line without its name."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument(_FLAG, default=os.environ.get(f"{_PREFIX}SETTINGS"))
-    chosen, rest = own.parse_known_args(list(argv))
-    return chosen.settings, rest
+        A flag that may be given several times is not added where the command line has it.
+        ``parser`` knows all flags of the command.
+
+        Raises:
+            ConfigError: a name or value in the file or the environment is unknown or wrong.
+        """
+        given = {word.partition("=")[0] for word in self._rest}
+        actions = dict(_settable(parser._actions))
+        for name in self._in_file:
+            if name not in actions:
+                near = difflib.get_close_matches(name, actions, 1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{self._file}: there is no setting {name!r}{hint}")
+        flags: list[str] = []
+        for name, action in actions.items():
+            variable = f"{_PREFIX}{name.upper()}"
+            if not given.isdisjoint(action.option_strings):
+                continue
+            if found := os.environ.get(variable):
+                flags += _flags(action, found, variable)
+            elif name in self._in_file:
+                flags += _flags(action, self._in_file[name], f"{self._file}: {name}")
+        return [*flags, *self._rest]
 
 
 def _settable(actions: Iterable[argparse.Action]) -> Iterator[tuple[str, argparse.Action]]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from sglang_coserve.config import OFFLINE_OBJECTIVES, BatchApiConfig
 from sglang_coserve.config.flags import FlagParser, add_flags, setting
-from sglang_coserve.config.settings_file import with_settings
+from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
@@ -131,7 +131,7 @@ def parse_options(argv: Sequence[str]) -> GatewayOptions:
         SystemExit: argparse printed its help.
     """
     parser = _parser()
-    args = parser.parse_args(with_settings(argv, parser, "gateway"))
+    args = parser.parse_args(Settings(argv, "gateway").command_line(parser))
     return GatewayOptions.from_mapping(vars(args))
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from sglang_coserve.batch.routes.view import PAGE_PATH
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
-from sglang_coserve.config.settings_file import one_setting, with_settings
+from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import CoserveError, StartupError
 from sglang_coserve.guard.process_health import (
     expect_end_of_processes,
@@ -59,9 +59,9 @@ def launch_server(argv: Sequence[str]) -> None:
     """
     compat.check_version()
     # SGLang reads the environment when it is first imported, be it for its flags.
-    defaults = start_defaults(model_path_in(argv) or one_setting("model_path", argv, "serve"))
-    argv = with_settings(argv, _flag_names(), "serve")
-    server_args = parse_server_args(argv, defaults)
+    settings = Settings(argv, "serve")
+    defaults = start_defaults(model_path_in(argv) or settings.one("model_path"))
+    server_args = parse_server_args(settings.command_line(_flag_names()), defaults)
     from sglang_coserve.srt.profiling.latency_source import check_profile
     from sglang_coserve.srt.routes.batch_api import check_batch_settings
 
