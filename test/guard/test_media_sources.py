@@ -217,13 +217,30 @@ class TestPublicAddresses:
         monkeypatch.setattr(media_sources, "_TIMEOUT_S", 0.5)
         monkeypatch.setattr(media_sources, "_MAX_BYTES", 1 << 20)
         for path, reason in (
-            ("endless", "larger than 1,048,576 bytes"),
+            ("endless", "may have 1,048,576 bytes"),
             ("slow", "did not come within 0.5 s"),
             ("none", "404"),
             ("to//to//to//to//to//to//to/x", "redirects|cannot be fetched"),
         ):
             with pytest.raises(ValueError, match=reason):
                 brought(asking(video_data=[f"{web.url}/{path}"]))
+
+    def test_all_files_of_a_request_share_one_limit(
+        self, web: Web, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(media_sources, "_MAX_BYTES", 3 * len(PICTURE))
+        urls = [f"{web.url}/{n}" for n in range(4)]
+        assert brought(asking(image_data=urls[:3])).image_data == [DATA_URL] * 3
+        for data in ({"image_data": urls}, {"image_data": urls[:2], "video_data": urls[2:]}):
+            with pytest.raises(ValueError, match="bytes together: send fewer or smaller"):
+                brought(asking(**data))
+
+    async def test_with_one_that_cannot_be_fetched_nothing_more_is(self, web: Web) -> None:
+        urls = [f"{web.url}/none", *[f"{web.url}/slow"] * 9]
+        with pytest.raises(ValueError, match="404"):
+            await MediaSources(allow_urls=True).bring(asking(image_data=[urls]))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert len(web.asked) <= 4
 
     def test_inline_is_inline(self, web: Web) -> None:
         with pytest.raises(ValueError, match="data: URL; this server fetches none"):

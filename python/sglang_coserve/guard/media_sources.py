@@ -22,8 +22,7 @@ import httpx
 from sglang_coserve.network import OutboundTransport
 
 _MAX_BYTES: Final = 64 << 20
-"""Largest file to fetch, the same limit as for all lines in flight together; larger ones must be
-sent inline."""
+"""Most to fetch for one request, as much as a body with its media inline may have."""
 
 _TIMEOUT_S: Final = 10.0
 """Time limit for one file; SGLang's own loaders wait as long for the next bytes of a video."""
@@ -38,6 +37,14 @@ _TYPES: Final = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wa
 _MEDIA_TYPE: Final = re.compile(r"(image|video|audio)/[\w.+-]{1,64}", re.ASCII)
 _WORDS: Final = frozenset({"format", "modality", "type"})
 """Keys of an object whose values are metadata, not media."""
+
+
+class _Fetching:
+    """What the files of one request share."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Semaphore(_AT_ONCE)
+        self.left_bytes = _MAX_BYTES
 
 
 class MediaSources:
@@ -59,28 +66,35 @@ class MediaSources:
         Raises:
             ValueError: a source is not allowed, or cannot be fetched.
         """
-        turn = asyncio.Semaphore(_AT_ONCE)
+        fetching = _Fetching()
         for kind in _TYPES:
             name = f"{kind}_data"
             data = getattr(request, name, None)
             if data is not None:
-                setattr(request, name, await self._brought(data, kind, turn))
+                setattr(request, name, await self._brought(data, kind, fetching))
 
-    async def _brought(self, item: Any, kind: str, turn: asyncio.Semaphore) -> Any:
+    async def _brought(self, item: Any, kind: str, fetching: _Fetching) -> Any:
         if isinstance(item, str):
-            return await self._content(item, kind, turn)
+            return await self._content(item, kind, fetching)
         if isinstance(item, list | tuple):
-            return list(await asyncio.gather(*(self._brought(each, kind, turn) for each in item)))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._brought(each, kind, fetching)) for each in item
+                    ]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
         if isinstance(item, Mapping):
             return {
-                key: value if key in _WORDS else await self._brought(value, kind, turn)
+                key: value if key in _WORDS else await self._brought(value, kind, fetching)
                 for key, value in item.items()
             }
         if is_dataclass(item) and not isinstance(item, type) and hasattr(item, "url"):
-            return replace(item, url=await self._brought(item.url, kind, turn))
+            return replace(item, url=await self._brought(item.url, kind, fetching))
         return item  # Bytes, or a number of what has been processed already.
 
-    async def _content(self, source: str, kind: str, turn: asyncio.Semaphore) -> str:
+    async def _content(self, source: str, kind: str, fetching: _Fetching) -> str:
         """Return a ``data:`` URL."""
         scheme = source[:8].lower()
         if scheme.startswith("data:"):
@@ -89,12 +103,12 @@ class MediaSources:
             return await asyncio.to_thread(_inline, source, kind)
         if not self._allow_urls:
             raise ValueError(f"{kind}: send it as a data: URL; this server fetches none")
-        async with turn:
-            media_type, content = await self._fetched(source, kind)
+        async with fetching.turn:
+            media_type, content = await self._fetched(source, kind, fetching)
         encoded = await asyncio.to_thread(base64.b64encode, content)
         return f"data:{media_type};base64,{encoded.decode()}"
 
-    async def _fetched(self, url: str, kind: str) -> tuple[str, bytes]:
+    async def _fetched(self, url: str, kind: str, fetching: _Fetching) -> tuple[str, bytes]:
         """Fetch ``url``; return the media type and the bytes.
 
         Raises:
@@ -120,8 +134,12 @@ class MediaSources:
                 content = bytearray()
                 async for chunk in response.aiter_raw():
                     content += chunk
-                    if len(content) > _MAX_BYTES:
-                        raise ValueError(f"{source} is larger than {_MAX_BYTES:,} bytes")
+                    fetching.left_bytes -= len(chunk)
+                    if fetching.left_bytes < 0:
+                        raise ValueError(
+                            f"{source} is too large: all files of a request may have "
+                            f"{_MAX_BYTES:,} bytes together: send fewer or smaller ones"
+                        )
         except TimeoutError:
             raise ValueError(f"{source} did not come within {_TIMEOUT_S:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
