@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +150,34 @@ def test_whatever_a_compiler_does_ends_only_the_trial() -> None:
     for text in ("crash", "recurse", "memory"):
         assert "more stack or memory" in told[text], text
     assert lines[-1] == "ended"
+
+
+def test_a_busy_machine_does_not_make_a_grammar_slow(small_model: Path) -> None:
+    """Others may have the processor for longer than a token may take."""
+    from transformers import PreTrainedTokenizerFast
+
+    from sglang_coserve.guard import grammar_process
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
+    compiler = grammar_process.TrialCompiler(
+        grammar_process.GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True)
+    )
+    grammar = compiler._compiled("regex", "[a-z]*")
+    pauses = 0
+
+    def pause(*_: object) -> None:
+        nonlocal pauses
+        pauses += 1
+        time.sleep(2 * grammar_process._MOST_STEP_S)
+
+    former = signal.signal(signal.SIGVTALRM, pause)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, 0.01)
+    try:
+        while pauses < 3:
+            assert compiler._walk(grammar) is None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, former)
 
 
 keys = st.tuples(st.just("regex"), st.sampled_from("abcdef"))

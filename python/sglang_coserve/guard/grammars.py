@@ -149,7 +149,7 @@ class GrammarTrials:
 
 _MOST_GRAMMARS: Final = 1024
 _MOST_BYTES: Final = 256 << 20
-"""Compiled for a large vocabulary, a schema takes up to a few megabytes. An retracted one is
+"""Compiled for a large vocabulary, a schema takes up to a few megabytes. One that was dropped is
 compiled again when needed, in tens of milliseconds outside of the scheduler's thread."""
 
 
