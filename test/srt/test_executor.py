@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
-from sglang_coserve.errors import ConfigError
+from sglang_coserve.errors import ConfigError, StartupError
 from sglang_coserve.profiler.fits import load_profile
 from sglang_coserve.profiler.shapes import StepShape, plan_grid
 from srt.scripted_engine import EngineProcess, ScriptedEngine
@@ -107,6 +109,29 @@ def test_the_command_measures_and_reports(small_model: Path, tmp_path: Path) -> 
     assert loaded.report is not None
     assert loaded.tp_size == 1
     assert loaded.hardware
+
+
+def test_a_process_that_dies_is_noticed_while_another_waits_for_it(small_model: Path) -> None:
+    from sglang_coserve.srt.executor_process import ExecutorProcesses
+
+    def kill() -> None:
+        while len(ranks := sorted(multiprocessing.active_children(), key=lambda c: c.pid)) < 2:
+            if is_over.wait(0.01):
+                return
+        ranks[1].kill()
+        if not is_over.wait(120):
+            ranks[0].kill()
+
+    is_over = threading.Event()
+    killing = threading.Thread(target=kill)
+    killing.start()
+    flags = ["--model-path", str(small_model), "--dtype", "float32", "--tp-size", "2"]
+    try:
+        with pytest.raises(StartupError, match="process 1 died with exit code -9"):
+            ExecutorProcesses([*flags, "--max-total-tokens", "2048"])
+    finally:
+        is_over.set()
+        killing.join()
 
 
 def test_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from multiprocessing.connection import wait
 from typing import Any, Self
 
 from sglang_coserve.errors import CoserveError, ServerError, StartupError
@@ -85,18 +86,19 @@ class ExecutorProcesses:
 
     def _receive(self, kind: type[CoserveError]) -> Any:
         """Wait for an answer of every rank, and return that of rank 0."""
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            try:
-                answer, error = connection.recv()
-            except EOFError:
-                self._processes[rank].join(10)
-                code = self._processes[rank].exitcode
-                raise kind(f"SGLang's process {rank} died with exit code {code}") from None
-            if error is not None:
-                raise kind(f"SGLang failed:\n{error}")
-            answers.append(answer)
-        return answers[0]
+        answers: dict[Any, Any] = {}
+        while unheard := [each for each in self._connections if each not in answers]:
+            for connection in wait(unheard):  # One that has failed keeps the others waiting.
+                try:
+                    answers[connection], error = connection.recv()
+                except EOFError:
+                    rank = self._connections.index(connection)
+                    self._processes[rank].join(10)
+                    code = self._processes[rank].exitcode
+                    raise kind(f"SGLang's process {rank} died with exit code {code}") from None
+                if error is not None:
+                    raise kind(f"SGLang failed:\n{error}")
+        return answers[self._connections[0]]
 
 
 def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> None:
