@@ -11,7 +11,7 @@ import sys
 
 if __name__ in {"__main__", "__mp_main__"}:
     # What SGLang's imports make stays: to look through all of it for garbage, again and again,
-    # takes a sixth of their time. ``gc_pauses.freeze_imports`` sets this back. Not off: SGLang
+    # takes a sixth of their time. ``freeze_imports`` sets this back. Not off: SGLang
     # has processes that are not ours.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
 

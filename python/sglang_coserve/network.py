@@ -144,8 +144,8 @@ def check_listen_address(host: str, port: int) -> None:
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 listener.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise StartupError(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}: choose another "
-            "--host or --port, or end what listens there"
+            f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}: "
+            "choose another --host or --port, or end what listens there"
         ) from error
