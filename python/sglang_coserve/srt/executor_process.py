@@ -88,7 +88,8 @@ class ExecutorProcesses:
         """Wait for an answer of every rank, and return that of rank 0."""
         answers: dict[Any, Any] = {}
         while unheard := [each for each in self._connections if each not in answers]:
-            for connection in wait(unheard):  # One that has failed keeps the others waiting.
+            ready: list[Any] = wait(unheard)  # One that has failed keeps the others waiting.
+            for connection in ready:
                 try:
                     answers[connection], error = connection.recv()
                 except EOFError:
