@@ -7,12 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from latency_cases import LINEAR, MACHINES, POLYNOMIAL, ROOFLINE, machine_id, models
+from latency_cases import (
+    LINEAR,
+    MACHINES,
+    POLYNOMIAL,
+    ROOFLINE,
+    SPLIT_LINEAR,
+    machine_id,
+    models,
+)
 
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 
 REPORT = FitReport(
@@ -34,6 +43,7 @@ def profile(model: LatencyModel, report: FitReport | None = REPORT) -> LatencyPr
 @settings(deadline=None)
 @given(models(), st.none() | st.just(REPORT))
 def test_round_trip(model: LatencyModel, report: FitReport | None) -> None:
+    assume(min(model.predict(StepStats.of(*one)) for one in ([[(1, 0)]], [[], [1]])) > 0)
     saved = profile(model, report)
     assert LatencyProfile.from_json(saved.to_json(), "profile.json") == saved
 
@@ -84,6 +94,13 @@ def nonsense(document: dict[str, Any], path: list[str]) -> None:
         (LINEAR, "coefficients.iteration_s", 10**400, "must be a finite number"),
         (LINEAR, "coefficients.iteration", 1e-3, "coefficients.iteration: a linear model has only"),
         (POLYNOMIAL, "form.captured_batch_sizes", [1, 4, 2], "captured_batch_sizes: must ascend"),
+        (LINEAR, "coefficients", dict.fromkeys(LINEAR.coefficients, 0), "a prefill takes no time"),
+        (
+            SPLIT_LINEAR,
+            "coefficients",
+            {**SPLIT_LINEAR.coefficients, "decode_s": 0, "decode_request_s": 0, "decode_pair_s": 0},
+            "by them a decode takes no time: profile again",
+        ),
         (ROOFLINE, "form.tp_size", 3, "form.tp_size: 32 attention heads cannot be split"),
     ],
 )

@@ -13,10 +13,12 @@ from sglang_coserve.core.latency_model.machine import Hardware
 from sglang_coserve.core.latency_model.model import FitReport, LatencyModel
 from sglang_coserve.core.latency_model.model_shape import ModelShape
 from sglang_coserve.core.latency_model.roofline import RooflineModel
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument, read_json
 from sglang_coserve.errors import ConfigError, InputFileError
 
 _SCHEMA_VERSION: Final = 1
+_LEAST_WORK: Final = {"a prefill": StepStats.of([(1, 0)]), "a decode": StepStats.of([], [1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class LatencyProfile:
 
         Raises:
             InputFileError: the text is not JSON or has another schema version, an
-                unknown kind, or a missing or malformed field.
+                unknown kind, a missing or malformed field, or work that takes no time.
         """
         document = read_json(_Profile[Any], text, source)
         model = _form(document.kind, text, source)
@@ -70,8 +72,14 @@ class LatencyProfile:
                     f"{source}: coefficients.{name}: a {document.kind} model has only "
                     f"{', '.join(names)}"
                 )
+        model = model.with_coefficients(given)
+        for work, batch in _LEAST_WORK.items():
+            if model.predict(batch) == 0:
+                raise InputFileError(
+                    f"{source}: coefficients: by them {work} takes no time: profile again"
+                )
         return cls(
-            model.with_coefficients(given),
+            model,
             document.fit_report,
             document.hardware,
             document.model,
