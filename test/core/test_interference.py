@@ -133,6 +133,20 @@ def test_a_request_that_nobody_says_has_ended_does_not_stop_the_judging() -> Non
     assert len(found) == 0
 
 
+def test_a_baseline_that_falls_behind_keeps_nobody_for_longer_than_five_minutes() -> None:
+    """Its model is wrong: it serves a request in 125 ms where the engine takes 50."""
+    found = followed()
+    for number in range(12_000):
+        now_s = 0.05 * number
+        request = RequestInfo(str(number), RequestClass.ONLINE, 100, 64, arrival_s=now_s)
+        found.arrived(request)
+        found.produced(str(number), now_s + 0.05)
+        found.ended(str(number), Ending.COMPLETE)
+        found.advance(predict, now_s + 0.05)
+    assert len(found) <= 301 / 0.05
+    assert found.monitor.report(600.0).attainment == 1.0
+
+
 def test_a_refused_request_has_missed() -> None:
     found = followed()
     found.arrived(info())

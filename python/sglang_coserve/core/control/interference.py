@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +19,10 @@ from sglang_coserve.core.request import Ending
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import JobTokens
 from sglang_coserve.core.step_stats import StepStats
+
+_MOST_LAG_S: Final = 300.0
+"""What the baseline is not through with so long after the engine is given up: half of the time for
+which requests are reported. A baseline whose model is too slow would keep ever more of them."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -40,8 +44,8 @@ class Interference:
     """Tracks online requests from arrival to end, in the engine and in the baseline.
 
     A request is judged once it has ended in both. Without a baseline (a server without
-    a latency model), or if the baseline has given the request up, it is judged by its measured
-    latencies alone.
+    a latency model), or if the baseline has given the request up or is not through with it after
+    five minutes, it is judged by its measured latencies alone.
     """
 
     def __init__(
@@ -81,6 +85,9 @@ class Interference:
         """By rid: those that have not ended in the engine."""
 
         self._watched: set[_Watched] = set()
+        self._ended: deque[_Watched] = deque()
+        """In order: those that the baseline was not through with when they ended in the engine."""
+
         self.online_s = 0.0
         """What all steps so far took for online requests, in seconds."""
 
@@ -161,6 +168,8 @@ class Interference:
                 baseline.ended(watched)
                 if watched.has_all:
                     self._judge(watched, alone=watched)
+                else:
+                    self._ended.append(watched)
             return
         if baseline is not None:
             baseline.drop(watched)
@@ -194,6 +203,11 @@ class Interference:
                     self._judge(watched, alone=watched)
         if gaps:
             self.allowance.gaps(gaps, self._now_s)
+        while self._ended and self._ended[0].measured.last_s < self._now_s - _MOST_LAG_S:
+            late = self._ended.popleft()
+            if late in self._watched and late.baseline is not None:
+                late.baseline.drop(late)
+                self._judge(late)
 
     def _judge(self, watched: _Watched, alone: TokenTimes | None = None) -> None:
         self._watched.remove(watched)
