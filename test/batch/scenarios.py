@@ -117,8 +117,8 @@ class Scene:
         """A file's bytes; none when there is no file."""
         if file_id is None:
             return b""
-        content = await self.service.file_content(OWNER, file_id)
-        return b"".join([chunk async for chunk in content.chunks])
+        end = (await self.service.retrieve_file(OWNER, file_id)).bytes
+        return b"".join([chunk async for chunk in self.service.read_file(file_id, 0, end)])
 
     async def records(self, batch: BatchObject) -> dict[str, dict[str, Any]]:
         """Every record of a batch by its custom id; fails when a line has two."""

@@ -11,11 +11,10 @@ import pytest
 
 from batch.scenarios import OWNER, Scene, lines, opened, stream, wanted
 from sglang_coserve.batch.errors import (
-    BatchRequestError,
     ConflictError,
     NotFoundError,
 )
-from sglang_coserve.batch.owners import owner_of
+from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.errors import StorageError
 
@@ -38,14 +37,6 @@ async def test_what_goes_in_comes_out(tmp_path: Path) -> None:
         assert (file.bytes, file.filename, file.purpose) == (3_000_000, "a b.jsonl", "batch")
         assert await service.retrieve_file(OWNER, file.id) == file
         assert await scene.content(file.id) == content
-        part = await service.file_content(OWNER, file.id, 1_000_000, 2_500_000)
-        assert b"".join([c async for c in part.chunks]) == content[1_000_000:2_500_000]
-        rest = await service.file_content(OWNER, file.id, 2_999_999, 9_999_999)
-        assert (rest.start, rest.end, rest.total_bytes) == (2_999_999, 3_000_000, 3_000_000)
-        assert [c async for c in rest.chunks] == [content[-1:]]
-        with pytest.raises(BatchRequestError) as caught:
-            await service.file_content(OWNER, file.id, 3_000_001)
-        assert caught.value.code == "invalid_range"
         for path in (tmp_path / "files").iterdir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -105,6 +96,26 @@ async def test_a_file_in_use_cannot_be_deleted(tmp_path: Path) -> None:
         for file_id in (running.input_file_id, done.output_file_id):
             assert (await service.delete_file(OWNER, file_id)).deleted
     assert stored(tmp_path) == in_doubt(tmp_path) == []
+
+
+async def test_a_caller_who_hangs_up_leaves_no_file_open(tmp_path: Path) -> None:
+    def is_open() -> bool:
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return any(link.parent == tmp_path / "files" for link in links)
+
+    async with (scene := await opened(tmp_path)).service as service:
+        file = await scene.upload(bytes(9))
+        for begun in (
+            lambda: scene.content(file.id),
+            lambda: service.create_file(OWNER, "f", stream(bytes(9))),
+        ):
+            for turns in range(12):
+                call = asyncio.ensure_future(begun())
+                for _ in range(turns):
+                    await asyncio.sleep(0.0005)
+                call.cancel()
+                await asyncio.wait({call})
+                assert not is_open(), turns
 
 
 async def test_files_that_nobody_marked_are_left_alone(tmp_path: Path) -> None:

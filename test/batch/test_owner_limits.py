@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from batch.scenarios import Scene, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import QuotaError, TooManyError
 from sglang_coserve.batch.file_store import Transfers
+from sglang_coserve.errors import StorageError
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -142,7 +144,7 @@ class TestQuota:
             return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
 
         kind = type(scene.service._context.directory)
-        monkeypatch.setattr(kind, "free_bytes", property(free_bytes))
+        monkeypatch.setattr(kind, "free_bytes", free_bytes)
         async with scene.service:
             await scene.upload(bytes(4 * MIB), "first")
             with pytest.raises(QuotaError, match="still free"):
@@ -151,6 +153,19 @@ class TestQuota:
             with pytest.raises(QuotaError):
                 await scene.upload(bytes(MIB), "second")
             await scene.upload(bytes(MIB), "third")
+
+    async def test_a_batch_on_a_full_disk_is_no_matter_of_its_owners_quota(
+        self, tmp_path: Path
+    ) -> None:
+        scene = await opened(tmp_path)
+        async with scene.service as service:
+            file = await scene.upload(lines(1))
+            object.__setattr__(service.limits, "min_free_bytes", 1 << 60)
+            with pytest.raises(StorageError, match="disk is full"):
+                await service.create_batch("owner", wanted(file))
+            shutil.rmtree(tmp_path)
+            with pytest.raises(StorageError, match="No such file"):
+                await service.create_batch("owner", wanted(file))
 
 
 async def stored_bytes(scene: Scene) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,9 +167,9 @@ def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
         for number in range(4):
             file_id = f"file-{number:024x}"
             content = bytes([65 + number]) * 50
-            fd = None
+            opened = ExitStack()
             try:
-                fd = files._begin(file_id)
+                fd = files._begin(file_id, opened)
                 files._append(fd, content)
                 files._append(fd, content)
                 files._force(fd)
@@ -180,8 +179,7 @@ def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
             except StorageError:
                 files._discard(file_id)
             finally:
-                if fd is not None:
-                    os.close(fd)
+                opened.close()
             if number == 2:
                 directory.mark_in_doubt(file_id)
                 rows.pop(file_id, None)

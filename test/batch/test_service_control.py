@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +16,7 @@ from sglang_coserve.batch.errors import (
 )
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.batch.state import BatchAction
+from waiting import GIVE_UP_S
 
 
 async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
@@ -97,6 +99,22 @@ async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: 
             return next(iter((await service.list_batches(OWNER)).data), None)
 
         assert (await scene.ends((await scene.eventually(known)).id)).status == "completed"
+
+
+async def test_a_service_that_closes_waits_for_who_is_creating_a_batch(tmp_path: Path) -> None:
+    scene = await opened(tmp_path)
+    file = await scene.upload(lines(1))
+    gate, threads = threading.Event(), scene.service._context.threads
+    busy = [asyncio.create_task(threads.run(gate.wait, GIVE_UP_S)) for _ in range(4)]
+    calling = asyncio.create_task(scene.service.create_batch(OWNER, wanted(file)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(scene.service.close())
+    await asyncio.sleep(0.05)
+    gate.set()
+    await asyncio.wait({closing, calling, *busy})
+    assert scene.service.background.state()["batch"]["running"] == 0
+    async with (scene := await opened(tmp_path)).service:
+        assert (await scene.ends(calling.result().id)).status == "completed"
 
 
 async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:

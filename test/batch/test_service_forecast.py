@@ -104,4 +104,4 @@ async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
         await scene.in_flight(2)
         backend.finish_all()
         await scene.ends(batch.id)
-        assert len(service._runner._forecaster._past) == 0
+        assert len(service._runner._past) == 0

@@ -15,6 +15,7 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.state import (
     Asked,
@@ -29,6 +30,8 @@ from sglang_coserve.batch.store.database import MIGRATIONS, open_database
 from sglang_coserve.errors import StartupError, StorageError
 from sglang_coserve.jsonl.check_file import LineFault
 from sglang_coserve.lines.result_record import Progress, Usage
+
+FREE_BYTES = 1 << 40
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
         weight=2.5,
         priority=-3,
     )
-    batch_rows.create(connection, batch, 0.0, 10)
+    batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     assert batch_rows.find(connection, batch.id) == batch
     faults = (LineFault("invalid_json", "no", 3, None), LineFault("x", "y", None, "url"))
     failed = batch_rows.apply(connection, batch.id, Failed(faults), 5.0)
@@ -87,7 +90,7 @@ def test_a_batch_is_stored_as_it_is(connection: sqlite3.Connection) -> None:
 def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file())
     batch = a_batch(output_expires_after_s=3600.0)
-    batch_rows.create(connection, batch, 0.0, 10)
+    batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     batch_rows.apply(connection, batch.id, Validated(2, 20), 1.0)
     for file_id in (batch.output_file_id, batch.error_file_id):
         assert not file_rows.exists(connection, file_id)
@@ -107,9 +110,23 @@ def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
     assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, "o")
 
 
+def test_responses_whose_time_is_over_go_and_others_stay(connection: sqlite3.Connection) -> None:
+    limits = BatchLimits(max_active_responses=3000)
+    file_rows.insert(connection, a_file(purpose="response"))
+    for number in range(1003):
+        response = a_batch(id=f"batch_{number}", response={}, created_at_s=float(number))
+        batch_rows.create(connection, response, limits, FREE_BYTES)
+    for number in range(1, 1003):
+        batch_rows.apply(connection, f"batch_{number}", Failed(()), 1.0)
+    assert batch_rows.delete_expired_responses(connection, 1001.0, 2000.0)
+    assert not batch_rows.delete_expired_responses(connection, 1001.0, 2000.0)
+    rows = connection.execute("SELECT id FROM batches ORDER BY seq").fetchall()
+    assert rows == [("batch_0",), ("batch_1002",)]
+
+
 def test_an_event_in_an_unexpected_state_does_nothing(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file())
-    batch_rows.create(connection, a_batch(), 0.0, 10)
+    batch_rows.create(connection, a_batch(), BatchLimits(), FREE_BYTES)
     cancelling = batch_rows.apply(connection, "batch_1", Asked("cancel"), 1.0, owner="o")
     late = Validated(1, 1)
     expected = Status.VALIDATING
@@ -119,18 +136,21 @@ def test_an_event_in_an_unexpected_state_does_nothing(connection: sqlite3.Connec
 def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
     batch = a_batch()
     with pytest.raises(NotFoundError, match="file-1"):
-        batch_rows.create(connection, batch, 0.0, 10)
+        batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     file_rows.insert(connection, a_file(owner="somebody else"))
     with pytest.raises(NotFoundError):
-        batch_rows.create(connection, batch, 0.0, 10)
+        batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     file_rows.insert(connection, a_file("file-x", expires_at_s=10.0))
     with pytest.raises(NotFoundError):
-        batch_rows.create(connection, a_batch(input_file_id="file-x"), 10.0, 10)
+        batch = a_batch(input_file_id="file-x", created_at_s=10.0)
+        batch_rows.create(connection, batch, BatchLimits(), FREE_BYTES)
     file_rows.insert(connection, a_file("file-y", purpose="batch_output"))
     with pytest.raises(BatchRequestError, match="purpose"):
-        batch_rows.create(connection, a_batch(input_file_id="file-y"), 0.0, 10)
+        batch_rows.create(connection, a_batch(input_file_id="file-y"), BatchLimits(), FREE_BYTES)
+    one = BatchLimits(max_active_batches=1)
+    batch_rows.create(connection, a_batch(input_file_id="file-x"), one, FREE_BYTES)
     with pytest.raises(TooManyError, match="0 more"):
-        batch_rows.create(connection, a_batch(input_file_id="file-x"), 0.0, 0)
+        batch_rows.create(connection, a_batch(input_file_id="file-x"), one, FREE_BYTES)
 
 
 class TestOpening:

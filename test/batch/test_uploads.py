@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from hashlib import md5
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 from batch.live_app import LiveApp
 from batch.route_calls import refused
-from batch.scenarios import lines
+from batch.scenarios import OWNER, lines, opened, stream
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
+from sglang_coserve.batch.errors import NotFoundError
 from sglang_coserve.batch.routes import BATCH_PREFIXES, files
+from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject
 from waiting import eventually
 
 CONTENT = lines(40)
@@ -122,6 +125,23 @@ def test_parts_are_their_owners_and_their_uploads(app: LiveApp, client: openai.O
     refused(caught, 404, "part_not_found", "part_id")
     with app.client("another key") as other, pytest.raises(openai.NotFoundError):
         add(other, upload_id, b"abc")
+
+
+async def test_one_that_is_completed_twice_at_a_time_is_one_file(tmp_path: Path) -> None:
+    """As by a client whose first call took it too long."""
+    async with (await opened(tmp_path)).service as service:
+        wanted = CreateUpload(filename="f", purpose="batch", bytes=9)
+        upload_id = (await service.parts.create(OWNER, wanted)).id
+        part = await service.parts.add_part(OWNER, upload_id, stream(bytes(9)))
+        parts = CompleteUpload(part_ids=[part.id])
+        ends = await asyncio.gather(
+            *(service.parts.complete(OWNER, upload_id, parts) for _ in range(3)),
+            return_exceptions=True,
+        )
+        done = [each for each in ends if isinstance(each, UploadObject)]
+        refused = [each for each in ends if isinstance(each, NotFoundError)]
+        assert (len(done), len(refused)) == (1, 2)
+        assert [file.id for file in (await service.list_files(OWNER)).data] == [done[0].file.id]
 
 
 def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:

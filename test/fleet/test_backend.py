@@ -323,9 +323,9 @@ async def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(
                 if batch.status == "completed":
                     break
             assert batch.request_counts.completed == 151
-            found = await service.file_content(OWNER, str(batch.output_file_id))
-            text = b"".join([chunk async for chunk in found.chunks]).decode()
-            records = text.splitlines()
+            output = await service.retrieve_file(OWNER, str(batch.output_file_id))
+            chunks = service.read_file(output.id, 0, output.bytes)
+            records = b"".join([chunk async for chunk in chunks]).decode().splitlines()
             assert len(records) == 151
             for name in (*(f"id-{n}" for n in range(1, 151)), "last"):
                 tokens = " ".join(map(str, tokens_of(name, 8)))

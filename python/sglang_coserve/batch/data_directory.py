@@ -27,7 +27,7 @@ from shlex import quote
 from typing import Final
 
 from sglang_coserve.durable_files import lock_file, make_directories, sync_names, unlock_file
-from sglang_coserve.errors import StartupError
+from sglang_coserve.errors import StartupError, StorageError
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _PROBE_BYTES: Final = 1 << 16
@@ -134,13 +134,19 @@ class DataDirectory:
         """Return where the order of a batch's lines is, once there is one."""
         return self._orders / _checked(batch_id)
 
-    @property
     def free_bytes(self) -> int:
-        """Free bytes on the disk."""
-        return shutil.disk_usage(self.root).free
+        """Return the free bytes on the disk. Blocks, as do the methods below.
+
+        Raises:
+            StorageError: the disk is failing, or the directory is gone.
+        """
+        try:
+            return shutil.disk_usage(self.root).free
+        except OSError as error:
+            raise StorageError(f"cannot use {self.root}: {error.strerror}") from error
 
     def mark_in_doubt(self, file_id: str) -> None:
-        """Mark a file that is about to be added or deleted. Blocks, as do the methods below."""
+        """Mark a file that is about to be added or deleted."""
         (self._in_doubt / _checked(file_id)).touch(mode=0o600)
         sync_names(self._in_doubt)
 

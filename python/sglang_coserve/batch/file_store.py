@@ -7,13 +7,13 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError, TooManyError
-from sglang_coserve.batch.owners import OwnerStorage, Upload
 from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
@@ -82,6 +82,18 @@ _PIECE_BYTES: Final = 1 << 18
 _EXPIRED_AT_ONCE: Final = 100
 
 
+@dataclass(slots=True)
+class _Use:
+    """What an owner has, kept while uploads of it are under way."""
+
+    uploads: int = 0
+    stored_bytes: int = 0
+    """Of files that exist: inputs, outputs and errors."""
+
+    receiving_bytes: int = 0
+    """Of those uploads."""
+
+
 class FileStore:
     """Adds, reads and deletes files. Raises ``StorageError`` when the disk is full or failing."""
 
@@ -92,9 +104,7 @@ class FileStore:
         self._clock = context.clock
         self._limits = limits = context.limits
         self._pace = UploadPace(context.backend, context.clock, limits.busy_upload_bytes_per_s)
-        self._storage = OwnerStorage(
-            context.store, limits.max_stored_bytes_per_owner, limits.max_files_per_owner
-        )
+        self._uses: dict[str, _Use] = {}
 
     async def settle(self) -> None:
         """Clean up after a crash. Call it once, before anything else."""
@@ -117,16 +127,16 @@ class FileStore:
             TooLargeError: it is longer than ``max_upload_bytes``.
             QuotaError: its owner has too much on the disk.
         """
-        async with self._storage.upload(owner) as upload:
+        async with self._counted(owner) as count:
             try:
-                await self._receive(file_id, chunks, upload)
+                size_bytes = await self._receive(file_id, chunks, count)
                 now_s = self._clock.now_s()
                 file = FileRecord(
                     id=file_id,
                     owner=owner,
                     filename=filename,
                     purpose=purpose,
-                    size_bytes=upload.size_bytes,
+                    size_bytes=size_bytes,
                     created_at_s=now_s,
                     expires_at_s=expires_at_s(now_s),
                 )
@@ -141,49 +151,74 @@ class FileStore:
             await self._threads.run(self._keep, file_id)
         return file
 
-    async def _receive(self, file_id: str, chunks: AsyncIterable[bytes], upload: Upload) -> None:
-        limit_bytes = self._limits.max_upload_bytes
-        # Open until it is synced: an error of writing may be told only to who had it open.
-        fd = await self._threads.run(self._begin, file_id)
+    @asynccontextmanager
+    async def _counted(self, owner: str) -> AsyncGenerator[Callable[[int, int], None]]:
+        """Enter for as long as an upload is no file yet: all uploads of an owner count together.
+
+        Yields what is called with the bytes that were written, and those that are then free.
+        """
+        use = self._uses.setdefault(owner, _Use())
+        use.uploads += 1
+        uploads = use.uploads  # Before the files are counted: one that ends is in either.
+        size_bytes = files = 0
+
+        def count(written_bytes: int, free_bytes: int) -> None:
+            nonlocal size_bytes
+            size_bytes += written_bytes
+            use.receiving_bytes += written_bytes
+            used_bytes = use.stored_bytes + use.receiving_bytes
+            self._limits.check_stored(used_bytes, files + uploads, free_bytes)
+
         try:
+            use.stored_bytes, files = await self._store.run(file_rows.stored, owner)
+            count(0, await self._threads.run(self._directory.free_bytes))
+            yield count
+            if use.uploads > 1:
+                use.stored_bytes, _ = await self._store.run(file_rows.stored, owner)
+        finally:
+            use.receiving_bytes -= size_bytes
+            use.uploads -= 1
+            if not use.uploads:
+                del self._uses[owner]
+
+    async def _receive(
+        self, file_id: str, chunks: AsyncIterable[bytes], count: Callable[[int, int], None]
+    ) -> int:
+        """Return the bytes that were received."""
+        limit_bytes, size_bytes = self._limits.max_upload_bytes, 0
+        # Open until it is synced: an error of writing may be told only to who had it open.
+        with ExitStack() as opened:
+            fd = await self._threads.run(self._begin, file_id, opened)
             async for piece in _in_pieces(chunks):
-                if upload.size_bytes + len(piece) > limit_bytes:
+                size_bytes += len(piece)
+                if size_bytes > limit_bytes:
                     raise TooLargeError(
                         f"the file is larger than {limit_bytes:,} bytes: split it",
                         code="file_too_large",
                         param="file",
                     )
-                upload.count(len(piece), await self._threads.run(self._append, fd, piece))
+                count(len(piece), await self._threads.run(self._append, fd, piece))
                 await self._pace.taken(len(piece))
             await self._threads.run(self._force, fd)
-        finally:
-            os.close(fd)
+        return size_bytes
 
-    async def read(self, file: FileRecord, start: int, end: int) -> AsyncGenerator[bytes]:
-        """Yield the bytes [``start``, ``end``) of ``file``.
+    async def read(self, file_id: str, start: int, end: int) -> AsyncGenerator[bytes]:
+        """Yield the bytes [``start``, ``end``) of a file.
 
         Raises:
             NotFoundError: it has been deleted meanwhile.
-            StorageError: it is shorter than the store says, or cannot be read.
+            StorageError: it is shorter than that, or cannot be read.
         """
-        path = self._directory.file(file.id)
-        try:
-            fd = await self._threads.run(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFoundError(
-                f"no such file: {file.id!r}", code="file_not_found", param="file_id"
-            ) from None
-        try:
+        with ExitStack() as opened:
+            fd = await self._threads.run(self._open, file_id, opened)
             while start < end:
-                with _disk_errors(f"file {file.id} cannot be read"):
-                    size_bytes = min(_PIECE_BYTES, end - start)
+                size_bytes = min(_PIECE_BYTES, end - start)
+                with _disk_errors(f"file {file_id} cannot be read"):
                     piece = await self._threads.run(os.pread, fd, size_bytes, start)
                 if not piece:
-                    raise StorageError(f"file {file.id} has been cut off at byte {start}")
+                    raise StorageError(f"file {file_id} has been cut off at byte {start}")
                 start += len(piece)
                 yield piece
-        finally:
-            os.close(fd)
 
     async def remove(self, owner: str, file_id: str) -> None:
         """Delete a file.
@@ -221,22 +256,32 @@ class FileStore:
         with _disk_errors(f"file {file_id} cannot be deleted"):
             self._directory.mark_in_doubt(file_id)
 
-    def _begin(self, file_id: str) -> int:
+    # The stacks have the files before anybody waits for a thread: who is cancelled closes them.
+
+    def _open(self, file_id: str, opened: ExitStack) -> int:
+        with _disk_errors(f"file {file_id} cannot be read"):
+            try:
+                fd = os.open(self._directory.file(file_id), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise NotFoundError(
+                    f"no such file: {file_id!r}", code="file_not_found", param="file_id"
+                ) from None
+        opened.callback(os.close, fd)
+        return fd
+
+    def _begin(self, file_id: str, opened: ExitStack) -> int:
         with _disk_errors("the upload cannot be written"):
             self._directory.mark_in_doubt(file_id)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            return os.open(self._directory.file(file_id), flags, 0o600)
+            fd = os.open(self._directory.file(file_id), flags, 0o600)
+        opened.callback(os.close, fd)
+        return fd
 
     def _append(self, fd: int, piece: bytes) -> int:
         """Return the room that is then left on the disk."""
-        free_bytes = self._directory.free_bytes - len(piece)
-        if free_bytes < self._limits.min_free_bytes:
-            raise StorageError(
-                "the server's disk is full: delete files, or wait until others have expired"
-            )
         with _disk_errors("the upload cannot be written"):
             write_all(fd, piece)
-        return free_bytes
+        return self._directory.free_bytes()
 
     def _force(self, fd: int) -> None:
         with _disk_errors("the upload cannot be written"):

@@ -17,9 +17,6 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from sglang_coserve.batch.record import JobRecord, Status
-from sglang_coserve.batch.store import Store, batch_rows
-from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.background import Clock
 
 REMEMBERED: Final = 39
 """Past batches that count. The fewest of which P95 is a value with one beyond it, and P5 one with
@@ -99,6 +96,14 @@ class PastBatches:
         unseen = () if self.are_enough else _PRIOR
         self._factors = sorted([*self._newest, *unseen])
 
+    def ended(self, batch: JobRecord) -> None:
+        """Take in a batch in a final state, if it is complete and had a forecast."""
+        if batch.status is not Status.COMPLETED or batch.forecast_s is None:
+            return
+        assert batch.completed_at_s is not None
+        took_s, progress = batch.completed_at_s - batch.created_at_s, batch.progress
+        self.add(batch.forecast_s, took_s, progress.usage.total_tokens, progress.estimated_tokens)
+
     def finish(self, forecast_s: float) -> FinishEstimate:
         """Return when a batch is complete that would take ``forecast_s`` by the forecast. O(1)."""
         return FinishEstimate(*(forecast_s * self._quantile(share) for share in (0.05, 0.5, 0.95)))
@@ -164,48 +169,6 @@ class Headroom:
 
     headroom_tokens_per_s: float | None
     """What could be added; None if unknown."""
-
-
-class Forecaster:
-    """Forecasts when batches will be complete, and learns from how the earlier ones ended."""
-
-    def __init__(self, backend: Backend, store: Store, clock: Clock) -> None:
-        self._backend = backend
-        self._store = store
-        self._clock = clock
-        self._past = PastBatches()
-
-    async def load(self) -> None:
-        """Read how the batches of earlier runs ended.
-
-        Raises:
-            StorageError: the database cannot be read.
-        """
-        await self._store.run(batch_rows.void_forecasts)
-        for past in await self._store.run(batch_rows.past_forecasts, REMEMBERED):
-            self._past.add(*past)
-
-    def job_forecasts(self, batches: Iterable[JobRecord]) -> dict[str, JobForecast]:
-        """Return the forecasts of ``batches``, by id; no other batches are served."""
-        now_s = self._clock.now_s()
-        return job_forecasts(batches, self._rate_per_s, now_s, self._past)
-
-    def headroom(self, batches: Iterable[JobRecord]) -> Headroom:
-        """Return the headroom beside ``batches``; no other batches are served."""
-        return headroom(batches, self._rate_per_s, self._clock.now_s(), self._past.token_bias)
-
-    def ended(self, batch: JobRecord) -> None:
-        """Compare a batch in a final state with its forecast, if it is complete and had one."""
-        if batch.status is not Status.COMPLETED or batch.forecast_s is None:
-            return
-        assert batch.completed_at_s is not None
-        took_s, progress = batch.completed_at_s - batch.created_at_s, batch.progress
-        tokens, expected_tokens = progress.usage.total_tokens, progress.estimated_tokens
-        self._past.add(batch.forecast_s, took_s, tokens, expected_tokens)
-
-    @property
-    def _rate_per_s(self) -> float | None:
-        return self._backend.load().offline_tokens_per_s or None
 
 
 def remaining_tokens(batch: JobRecord, token_bias: float = 1.0) -> float:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from sglang_coserve.batch.admission import raise_if_window_too_short
 from sglang_coserve.batch.context import JobContext
-from sglang_coserve.batch.forecast import Forecaster, Headroom, JobForecast
+from sglang_coserve.batch.forecast import (
+    REMEMBERED,
+    Headroom,
+    JobForecast,
+    PastBatches,
+    headroom,
+    job_forecasts,
+)
 from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
-from sglang_coserve.batch.owners import raise_if_over, raise_if_too_many
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
@@ -30,7 +36,7 @@ class JobSupervisor:
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._forecaster = Forecaster(context.backend, context.store, context.clock)
+        self._past = PastBatches()
         self._billed_s: dict[str, float] = {}
         """What was counted of each batch's delays of online requests."""
 
@@ -40,6 +46,7 @@ class JobSupervisor:
 
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
+        self._calls: set[asyncio.Task[JobRecord]] = set()
 
     async def start(self) -> None:
         """Continue all unfinished batches.
@@ -47,9 +54,12 @@ class JobSupervisor:
         Raises:
             StorageError: the database cannot be read.
         """
-        await self._forecaster.load()
+        store = self._context.store
+        await store.run(batch_rows.void_forecasts)
+        for past in await store.run(batch_rows.past_forecasts, REMEMBERED):
+            self._past.add(*past)
         self._size_slots()
-        for record in await self._context.store.run(batch_rows.unfinished):
+        for record in await store.run(batch_rows.unfinished):
             self._lead(record)
         # Each by itself: an engine may hang, a disk may fail, and the others go on.
         self._watching = [
@@ -67,7 +77,7 @@ class JobSupervisor:
         refused, too; but no response. It goes on if the caller is cancelled: no batch is in the
         store that no driver knows of.
         """
-        return await to_its_end(self._create(wanted, best_effort))
+        return await self._call(self._create(wanted, best_effort))
 
     async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
@@ -77,7 +87,7 @@ class JobSupervisor:
             ConflictError: its state forbids it.
             StorageError: the database cannot be written.
         """
-        return await to_its_end(self._change(batch_id, event, owner))
+        return await self._call(self._change(batch_id, event, owner))
 
     def job_forecasts(self, latest: Iterable[JobRecord] = ()) -> dict[str, JobForecast]:
         """Return what is to be expected of every batch that is, or soon will be, served, by id.
@@ -86,11 +96,18 @@ class JobSupervisor:
         """
         records = {driver.record.id: driver.record for driver in self._drivers.values()}
         records |= {record.id: record for record in latest}
-        return self._forecaster.job_forecasts(r for r in records.values() if r.will_be_served)
+        served = [record for record in records.values() if record.will_be_served]
+        return job_forecasts(served, self._rate_per_s, self._context.clock.now_s(), self._past)
 
     def headroom(self) -> Headroom:
         """Return how much offline work could be added, and still be done in time."""
-        return self._forecaster.headroom(r for r in self.unfinished() if r.will_be_served)
+        served = [record for record in self.unfinished() if record.will_be_served]
+        now_s, token_bias = self._context.clock.now_s(), self._past.token_bias
+        return headroom(served, self._rate_per_s, now_s, token_bias)
+
+    @property
+    def _rate_per_s(self) -> float | None:
+        return self._context.backend.load().offline_tokens_per_s or None
 
     def stalled_by(self, batch_id: str) -> str | None:
         """Return why a batch makes no progress; None while it does."""
@@ -122,38 +139,35 @@ class JobSupervisor:
 
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""
+        await asyncio.gather(*self._calls, return_exceptions=True)  # They may begin another.
         tasks = [*self._tasks.values(), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _call(self, work: Coroutine[Any, Any, JobRecord]) -> JobRecord:
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await to_its_end(task)
+
     async def _create(self, wanted: JobRecord, best_effort: bool) -> JobRecord:
-        limits, directory = self._context.limits, self._context.directory
-
-        def check(used_bytes: int, files: int) -> None:
-            # Results are files, too: two of each batch at the most.
-            raise_if_too_many(files + 2, limits.max_files_per_owner)
-            raise_if_over(used_bytes, limits.max_stored_bytes_per_owner, directory.free_bytes)
-
-        is_batch = wanted.response is None
-        permitted = (
-            wanted.created_at_s,
-            limits.max_active_batches if is_batch else limits.max_active_responses,
-            limits.max_active_batches_per_owner if is_batch else None,
-            check,
-        )
+        context = self._context
+        free_bytes = await context.threads.run(context.directory.free_bytes)
         # Before the input is looked at, so that a call that is refused costs next to nothing.
-        earlier = await self._context.store.run(batch_rows.find_earlier, wanted, *permitted)
+        earlier = await context.store.run(
+            batch_rows.find_earlier, wanted, context.limits, free_bytes
+        )
         if earlier is not None:
             return earlier
-        tokens = await self._context.threads.run(
+        tokens = await context.threads.run(
             estimate_file,
-            directory.file(wanted.input_file_id),
+            context.directory.file(wanted.input_file_id),
             wanted.endpoint,
-            self._context.backend.limits.context_tokens,
+            context.backend.limits.context_tokens,
         )
         wanted = replace(wanted, estimated_tokens=tokens)
-        if is_batch:
+        if wanted.response is None:
             # Not for a response, of which there may be thousands: each looks at all there are, and
             # what becomes of it says little about batches.
             forecast = self.job_forecasts([wanted])[wanted.id]
@@ -161,7 +175,9 @@ class JobSupervisor:
                 raise_if_window_too_short(wanted, forecast)
             wanted = replace(wanted, forecast_s=forecast.forecast_s)
         # Once more: others may have begun meanwhile.
-        record, is_new = await self._context.store.run(batch_rows.create, wanted, *permitted)
+        record, is_new = await context.store.run(
+            batch_rows.create, wanted, context.limits, free_bytes
+        )
         if is_new:
             self._lead(record)
         return record
@@ -184,7 +200,7 @@ class JobSupervisor:
         record = self._drivers.pop(batch_id).record
         del self._tasks[batch_id]
         if record.status.is_final:  # Otherwise the service is being closed.
-            self._forecaster.ended(record)
+            self._past.ended(record)
 
     def _size_slots(self) -> None:
         """Have no more lines in flight than the backend has use for: the rest keeps its order."""

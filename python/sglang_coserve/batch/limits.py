@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, fields
 from typing import Self
 
+from sglang_coserve.batch.errors import QuotaError
 from sglang_coserve.config import BatchApiConfig
-from sglang_coserve.errors import ConfigError
+from sglang_coserve.errors import ConfigError, StorageError
 
 _MIB = 1 << 20
 _DAY_S = 86_400.0
@@ -94,7 +95,7 @@ class BatchLimits:
     """When an upload expires that names no expiry of its own."""
 
     min_free_bytes: int = 64 * _MIB
-    """Uploads are refused when they would leave less of the disk free."""
+    """Uploads and batches are refused while less of the disk is free."""
 
     @classmethod
     def of(cls, config: BatchApiConfig) -> Self:
@@ -115,3 +116,28 @@ class BatchLimits:
             value = getattr(self, field.name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} must be greater than 0, not {value}")
+
+    def check_stored(self, used_bytes: int, files: int, free_bytes: int) -> None:
+        """Check what an owner has on a disk of which ``free_bytes`` are left.
+
+        Raises:
+            StorageError: the disk is full.
+            QuotaError: it is more than allowed.
+        """
+        if free_bytes < self.min_free_bytes:
+            raise StorageError(
+                "the server's disk is full: delete files, or wait until others have expired"
+            )
+        if files > self.max_files_per_owner:
+            raise QuotaError(
+                f"this key may have {self.max_files_per_owner:,} files, results included:"
+                " delete files"
+            )
+        limit_bytes, allowed = self.max_stored_bytes_per_owner, "allowed"
+        if limit_bytes is None:
+            limit_bytes, allowed = free_bytes, "as much as is still free on the server's disk"
+        if used_bytes > limit_bytes:
+            raise QuotaError(
+                f"this key has {used_bytes:,} bytes of files, and {limit_bytes:,} bytes are"
+                f" {allowed}: delete files"
+            )

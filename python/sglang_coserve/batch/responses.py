@@ -315,7 +315,9 @@ class BackgroundResponses:
         """Delete the responses whose time is over; their files expire with them."""
         now_s = self._context.clock.now_s()
         created_by_s = now_s - self._context.limits.response_retention_s
-        await self._context.store.run(batch_rows.delete_expired_responses, created_by_s, now_s)
+        store, delete = self._context.store, batch_rows.delete_expired_responses
+        while await store.run(delete, created_by_s, now_s):
+            pass
 
     async def _find(self, owner: str, response_id: str) -> JobRecord:
         return await self._context.store.run(

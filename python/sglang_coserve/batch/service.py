@@ -8,14 +8,12 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import new_batch
 from sglang_coserve.batch.context import JobContext, new_id, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.errors import RangeError
 from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.forecast import Headroom
@@ -45,20 +43,6 @@ from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy
 
 _FILE_THREADS: Final = 4
 _EXPIRY_INTERVAL_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class FileContent:
-    """Bytes [``start``, ``end``) of a file."""
-
-    file: FileObject
-    start: int
-    end: int
-    total_bytes: int
-    """Of the whole file, as it is now: the output of a running batch grows."""
-
-    chunks: AsyncGenerator[bytes]
-    """Iterate to its end, or ``aclose`` it."""
 
 
 class BatchService:
@@ -237,20 +221,12 @@ class BatchService:
         """Return one file."""
         return FileObject.of(await self._find_file(owner, file_id))
 
-    async def file_content(
-        self, owner: str, file_id: str, start: int = 0, end: int | None = None
-    ) -> FileContent:
-        """Return the bytes [``start``, ``end``) of a file, as far as they are there.
+    def read_file(self, file_id: str, start: int, end: int) -> AsyncGenerator[bytes]:
+        """Yield the bytes [``start``, ``end``) of a file that was retrieved.
 
-        Raises:
-            RangeError: ``start`` is beyond the end of the file.
+        Iterate to its end, or ``aclose`` it.
         """
-        file = await self._find_file(owner, file_id)
-        end = file.size_bytes if end is None else min(end, file.size_bytes)
-        if not 0 <= start <= end:
-            raise RangeError(start, file.size_bytes)
-        chunks = self._files.read(file, start, end)
-        return FileContent(FileObject.of(file), start, end, file.size_bytes, chunks)
+        return self._files.read(file_id, start, end)
 
     async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
         """Delete a file.

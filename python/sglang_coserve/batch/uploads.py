@@ -7,6 +7,7 @@ and crashes are those of files. They are deleted once the upload is complete or 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import md5
 from typing import Annotated, Final, Literal, Self
@@ -30,7 +31,6 @@ class CreateUpload(BaseModel):
     filename: Annotated[str, Field(min_length=1, max_length=255)]
     purpose: Literal["batch"]
     bytes: Annotated[int, Field(ge=0)]
-    mime_type: Annotated[str, Field(max_length=255)]
     expires_after: ExpiresAfter | None = None
 
 
@@ -138,7 +138,8 @@ class Uploads:
         """Make a file of the parts.
 
         Raises:
-            NotFoundError: there is no such upload or part.
+            NotFoundError: there is no such upload or part, or it was completed or cancelled
+                meanwhile.
             BatchRequestError: size or sum is not what was said; the parts stay.
         """
         upload, wanted = await self._find(owner, upload_id)
@@ -156,7 +157,11 @@ class Uploads:
             self._joined(parts, request.md5),
             wanted.expires_after,
         )
-        await self._forget(owner, upload_id)
+        try:
+            await self._forget(owner, upload_id)
+        except NotFoundError:  # Another call was faster: it alone has made a file.
+            await self.files.remove(owner, file.id)
+            raise
         return UploadObject.of(upload, wanted, "completed", file)
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
@@ -172,7 +177,7 @@ class Uploads:
     async def _joined(self, parts: list[FileRecord], expected: str | None) -> AsyncGenerator[bytes]:
         found = md5(usedforsecurity=False)
         for part in parts:
-            async for piece in self.files.read(part, 0, part.size_bytes):
+            async for piece in self.files.read(part.id, 0, part.size_bytes):
                 if expected is not None:
                     await self.context.threads.run(found.update, piece)
                 yield piece
@@ -182,7 +187,9 @@ class Uploads:
 
     async def _find(self, owner: str, upload_id: str) -> tuple[FileRecord, CreateUpload]:
         upload = await self._row(owner, upload_id, file_rows.UPLOAD, "upload")
-        content = b"".join([piece async for piece in self.files.read(upload, 0, upload.size_bytes)])
+        content = b"".join(
+            [piece async for piece in self.files.read(upload_id, 0, upload.size_bytes)]
+        )
         return upload, CreateUpload.model_validate_json(content)
 
     async def _row(self, owner: str, row_id: str, purpose: str, what: str) -> FileRecord:
@@ -192,13 +199,27 @@ class Uploads:
                 file_rows.find, owner, row_id, now_s, of_uploads=True
             )
         except NotFoundError:
-            found = None
-        if found is None or found.purpose != purpose:
-            message = f"no such {what}, or it is complete, cancelled or expired: {row_id[:64]!r}"
-            raise NotFoundError(message, code=f"{what}_not_found", param=f"{what}_id")
+            raise _gone(what, row_id) from None
+        if found.purpose != purpose:
+            raise _gone(what, row_id)
         return found
 
     async def _forget(self, owner: str, upload_id: str) -> None:
-        for part_id in await self.context.store.run(file_rows.parts, owner, upload_id):
-            await self.files.remove(owner, part_id)
-        await self.files.remove(owner, upload_id)
+        """Delete an upload and its parts.
+
+        Raises:
+            NotFoundError: somebody else has.
+        """
+        part_ids = await self.context.store.run(file_rows.parts, owner, upload_id)
+        try:
+            await self.files.remove(owner, upload_id)
+        except NotFoundError:
+            raise _gone("upload", upload_id) from None
+        for part_id in part_ids:
+            with suppress(NotFoundError):  # It has expired.
+                await self.files.remove(owner, part_id)
+
+
+def _gone(what: str, row_id: str) -> NotFoundError:
+    message = f"no such {what}, or it is complete, cancelled or expired: {row_id[:64]!r}"
+    return NotFoundError(message, code=f"{what}_not_found", param=f"{what}_id")

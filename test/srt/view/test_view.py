@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from batch.route_calls import until
-from sglang_coserve.batch.owners import owner_of
+from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.routes.view import Caller, Keys
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from sglang_coserve.batch.errors import RangeError
-from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes.caller import Owner, Service
 from sglang_coserve.batch.routes.errors import (
     ERROR_RESPONSES,
@@ -22,7 +20,6 @@ from sglang_coserve.batch.routes.errors import (
 )
 from sglang_coserve.batch.routes.transfers import DownloadResponse, UploadForm, form_of, received
 from sglang_coserve.batch.schemas import FileDeleted, FileList, FileObject
-from sglang_coserve.batch.service import FileContent
 from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject, UploadPart
 
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})?-(\d{1,18})?", re.ASCII)
@@ -101,45 +98,30 @@ async def file_content(
     range_header: Annotated[str | None, Header(alias="range")] = None,
 ) -> Response:
     """Read a file; that of a running batch holds the records written so far."""
-    size_bytes = (await service.retrieve_file(owner, file_id)).bytes
-    wanted = _byte_range(range_header, size_bytes) if range_header else None
-    start, end = wanted or (0, None)
-    if wanted and start >= size_bytes:
-        raise RangeError(start, size_bytes)
-    content = await service.file_content(owner, file_id, start, end)
-    with ExitStack() as place:
-        place.enter_context(service.downloads.one(owner))
-        return _answer(content, place.pop_all(), service.limits, is_partial=wanted is not None)
-
-
-def _answer(
-    content: FileContent, place: ExitStack, limits: BatchLimits, *, is_partial: bool
-) -> Response:
-    filename = quote(content.file.filename, safe="")
+    file = await service.retrieve_file(owner, file_id)
+    span = _byte_range(range_header, file.bytes) if range_header else None
+    start, end = span or (0, file.bytes)
     headers = {
         "accept-ranges": "bytes",
-        "content-length": str(content.end - content.start),
+        "content-length": str(end - start),
         # Whatever a user has uploaded, a browser must not show it as a page of ours.
-        "content-disposition": f"attachment; filename*=UTF-8''{filename}",
+        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
         "x-content-type-options": "nosniff",
     }
-    if is_partial:
-        last = content.end - 1
-        headers["content-range"] = f"bytes {content.start}-{last}/{content.total_bytes}"
-    return DownloadResponse(
-        _closing(content.chunks),
-        place=place,
-        limits=limits,
-        status_code=206 if is_partial else 200,
-        headers=headers,
-        media_type="application/octet-stream",
-    )
-
-
-async def _closing(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            yield chunk
+    if span:
+        if start >= file.bytes:
+            raise RangeError(start, file.bytes)
+        headers["content-range"] = f"bytes {start}-{end - 1}/{file.bytes}"
+    with ExitStack() as place:
+        place.enter_context(service.downloads.one(owner))
+        return DownloadResponse(
+            service.read_file(file_id, start, end),
+            place=place.pop_all(),
+            limits=service.limits,
+            status_code=206 if span else 200,
+            headers=headers,
+            media_type="application/octet-stream",
+        )
 
 
 def _byte_range(header: str, size_bytes: int) -> tuple[int, int] | None:

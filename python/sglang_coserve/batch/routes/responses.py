@@ -12,7 +12,7 @@ import orjson
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.routing import Router
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from sglang_coserve.asgi import replay, send_error
@@ -64,8 +64,14 @@ class _Route(OpenAIRoute):
         if is_ours:
             await super().handle(scope, receive, send)
             return
-        behind = [route for route in app.router.routes if not isinstance(route, _Route)]
-        await Router(behind, default=super().handle).app(scope, receive, send)
+        behind = (route for route in app.router.routes if not isinstance(route, _Route))
+        for route in behind:
+            match, child_scope = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(child_scope)
+                await route.handle(scope, receive, send)
+                return
+        await super().handle(scope, receive, send)
 
 
 _STREAMED: Final[dict[int | str, dict[str, Any]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
@@ -47,19 +47,27 @@ async def received(chunks: AsyncIterator[bytes], limits: BatchLimits) -> AsyncGe
 
 
 class DownloadResponse(StreamingResponse):
-    """Has a ``place`` until it ends, as it does when the client stops reading."""
+    """Has a ``place`` until it ends, as it does when the client stops reading; then ``chunks`` is
+    closed."""
 
     def __init__(
-        self, *args: Any, place: AbstractContextManager[Any], limits: BatchLimits, **kwargs: Any
+        self,
+        chunks: AsyncGenerator[bytes],
+        *,
+        place: AbstractContextManager[Any],
+        limits: BatchLimits,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(chunks, **kwargs)
+        self._chunks = chunks
         self._place = place
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``StreamingResponse``."""
         with self._place:
-            await super().__call__(scope, receive, send)
+            async with aclosing(self._chunks):
+                await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         """See ``StreamingResponse``. What is cut off is seen to be, by ``content-length``."""

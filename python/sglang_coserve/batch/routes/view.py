@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from sglang_coserve.asgi import bearer_key, is_same_key
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
-from sglang_coserve.batch.owners import owner_of
-from sglang_coserve.batch.routes.caller import find_service
+from sglang_coserve.batch.routes.caller import find_service, owner_of
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import RequestError, StorageError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from sglang_coserve.batch.errors import (
     NotFoundError,
     TooManyError,
 )
+from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, Status
 from sglang_coserve.batch.state import Event, Failed, Finalized, Progressed, transition
 from sglang_coserve.batch.store import file_rows
@@ -44,18 +45,13 @@ _EVENT: Final = "id, type, batch_id, owner, created_at_s, attempts"
 
 
 def create(
-    connection: sqlite3.Connection,
-    record: JobRecord,
-    now_s: float,
-    max_active: int,
-    max_active_of_owner: int | None = None,
-    check: Callable[[int, int], None] | None = None,
+    connection: sqlite3.Connection, record: JobRecord, limits: BatchLimits, free_bytes: int
 ) -> tuple[JobRecord, bool]:
     """Add a batch, if ``find_earlier`` permits it; return it and True, or an earlier one and False.
 
     See ``find_earlier`` for the arguments, and for what is raised.
     """
-    earlier = find_earlier(connection, record, now_s, max_active, max_active_of_owner, check)
+    earlier = find_earlier(connection, record, limits, free_bytes)
     if earlier is not None:
         return earlier, False
     names = ", ".join(_COLUMNS)
@@ -65,24 +61,23 @@ def create(
 
 
 def find_earlier(
-    connection: sqlite3.Connection,
-    record: JobRecord,
-    now_s: float,
-    max_active: int,
-    max_active_of_owner: int | None = None,
-    check: Callable[[int, int], None] | None = None,
+    connection: sqlite3.Connection, record: JobRecord, limits: BatchLimits, free_bytes: int
 ) -> JobRecord | None:
     """Return an earlier batch with the key of ``record``; None if there is none, and it may begin.
 
-    Of ``max_active`` unfinished ones an owner may have ``max_active_of_owner``, or as many as are
-    still free. ``check`` is called with the bytes and the number of the owner's files, and may
-    raise.
+    Args:
+        connection: Of the database.
+        record: A new batch.
+        limits: Of batches and files.
+        free_bytes: Of the disk.
 
     Raises:
         NotFoundError: the owner has no such input file.
         BatchRequestError: the file is no input.
         ConflictError: the key was used for another request.
         TooManyError: there are as many unfinished batches as allowed.
+        QuotaError: the owner has too much on the disk.
+        StorageError: the disk is full.
     """
     if record.idempotency_key is not None:
         row = connection.execute(
@@ -91,29 +86,33 @@ def find_earlier(
         ).fetchone()
         if row is not None:
             return _same_request(_record(row), record)
-    file = file_rows.find(connection, record.owner, record.input_file_id, now_s)
-    if file.purpose != ("batch" if record.response is None else "response"):
+    file = file_rows.find(connection, record.owner, record.input_file_id, record.created_at_s)
+    is_batch = record.response is None
+    if file.purpose != ("batch" if is_batch else "response"):
         raise BatchRequestError(
             f"file {file.id} has the purpose {file.purpose!r}: a batch needs purpose 'batch'",
             code="invalid_file_purpose",
             param="input_file_id",
         )
-    kind = "batches" if record.response is None else "responses"
     query = (
         "SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches"
         f" WHERE {IS_UNFINISHED} AND (response IS NULL) = ?"
     )
-    values = (record.owner, record.response is None)
-    of_all, of_owner = connection.execute(query, values).fetchone()
-    free = max_active - of_all
-    if free <= 0 or of_owner >= (free if max_active_of_owner is None else max_active_of_owner):
+    of_all, of_owner = connection.execute(query, (record.owner, is_batch)).fetchone()
+    kind, most, most_of_owner = "responses", limits.max_active_responses, None
+    if is_batch:
+        kind, most = "batches", limits.max_active_batches
+        most_of_owner = limits.max_active_batches_per_owner
+    free = most - of_all
+    if free <= 0 or of_owner >= (free if most_of_owner is None else most_of_owner):
         raise TooManyError(
             f"{of_owner} {kind} of this key are unfinished, and {free} more could be of all keys:"
             " wait for one of them, or cancel it",
             code=f"too_many_{kind}",
         )
-    if check is not None:
-        check(*file_rows.stored(connection, record.owner))
+    used_bytes, files = file_rows.stored(connection, record.owner)
+    # Results are files, too: two of each batch at the most.
+    limits.check_stored(used_bytes, files + 2, free_bytes)
     return None
 
 
@@ -172,15 +171,20 @@ def delete_response(
 
 def delete_expired_responses(
     connection: sqlite3.Connection, created_by_s: float, now_s: float
-) -> None:
-    """Forget responses that were created by then and have ended, a thousand at the most."""
+) -> bool:
+    """Forget responses that were created by then and have ended, a thousand at the most.
+
+    Returns True while there are more.
+    """
     rows = connection.execute(
         f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= ? AND NOT {IS_UNFINISHED}"
         " LIMIT 1000",
         (created_by_s,),
     )
-    for row in rows.fetchall():
+    found = rows.fetchall()
+    for row in found:
         _delete_response(connection, _record(row), now_s)
+    return len(found) == 1000
 
 
 def _delete_response(connection: sqlite3.Connection, record: JobRecord, now_s: float) -> None:
