@@ -92,18 +92,24 @@ def test_the_same_prompt_again_computes_its_last_token() -> None:
 
 def test_requests_that_share_a_prefix_say_so_while_they_do() -> None:
     shared = list(range(100, 108))
-    first, second = online("a", [*shared, 1], 9), online("b", [*shared, 2], 3, arrival_s=0.010)
-    engine, executor = engine_of(first, second, policy="online_only")
+    requests = [
+        online(rid, [*shared, number], output_tokens, arrival_s)
+        for number, (rid, output_tokens, arrival_s) in enumerate(
+            [("a", 9, 0.0), ("b", 5, 0.010), ("c", 2, 0.011)]
+        )
+    ]
+    engine, executor = engine_of(*requests, policy="online_only")
 
     def shared_tokens() -> list[int]:
         return [request.cached_tokens for request in executor.snapshot(engine.now_s).admitted]
 
     assert engine.step()
     assert shared_tokens() == [0]
-    while len(executor.admitted) < 2:
-        assert engine.step()
-    assert shared_tokens() == [8, 8]
-    while len(executor.admitted) == 2:
+    for number in (2, 3):  # Also the one that finds a prefix which others share already.
+        while len(executor.admitted) < number:
+            assert engine.step()
+        assert shared_tokens() == [8] * number
+    while len(executor.admitted) > 1:
         assert engine.step()
     assert shared_tokens() == [0]
 

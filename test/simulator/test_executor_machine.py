@@ -185,6 +185,9 @@ class Plans(RuleBasedStateMachine):
         ]
         assert sorted(places + self.ended) == sorted(self.requests)
         snapshot = executor.snapshot(self.now_s)
+        for request in executor.admitted.values():
+            shared = executor.cache.shared_tokens(request.lock) if request.lock else 0
+            assert request.view.cached_tokens == (shared if request.computed_tokens else 0)
         slots = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + executor.pool.held_tokens
         assert slots == CAPACITY
 

@@ -59,7 +59,7 @@ class SimulatedPrefixCache:
         """Incremented whenever the prefixes change; until then a match remains valid."""
 
         self.sharing_version = 0
-        """Incremented whenever a prefix gets a second holder, or is left with one."""
+        """Incremented whenever a prefix gets a further holder, or is left with one."""
 
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []
@@ -218,7 +218,7 @@ class SimulatedPrefixCache:
             if step.locks == 0:
                 self.evictable_tokens -= step.edge_tokens
             step.locks += 1
-            if step.locks == 2:
+            if step.locks >= 2:
                 self.sharing_version += 1
             assert step.parent is not None, "the path does not pass the locked node"
             step = step.parent
