@@ -26,7 +26,8 @@ from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
-from sglang_coserve.simulator.options import SimulationOptions
+from sglang_coserve.simulator.observer import RunControl
+from sglang_coserve.simulator.options import SimulationOptions, compare
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 
@@ -80,10 +81,15 @@ def batch_line(content: str, **body: object) -> str:
 
 def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
-    lines = [batch_line("same beginning, one"), "", batch_line("same beginning, two", max_tokens=9)]
+    lines = [
+        batch_line("same beginning, one", max_tokens=None),
+        "",
+        batch_line("same beginning, two", max_tokens=9),
+        json.dumps({"body": {"input": "a response", "max_output_tokens": 7}}),
+    ]
     path.write_text("\n".join(lines))
-    first, second = from_jsonl(path)
-    assert (first.output_tokens, second.output_tokens) == (256, 9)
+    first, second, response = from_jsonl(path)
+    assert [each.output_tokens for each in (first, second, response)] == [256, 9, 7]
     assert shared_tokens(first.tokens, second.tokens) == len("user\nsame beginning, ") // 4
     assert first.info.prompt_tokens == -(-len("user\nsame beginning, one\n") // 4)
 
@@ -135,7 +141,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         lambda: SimulationOptions(slo_ttft_ms=-1.0),
         lambda: SimulationOptions(slo=["ttft p99 <= 1s"], slo_tpot_ms=50.0),
         lambda: SimulationOptions(duration=0.0),
-        lambda: SimulationOptions(policy="conserve,nonsense").policies(),
+        lambda: compare(SimulationOptions(policy="conserve,nonsense"), Path(), RunControl()),
     ],
 )
 def test_settings_out_of_range_are_refused(make: object) -> None:

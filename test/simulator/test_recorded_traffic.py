@@ -9,6 +9,7 @@ import json
 import math
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.profiler.fits import load_profile
-from sglang_coserve.recording.calls import RecordingScheduler, SchedulerSetup
+from sglang_coserve.recording.calls import Arrived, RecordingScheduler, SchedulerSetup
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
@@ -118,6 +119,17 @@ def test_offline_prompts_share_what_they_shared(tmp_path: Path) -> None:
     assert (first.prompt_tokens, first.output_tokens) == (1200, 8)
     assert len(first.hash_ids) == len(second.hash_ids) == 2
     assert first.hash_ids[0] == second.hash_ids[0] and first.hash_ids[1] != second.hash_ids[1]
+
+
+def test_settings_of_the_server_become_flags_or_are_named(tmp_path: Path) -> None:
+    config = SchedulerConfig(step_prefill_tokens=64, iteration_budget_s=0.02, refine=True)
+    made_of = replace(SETUP, policy="hygen", config=config)
+    arrived = Arrived(online("on", 50, 8, BEGAN_S).info)
+    plans = tmp_path / "plans.jsonl"
+    plans.write_text(encode_setup(made_of) + EventEncoder().encode(arrived))
+    head, command = run("replay", str(plans), "--export", str(tmp_path)).splitlines()
+    assert head == "as recorded, but for iteration_budget_s:"
+    assert "--policy hygen --step-prefill-tokens 64 " in command
 
 
 def test_what_has_no_traffic_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.simulator.observer import RunControl
+from sglang_coserve.simulator.options import SimulationOptions, compare
 
 app = typer.Typer()
 app.command()(simulate)
@@ -82,8 +84,6 @@ def test_events_are_written_only_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_progress_shows_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    from sglang_coserve.simulator.observer import RunControl
-
     times_s = iter([0.0] * 2 + [4.0] * 2 + [11.0] * 3 + [19.0] * 2 + [22.0] * 3)
     with RunControl(show=True, clock=lambda: next(times_s)) as control:
         control.begin("coserve", 3600.0)
@@ -104,8 +104,6 @@ def test_without_time_nothing_is_reported(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_coserve.simulator.observer import RunControl
-
     tick = RunControl.tick
 
     def interrupted_tick(control: RunControl, simulated_s: float) -> bool:
@@ -125,6 +123,34 @@ def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < only["interval_s"] == only["end_s"] < 500
 
 
+def trace_of(tmp_path: Path, lengths: str) -> Path:
+    path = tmp_path / f"{lengths}.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,{lengths}\n")
+    return path
+
+
+@pytest.mark.parametrize("lengths", ["10,5", "0,0"])
+def test_what_would_have_no_end_needs_a_duration(tmp_path: Path, lengths: str) -> None:
+    """One request at 0 tells no interval to measure, and one that failed is left out."""
+    trace = trace_of(tmp_path, lengths)
+    with pytest.raises(CoserveError, match=r"offline 40x5 never ends: .*duration"):
+        SimulationOptions(trace=trace, offline="40x5").workload()
+    options = SimulationOptions(trace=trace, policy="fcfs")
+    (result,) = compare(options, tmp_path, RunControl(show=False))
+    assert result.offline_throughput.total_tokens_per_s > 0
+    assert len(result.offline) == 400  # All of the bundled sample.
+
+
+def test_hygens_chunk_size_is_that_of_the_command(tmp_path: Path) -> None:
+    options = SimulationOptions(
+        policy="hygen", duration=4.0, step_prefill_tokens=64, offline="400x40"
+    )
+    compare(options, tmp_path, RunControl(show=False), event_log=True)
+    lines = map(json.loads, (tmp_path / "events-hygen.jsonl").read_text().splitlines())
+    chunks = [sum(n for _, n in line["prefills"]) for line in lines if line["event"] == "iteration"]
+    assert max(chunks) == 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -133,6 +159,9 @@ def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.M
         (["--offline", "missing.jsonl"], "missing.jsonl"),
         (["--model", "llama-3.1-70b"], "do not fit"),
         (["--tp-size", "5"], "tp_size=5"),
+        (["--backlog", "0"], "offline 400x40 never ends"),
+        (["--find-budget", "--event-log"], "--find-budget writes no event log"),
+        (["--step-prefill-tokens", "64"], "step_prefill_tokens .* hygen"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, arguments: list[str], problem: str) -> None:

@@ -71,7 +71,7 @@ def make_model(
     from sglang_coserve.small_model import SmallModelSpec, make_small_model
 
     if flags.emulate is None:
-        context = flags.context or _CONTEXT_TOKENS
+        context = _CONTEXT_TOKENS if flags.context is None else flags.context
         spec = SmallModelSpec(vocab=flags.vocab, context=context, seed=flags.seed)
         say(f"written: {make_small_model(directory, spec)}")
         return
@@ -93,7 +93,7 @@ def make_model(
         slow_spells=None if flags.slow_spells is None else SlowSpells.parse(flags.slow_spells),
         seed=flags.seed,
     )
-    context = flags.context or CONTEXT_TOKENS
+    context = CONTEXT_TOKENS if flags.context is None else flags.context
     made = make_emulated_model(directory, emulation, vocab=flags.vocab, context=context)
     say(f"written: {made}, which is {emulation.name}: no GPU, figures are emulated")
     say(f"to serve it: python -m sglang_coserve.launch_server --model-path {made}")

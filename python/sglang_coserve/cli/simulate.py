@@ -51,12 +51,15 @@ def simulate(
     Exits with 0, with 1 when no budget meets the SLOs, with 2 when a flag or file cannot be
     used, with 130 after Ctrl-C.
     """
+    from sglang_coserve.errors import ConfigError
     from sglang_coserve.simulator.observer import RunControl
     from sglang_coserve.simulator.options import SimulationOptions, compare
     from sglang_coserve.simulator.report import table_text, write_report
 
     options = SimulationOptions(**vars(flags))
     if find_budget:
+        if event_log:
+            raise ConfigError("--event-log: --find-budget writes no event log")
         _find_budget(options, output, RunControl(time_limit, show=not quiet))
         return
     with RunControl(time_limit, show=not quiet) as control:
@@ -162,7 +165,8 @@ def _export(recording: Path, directory: Path) -> None:
     except OSError as error:
         raise InputFileError(unreadable(recording, error)) from error
     flags = traffic.export(directory)
-    say(f"as recorded:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
+    but_for = f", but for {', '.join(traffic.unsimulated)}" if traffic.unsimulated else ""
+    say(f"as recorded{but_for}:\n  {shlex.join(['coserve', 'simulate', *flags, '-o', 'recorded'])}")
 
 
 def _setup_text(setup: SchedulerSetup) -> str:

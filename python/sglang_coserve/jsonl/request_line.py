@@ -20,7 +20,7 @@ _FIELDS: Final = ("custom_id", "method", "url", "body")
 _MAX_VALUES: Final = 1_000_000
 _BYTES_PER_TOKEN: Final = 4
 _DEFAULT_OUTPUT_TOKENS: Final = 256
-_OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 class BadLineError(ValueError):
@@ -171,7 +171,7 @@ def custom_id_of(fields: object) -> str | None:
 
 def output_limit(body: Mapping[str, Any]) -> int | None:
     """Return the limit that a body sets on its answer, in tokens; None when it sets none."""
-    return next((body[name] for name in _OUTPUT_LIMITS if type(body.get(name)) is int), None)
+    return next((body[name] for name in OUTPUT_LIMITS if type(body.get(name)) is int), None)
 
 
 def estimate_tokens(size_bytes: int, body: Mapping[str, Any], context_tokens: int) -> int:

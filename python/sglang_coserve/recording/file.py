@@ -235,7 +235,10 @@ class _EventDecoder:
 
     def __init__(self) -> None:
         self._infos: dict[int, RequestInfo] = {}
-        """Of all requests so far, by their numbers."""
+        """Of the requests that later lines may refer to, by their numbers."""
+
+        self._numbers: dict[str, int] = {}
+        self._num_known = 0
 
     def decode(self, text: str) -> Event:
         """Return the event of a line."""
@@ -256,17 +259,30 @@ class _EventDecoder:
             case _UpdatedLine() as line:
                 self._introduce(line.new)
                 served = tuple(ServedRequest(self._infos[row[0]], *row[1:]) for row in line.served)
+                for info in line.new:
+                    self._forget(info.rid)
                 return Updated(replace(line.result, served=served))
             case OfflineAdded(request) as event:
                 if (size_bytes := len(request.token_ids)) % 4:
                     raise InputFileError(f"request.token_ids: {size_bytes} bytes are no tokens")
                 return event
-            case Started() | Restored() | Cached() | NoRoom() | Finished() as event:
+            case Finished(rid) as event:
+                self._forget(rid)
+                return event
+            case Started() | Restored() | Cached() | NoRoom() as event:
                 return event
         raise AssertionError("a line is one of these")
 
     def _introduce(self, infos: Sequence[RequestInfo]) -> None:
-        self._infos |= enumerate(infos, start=len(self._infos))
+        for info in infos:
+            self._forget(info.rid)
+            self._numbers[info.rid] = self._num_known
+            self._infos[self._num_known] = info
+            self._num_known += 1
+
+    def _forget(self, rid: str) -> None:
+        if (number := self._numbers.pop(rid, None)) is not None:
+            del self._infos[number]
 
 
 def _read(decode: Callable[[str], T], source: str, line: str) -> T:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 from sglang_coserve.core.latency_model.machine import Hardware, find_hardware
 from sglang_coserve.core.latency_model.model_shape import MODELS, ModelShape, find_model
@@ -21,7 +22,8 @@ from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import fit_to_context
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
-_LENGTHS = re.compile(r"(\d+)x(\d+)", re.ASCII)
+LENGTHS: Final = re.compile(r"(\d+)x(\d+)", re.ASCII)
+"""Names endless offline requests by the tokens of their prompts and outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def offline_requests(
     if source == "none":
         return tuple
     make = partial(from_trace, request_class=RequestClass.OFFLINE, seed=seed)
-    if match := _LENGTHS.fullmatch(source):
+    if match := LENGTHS.fullmatch(source):
         prompt_tokens, output_tokens = int(match[1]), int(match[2])
         if min(prompt_tokens, output_tokens) < 1:
             raise ConfigError(f"offline lengths {source}: both must be at least 1 token")

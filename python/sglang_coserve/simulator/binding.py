@@ -16,6 +16,7 @@ from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import InputFileError, WorkloadError, unreadable
+from sglang_coserve.jsonl.request_line import OUTPUT_LIMITS
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import prompt_token_ids
 from sglang_coserve.workload.trace import TraceRequest
@@ -131,7 +132,7 @@ def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
 
     Without a tokenizer, every 4 bytes of a prompt's text count as one
     token, about right for English, and common prefixes are preserved. The output
-    is as long as the line's ``max_tokens``, else 256.
+    is as long as the line's limit, such as ``max_tokens``, else 256.
 
     Raises:
         InputFileError: the file cannot be read or holds no request.
@@ -155,15 +156,14 @@ def _from_line(line: str, where: str, index: int) -> SimRequest:
     try:
         body = json.loads(line)["body"]
         text = _text_of(body)
-        limit = body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_OUTPUT_TOKENS))
+        limits = ((name, body[name]) for name in OUTPUT_LIMITS if body.get(name) is not None)
+        name, limit = next(limits, ("", _DEFAULT_OUTPUT_TOKENS))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WorkloadError(
             f"{where}: not a batch request with a prompt: {type(error).__name__}: {error}"
         ) from error
     if type(limit) is not int or limit < 1:
-        raise WorkloadError(
-            f"{where}: max_tokens: expected a whole number from 1 up, got {limit!r}"
-        )
+        raise WorkloadError(f"{where}: {name}: expected a whole number from 1 up, got {limit!r}")
     data = text.encode()
     tokens = pack_tokens(array("I", data + b"\0" * (-len(data) % _TEXT_BYTES)))
     if not tokens:

@@ -106,7 +106,7 @@ class BudgetSearch:
             ConfigError: ``options`` name no SLO, no offline requests, or not one policy that
                 takes a budget.
         """
-        names = [name.strip() for name in options.policy.split(",") if name.strip() != _ALONE]
+        names = [name for name in options.policies if name != _ALONE]
         if len(names) != 1 or names[0] not in _POLICIES:
             raise ConfigError(
                 f"--policy {options.policy}: a budget is found for one policy that takes one: "
@@ -167,7 +167,7 @@ class BudgetSearch:
         """Return the flags of a server with this budget, tolerances as limits; None without one."""
         if self.budget_s is None or self.online_only is None:
             return None
-        profile = self._options.profile
+        profile, chunk_tokens = self._options.profile, self._options.step_prefill_tokens
         limits_s = [max(round(r.limit_s, 6), 1e-6) for r in self.online_only.results]
         slos = [
             format_slo(replace(slo, limit_s=limit_s, tolerance=None))
@@ -178,6 +178,7 @@ class BudgetSearch:
             *(("--latency-profile", str(profile)) if profile else ()),
             *("--slo", *slos),
             *("--iteration-budget-ms", f"{self.budget_s * 1e3:.4g}"),
+            *(("--step-prefill-tokens", str(chunk_tokens)) if chunk_tokens else ()),
         ]
 
     def to_text(self) -> str:
@@ -263,7 +264,8 @@ class BudgetSearch:
             scheduler=replace(setup.scheduler, iteration_budget_s=budget_s),
         )
         self._control.begin(name, workload.interval_s)
-        result = simulate(workload, setup, make_policy(policy), on_progress=self._control.tick)
+        chosen = make_policy(policy, setup.scheduler)
+        result = simulate(workload, setup, chosen, on_progress=self._control.tick)
         if self._control.should_stop:
             raise _EndedEarlyError
         latency = latency_report(result.online)

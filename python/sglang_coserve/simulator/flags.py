@@ -63,6 +63,9 @@ class SimulationFlags:
         metavar="SLO…",
         group=_POLICY,
     )
+    step_prefill_tokens: int | None = flag(
+        None, "Most prompt tokens of a step: HyGen's C. Only with hygen.", min=1, group=_POLICY
+    )
     rate: float = flag(1.0, "Factor of the online arrival rate.", group=_WORKLOAD)
     duration: float | None = flag(
         None, "Simulated seconds. Default: the whole trace.", metavar="S", group=_WORKLOAD

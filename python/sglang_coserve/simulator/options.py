@@ -12,13 +12,13 @@ from pathlib import Path
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.policy import Policy
+from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.profiler.fits import load_profile
-from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
+from sglang_coserve.simulator.assemble import LENGTHS, SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.flags import SimulationFlags
@@ -52,10 +52,13 @@ class SimulationOptions(SimulationFlags):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"simulation: {name} is {value}: it must be at least 0")
+        if self.step_prefill_tokens is not None and HygenPolicy.name not in self.policies:
+            raise ConfigError("simulation: step_prefill_tokens is for the policy hygen")
 
-    def policies(self) -> list[Policy]:
-        """Return new policies."""
-        return [make_policy(name.strip()) for name in self.policy.split(",")]
+    @property
+    def policies(self) -> list[str]:
+        """The names of the policies."""
+        return [name.strip() for name in self.policy.split(",")]
 
     @cached_property
     def machine(self) -> SimulatedMachine:
@@ -73,7 +76,7 @@ class SimulationOptions(SimulationFlags):
             true_model=load_profile(self.true_profile).latency_model if self.true_profile else None,
             targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
             slos=tuple(map(parse_slo, self.slo or ())),
-            scheduler=SchedulerConfig(seed=self.seed),
+            scheduler=SchedulerConfig(seed=self.seed, step_prefill_tokens=self.step_prefill_tokens),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),
                 page_tokens=self.page_tokens,
@@ -95,9 +98,13 @@ class SimulationOptions(SimulationFlags):
         """Read the requests."""
         context_tokens = self._context_tokens()
         online = self.online_trace()
-        interval_s = self.duration
-        if interval_s is None:
-            interval_s = online[-1].arrival_s if self.backlog and online else math.inf
+        last_s = online[-1].arrival_s if self.backlog and online else 0.0
+        interval_s = self.duration or last_s or math.inf
+        if LENGTHS.fullmatch(self.offline or "") and (not self.backlog or interval_s == math.inf):
+            raise ConfigError(
+                f"simulation: offline {self.offline} never ends: use a backlog, and a duration "
+                "where no online request comes later than the first"
+            )
         return Workload(
             online=partial(from_trace, online, RequestClass.ONLINE, seed=self.seed),
             offline=offline_requests(
@@ -156,7 +163,8 @@ def compare(
         CoserveError: an option or a file cannot be used.
         OSError: the directory cannot be written.
     """
-    runs = [(policy, options.setup(policy.name)) for policy in options.policies()]
+    setups = [(name, options.setup(name)) for name in options.policies]
+    runs = [(make_policy(name, setup.scheduler), setup) for name, setup in setups]
     workload = options.workload()
     directory.mkdir(parents=True, exist_ok=True)
     results: list[SimulationResult] = []

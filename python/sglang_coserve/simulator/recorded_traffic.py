@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import Ending
+from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler.fits import write_profile
 from sglang_coserve.recording.calls import (
@@ -82,7 +83,7 @@ class RecordedTraffic:
             rows += [_row(each, began_s, blocks) for each in requests]
             text = "".join(f"{json.dumps(row)}\n" for row in rows)
             (directory / f"{name}.jsonl").write_text(text, "utf-8")
-        setup = self._setup
+        setup, chunk_tokens = self._setup, self._setup.config.step_prefill_tokens
         profile = replace(setup.profile, latency_model=self._learned.model)
         write_profile(profile, directory / "profile.json")
         return [
@@ -93,8 +94,17 @@ class RecordedTraffic:
             *("--max-running", str(setup.engine.max_requests)),
             *("--max-batch-tokens", str(setup.engine.chunk_tokens)),
             *("--policy", setup.policy),
+            *(("--step-prefill-tokens", str(chunk_tokens)) if chunk_tokens else ()),
             *(("--slo", *map(format_slo, setup.slos)) if setup.slos else ()),
         ]
+
+    @property
+    def unsimulated(self) -> list[str]:
+        """Names of the server's settings that no flag of ``coserve simulate`` stands for."""
+        config = self._setup.config
+        usual = SchedulerConfig(seed=config.seed, step_prefill_tokens=config.step_prefill_tokens)
+        names = [each.name for each in fields(config) if each.name != "refine"]
+        return [name for name in names if getattr(config, name) != getattr(usual, name)]
 
     def take(self, event: Event) -> None:
         """Take the next event of the recording."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import random
@@ -30,6 +31,7 @@ from sglang_coserve.core.policies import POLICIES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.core.step import (
     PrefillChunk,
     Retraction,
@@ -41,7 +43,9 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
+    Arrived,
     Event,
+    Finished,
     OfflineAdded,
     Planned,
     RecordingScheduler,
@@ -222,6 +226,33 @@ def test_a_snapshot_of_64_requests_is_small() -> None:
     encoder = EventEncoder()
     encoder.encode(planned)
     assert len(encoder.encode(planned)) < 64 * 64
+
+
+def test_a_reader_forgets_requests_that_have_ended() -> None:
+    """Of 60 names half come again without an end, with another request behind them."""
+
+    def num_infos() -> int:
+        return sum(isinstance(each, RequestInfo) for each in gc.get_objects())
+
+    encoder = EventEncoder()
+    lines = [encode_setup(setup())]
+    for number in range(90):
+        rid = f"r{number % 60}"
+        info = online(5, rid=rid, arrival_s=number).info
+        late = (ServedRequest(online(5, rid=f"{rid} has ended").info, 1.0),)
+        events = [
+            Arrived(info),
+            Planned(snapshot(Request(info, RequestState.DECODING, 1, 5)), {}, StepPlan()),
+            Updated(StepResult(0, 0.0, 0.1, STEP, served=late)),
+            *([Finished(rid)] if number >= 30 else []),
+        ]
+        lines += map(encoder.encode, events)
+    _, read_events = read_recording(lines, "plans.jsonl")
+    before = num_infos()
+    for _ in lines[2:]:  # Not the last: the reader is at work.
+        next(read_events)
+    assert num_infos() - before < 5
+    assert next(read_events) == Finished("r29")
 
 
 # --- Recording ----------------------------------------------------------------------------

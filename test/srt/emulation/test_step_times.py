@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from sglang_coserve.core.latency_model.model_shape import MODELS
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.srt.emulation.model import StepTimes, stats_of
+from sglang_coserve.srt.emulation.model_directory import make_emulated_model, read_emulation
 from sglang_coserve.srt.emulation.settings import Emulation, SlowSpells
 
 BATCH = StepStats.of([(512, 0)], [1000] * 8)
@@ -86,6 +88,11 @@ def test_it_is_read_as_it_was_written() -> None:
     assert one.name == "emulated-llama-3.1-8b-2xh100"
 
 
+def test_copies_take_twice_as_long_over_the_older_bus() -> None:
+    times_s = {n: Emulation.of("llama-3.1-8b", n).copy_s_per_token for n in ("a40", "a100", "h100")}
+    assert times_s["a40"] == times_s["a100"] == 2 * times_s["h100"]
+
+
 def test_a_gpu_with_more_memory_computes_in_larger_chunks() -> None:
     chunks = {name: Emulation.of("llama-3.1-8b", name).chunk_tokens for name in ("h100", "b200")}
     assert chunks == {"h100": 8192, "b200": 16384}
@@ -100,6 +107,11 @@ def test_a_gpu_with_more_memory_computes_in_larger_chunks() -> None:
         (lambda: emulation(noise=-0.1), "noise must be from 0 to below 1, got -0.1"),
         (lambda: SlowSpells.parse("often"), "EVERY_S:LAST_S:FACTOR"),
         (lambda: SlowSpells.parse("1:1:0.5"), "a factor of at least 1"),
+        *(
+            (partial(SlowSpells.parse, text), "a factor of at least 1")
+            for text in ("inf:2:3", "nan:2:3", "60:inf:3", "60:2:inf")
+        ),
+        (lambda: make_emulated_model(Path("none"), emulation(), vocab=512, context=0), "context"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(make: Any, says: str) -> None:
@@ -117,7 +129,5 @@ def test_a_malformed_file_is_named() -> None:
 
 
 def test_nothing_of_it_is_looked_for_in_another_model(small_model: Path) -> None:
-    from sglang_coserve.srt.emulation.model_directory import read_emulation
-
     assert read_emulation(small_model) is None
     assert read_emulation(small_model / "nowhere") is None

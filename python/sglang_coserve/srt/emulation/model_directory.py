@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError, require
-from sglang_coserve.small_model import tokens_without_text, train_tokenizer
+from sglang_coserve.small_model import SmallModelSpec, tokens_without_text, train_tokenizer
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.emulation.settings import PLACES, Emulation
 
@@ -41,10 +41,12 @@ def make_emulated_model(directory: Path, emulation: Emulation, *, vocab: int, co
     ``context`` the longest prompt plus output, in tokens.
 
     Raises:
-        ConfigError: ``directory`` holds another model.
+        ConfigError: ``directory`` holds another model, or no model can have this context or
+            vocabulary.
         MissingExtraError: torch or transformers is not installed.
     """
     require("engine", "an emulated model")
+    SmallModelSpec(vocab=vocab, context=context)  # Which checks them.
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "config.json"
     if config.exists() and read_emulation(directory) is None:

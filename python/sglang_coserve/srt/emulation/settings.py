@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -44,7 +45,8 @@ class SlowSpells:
         Raises:
             ConfigError: one is out of range.
         """
-        if self.every_s <= 0 or self.last_s <= 0 or self.factor < 1:
+        are_finite = all(map(math.isfinite, (self.every_s, self.last_s, self.factor)))
+        if not are_finite or self.every_s <= 0 or self.last_s <= 0 or self.factor < 1:
             raise ConfigError(
                 f"slow spells every {self.every_s} s, for {self.last_s} s, {self.factor} times "
                 "slower: use positive times, and a factor of at least 1"
@@ -174,7 +176,7 @@ class Emulation:
     @property
     def copy_s_per_token(self) -> float:
         """Seconds to copy a token's KV to the host's memory; each device copies its part."""
-        is_older = self._device.name == "a100"
+        is_older = self._device.name in ("a40", "a100")
         bytes_per_s = _PCIE_4_BYTES_PER_S if is_older else _PCIE_5_BYTES_PER_S
         return kv_bytes_per_token(find_model(self.model), self.tp_size) / bytes_per_s
 
