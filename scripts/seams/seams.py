@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from sglang_coserve.srt.compat.requests import STATEFUL_FIELDS, STATEFUL_PARAMS
-from sglang_coserve.srt.compat.versions import OLDEST, uses_v22, version_key
+from sglang_coserve.srt.compat.versions import SUPPORTED, uses_v22, version_key
+
+_OLDEST: Final = SUPPORTED[0]
 
 
 class NameUse(StrEnum):
@@ -43,7 +45,7 @@ class Seam:
     """The first parameters of a function, ``self`` left out; it needs no others. Not checked
     when None."""
 
-    first: str = OLDEST
+    first: str = _OLDEST
     """The first version that has it."""
 
     is_only_in_v17: bool = False
@@ -53,7 +55,7 @@ class Seam:
         """Return whether it is relied on in ``version``, also in one that is not supported: by
         what ``by_version`` would choose for it."""
         if not uses_v22(version):
-            return self.first == OLDEST
+            return self.first == _OLDEST
         return not self.is_only_in_v17 and version_key(self.first) <= version_key(version)
 
 
@@ -77,7 +79,7 @@ def _listed(text: str) -> Iterator[Seam]:
         for member in _MEMBER.finditer(line):
             parameters = None if member[2] is None else tuple(member[2].split())
             name = f"sglang.{owner}.{member[1]}"
-            yield Seam(name, NameUse(use), parameters, since or OLDEST, only is not None)
+            yield Seam(name, NameUse(use), parameters, since or _OLDEST, only is not None)
 
 
 SEAMS: Final = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, profile
-from sglang_coserve.errors import ConfigError, StartupError
+from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.profiler.fits import load_profile
 from sglang_coserve.profiler.shapes import StepShape, plan_grid
+from sglang_coserve.srt.executor_process import ExecutorProcesses
 from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 app = typer.Typer()
@@ -111,29 +112,34 @@ def test_the_command_measures_and_reports(small_model: Path, tmp_path: Path) -> 
     assert loaded.hardware
 
 
-def test_a_process_that_dies_is_noticed_while_another_waits_for_it(small_model: Path) -> None:
-    from sglang_coserve.srt.executor_process import ExecutorProcesses
-
-    def kill() -> None:
-        while len(ranks := sorted(multiprocessing.active_children(), key=lambda c: c.pid)) < 2:
-            if is_over.wait(0.01):
-                return
-        ranks[1].kill()
-        if not is_over.wait(120):
-            ranks[0].kill()
-
-    is_over = threading.Event()
-    killing = threading.Thread(target=kill)
-    killing.start()
-    flags = ["--model-path", str(small_model), "--dtype", "float32", "--tp-size", "2"]
-    try:
-        with pytest.raises(StartupError, match="process 1 died with exit code -9"):
-            ExecutorProcesses([*flags, "--max-total-tokens", "2048"])
-    finally:
-        is_over.set()
-        killing.join()
-
-
 def test_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cubic"):
         invoke("--model-path", "m", "-o", str(tmp_path / "p.json"), "--kind", "cubic")
+
+
+def answer_late(connection: Any) -> None:
+    connection.recv()
+    time.sleep(60.0)
+
+
+def die(connection: Any) -> None:
+    connection.recv()
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_a_rank_that_dies_ends_the_wait_for_another_that_waits_for_it(dies: str) -> None:
+    context = multiprocessing.get_context("fork")
+    executor = ExecutorProcesses.__new__(ExecutorProcesses)
+    executor._connections, executor._processes = [], []
+    for target in (answer_late, die):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        executor._connections.append(ours)
+        executor._processes.append(process)
+    if dies == "before":
+        process.kill()
+        process.join()
+    with executor, pytest.raises(ServerError, match="process 1 died with exit code"):
+        executor.run(StepShape(decodes=(1,)))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -45,8 +46,8 @@ class ExecutorProcesses:
         compat.check_one_replica(compat.settings_of(server_args))
         port_args = PortArgs.init_new(server_args)
         context = multiprocessing.get_context("spawn")
-        self._connections = []
-        self._processes = []
+        self._connections: list[Any] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
         with defaults.cores_for(server_args):
             for tp_rank in range(server_args.tp_size):
                 connection, remote = context.Pipe()
@@ -72,7 +73,8 @@ class ExecutorProcesses:
     def run(self, shape: StepShape) -> float:
         """See ``profiler.Executor.run``."""
         for connection in self._connections:
-            connection.send(shape)
+            with suppress(OSError):  # It has died, which is seen below.
+                connection.send(shape)
         seconds: float = self._receive(ServerError)
         return seconds
 
@@ -85,21 +87,25 @@ class ExecutorProcesses:
             process.join()
 
     def _receive(self, kind: type[CoserveError]) -> Any:
-        """Wait for an answer of every rank, and return that of rank 0."""
-        answers: dict[Any, Any] = {}
-        while unheard := [each for each in self._connections if each not in answers]:
-            ready: list[Any] = wait(unheard)  # One that has failed keeps the others waiting.
+        """Wait for an answer of every rank, and return that of rank 0.
+
+        Whichever answers or dies first is heard first: the others may wait for it for ever.
+        """
+        awaited: dict[Any, int] = {each: rank for rank, each in enumerate(self._connections)}
+        answers = {}
+        while awaited:
+            ready: list[Any] = wait(awaited)
             for connection in ready:
+                rank = awaited.pop(connection)
                 try:
-                    answers[connection], error = connection.recv()
-                except EOFError:
-                    rank = self._connections.index(connection)
+                    answers[rank], error = connection.recv()
+                except (EOFError, OSError):
                     self._processes[rank].join(10)
                     code = self._processes[rank].exitcode
                     raise kind(f"SGLang's process {rank} died with exit code {code}") from None
                 if error is not None:
                     raise kind(f"SGLang failed:\n{error}")
-        return answers[self._connections[0]]
+        return answers[0]
 
 
 def _serve(connection: Any, server_args: Any, port_args: Any, tp_rank: int) -> None:

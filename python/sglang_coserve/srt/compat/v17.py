@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_coserve.guard.replacements import replace
-from sglang_coserve.srt.compat.v22 import _tokens_of_nodes
 
 Req = Any
 ScheduleBatch = Any
@@ -48,9 +47,6 @@ def set_computed_tokens(req: Req, tokens: int) -> None:
 
 def protected_tokens(req: Req) -> int:
     return int(req.cache_protected_len)
-
-
-cached_tokens_of = _tokens_of_nodes
 
 
 # --- What a request computes next ----------------------------------------------------------

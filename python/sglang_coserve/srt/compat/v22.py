@@ -67,38 +67,6 @@ def protected_tokens(req: Req) -> int:
     return int(req.kv.cache_protected_len)
 
 
-def cached_tokens_of(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
-    """Return the tokens in the radix cache that these requests hold, and not those ``besides``.
-
-    Each node counts once. O(requests + nodes above them).
-    """
-    core = getattr(tree_cache, "tree_core", None)
-    if core is None:
-        return _tokens_of_nodes(tree_cache, reqs, besides)
-    paths, others = (
-        core.collect_path_info([req.last_node for req in some]) for some in (reqs, besides)
-    )
-    tokens = {node.node_id: node.path_end - node.path_start for path in paths for node in path}
-    held = {node.node_id for path in others for node in path}
-    return sum(count for name, count in tokens.items() if name not in held)
-
-
-def _tokens_of_nodes(tree_cache: Any, reqs: Sequence[Req], besides: Sequence[Req]) -> int:
-    """As ``cached_tokens_of``, of a cache whose nodes can be visited."""
-    seen: set[int] = set()
-    tokens = 0
-    for some, counts in ((besides, False), (reqs, True)):
-        for req in some:
-            node = tree_cache.resolve_node_handle(req.last_node)
-            # Above a node that was seen, all were.
-            while node is not None and node.parent is not None and id(node) not in seen:
-                seen.add(id(node))
-                if counts:
-                    tokens += len(node.key)
-                node = node.parent
-    return tokens
-
-
 # --- What a request computes next ----------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ SUPPORTED: Final = ("0.5.17", "0.5.22", "0.5.23")
 """The versions that the seams were checked against. The first one is that of a stack with torch
 2.11."""
 
-OLDEST: Final = SUPPORTED[0]
 NEWEST: Final = SUPPORTED[-1]
 
 TESTED: Final = ("0.5.17", "0.5.23")
@@ -27,12 +26,12 @@ def version_key(version: str) -> VersionKey:
     """Return the numbers of a version such as ``0.5.17`` or ``0.5.17.post1``, for comparisons.
 
     Raises:
-        ValueError: it does not begin with three numbers.
+        ValueError: it does not begin with numbers; a third one that is missing is 0.
     """
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if numbers is None:
         raise ValueError(f"not a version of SGLang: {version!r} (expected for example {NEWEST})")
-    major, minor, patch = map(int, numbers.groups())
+    major, minor, patch = map(int, numbers.groups("0"))
     return major, minor, patch
 
 
@@ -46,7 +45,7 @@ def installed_version() -> str | None:
 
 def is_supported(version: str) -> bool:
     """Return whether ``version``, or what it is a later build of, is supported."""
-    return version_key(version) in map(version_key, SUPPORTED)
+    return re.sub(r"(\.post\d+)?(\+.*)?$", "", version) in SUPPORTED
 
 
 def uses_v22(version: str) -> bool:
