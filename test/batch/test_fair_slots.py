@@ -202,17 +202,6 @@ async def test_having_been_away_earns_nothing() -> None:
     assert away.taken_per_weight > 1000
 
 
-async def test_an_estimate_that_was_wrong_is_forgotten() -> None:
-    slots = FairSlots(1, 1000)
-    old, new = JobShare("a", 0, 1.0, 0.0), JobShare("a", 0, 1.0, 0.0)
-    slots.join(old)
-    await slots.acquire(old, 1, 1000)
-    assert old.taken_per_weight == 1000
-    slots.join(new)
-    slots.release(old, 1, 1000, 3)
-    assert (old.taken_per_weight, new.taken_per_weight) == (3, 0)
-
-
 async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     slots = FairSlots(100, 10)
     job = JobShare("a", 0, 1.0, 0.0)

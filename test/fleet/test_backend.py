@@ -34,7 +34,6 @@ def request(name: str = "a", generated: Sequence[int] = ()) -> LineRequest:
 @asynccontextmanager
 async def fleet_of(
     *engines: LiveEngine,
-    admin_key: str = ADMIN_KEY,
     monotonic_s: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[FleetBackend]:
     """A fleet that has looked at all of its engines."""
@@ -42,7 +41,7 @@ async def fleet_of(
         for engine in engines:
             await stack.enter_async_context(engine)
         fleet = await stack.enter_async_context(
-            FleetBackend(admin_key, monotonic_s=monotonic_s, look_interval_s=0.02)
+            FleetBackend(ADMIN_KEY, monotonic_s=monotonic_s, look_interval_s=0.02)
         )
         fleet.set_engines(engine.url for engine in engines)
         await until(lambda: all(e.state is not EngineState.DOWN for e in fleet.engines))
@@ -72,6 +71,19 @@ def where(name: str, *engines: LiveEngine) -> LiveEngine | None:
     return None
 
 
+async def spread(fleet: FleetBackend, *engines: LiveEngine) -> Lines:
+    """Twelve lines, of which each engine has some."""
+    served = Lines(fleet, [f"line {n}" for n in range(12)])
+    await until(lambda: sum(len(engine.backend.in_flight) for engine in engines) == 12)
+    assert all(engine.backend.in_flight for engine in engines)
+    return served
+
+
+def state_of(fleet: FleetBackend, engine: LiveEngine) -> EngineState:
+    (known,) = (each for each in fleet.engines if each.url == engine.url)
+    return known.state
+
+
 def finish_all(*engines: LiveEngine, but: str | None = None) -> None:
     for engine in engines:
         for entry in list(engine.backend.in_flight):
@@ -82,9 +94,7 @@ def finish_all(*engines: LiveEngine, but: str | None = None) -> None:
 async def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> None:
     a, b = LiveEngine(), LiveEngine()
     async with fleet_of(a, b) as fleet:
-        served = Lines(fleet, [f"line {n}" for n in range(12)])
-        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
-        assert a.backend.in_flight and b.backend.in_flight
+        served = await spread(fleet, a, b)
         for engine in (a, b):
             for entry in engine.backend.in_flight:
                 entry.generate(2)
@@ -95,7 +105,7 @@ async def test_an_engine_that_dies_costs_a_line_no_attempt_and_no_tokens() -> No
         moved = [e.request for e in b.backend.in_flight if e.request.generated]
         assert len(moved) == num_lost == fleet.ends["lost"]
         assert all(r.generated == tuple(tokens_of(r.body["prompt"], 2)) for r in moved)
-        assert {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DOWN
+        assert state_of(fleet, a) is EngineState.DOWN
         finish_all(b)
         results = await served.results()
         for name, result in results.items():
@@ -131,15 +141,12 @@ async def test_what_an_engine_has_left_of_a_line_goes_to_whichever_goes_on() -> 
 async def test_an_engine_that_drains_gets_no_new_lines_and_its_own_go_on_elsewhere() -> None:
     a, b = LiveEngine(), LiveEngine()
     async with fleet_of(a, b) as fleet:
-        served = Lines(fleet, [f"line {n}" for n in range(12)])
-        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        served = await spread(fleet, a, b)
         num_moved = len(a.backend.in_flight)
         a.lines.close("it drains")
         await b.holds(12)
         assert (fleet.ends["moved"], fleet.ends["lost"]) == (num_moved, 0)
-        await until(
-            lambda: {e.state for e in fleet.engines} == {EngineState.UP, EngineState.DRAINING}
-        )
+        await until(lambda: state_of(fleet, a) is EngineState.DRAINING)
         more = Lines(fleet, ["one more", "and another"])
         await b.holds(14)
         assert a.backend.in_flight == []
@@ -275,21 +282,13 @@ async def test_what_every_engine_takes_is_what_the_fleet_takes() -> None:
         assert fleet.endpoints == {ENDPOINT}
 
 
-async def test_an_engine_with_another_key_gets_nothing_and_says_why() -> None:
-    async with fleet_of(LiveEngine(), admin_key="guess") as fleet:
-        (engine,) = fleet.engines
-        assert engine.state is EngineState.REFUSING
-        assert "--engine-admin-key" in str(engine.reason)
-
-
 async def test_an_engine_that_is_taken_from_the_list_ends_what_it_has() -> None:
     a, b = LiveEngine(), LiveEngine()
     async with fleet_of(a, b) as fleet:
-        served = Lines(fleet, [f"line {n}" for n in range(12)])
-        await until(lambda: len(a.backend.in_flight) + len(b.backend.in_flight) == 12)
+        served = await spread(fleet, a, b)
         count = len(a.backend.in_flight)
         fleet.set_engines([b.url])
-        await until(lambda: {e.url: e.state for e in fleet.engines}[a.url] is EngineState.DRAINING)
+        await until(lambda: state_of(fleet, a) is EngineState.DRAINING)
         assert len(a.backend.in_flight) == count
         finish_all(a, b)
         await served.results()

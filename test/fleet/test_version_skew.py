@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from batch.scripted_backend import ScriptedBackend, answer
-from fleet.test_backend import Lines, finish_all, fleet_of, request, until
+from fleet.test_backend import finish_all, fleet_of, request, spread, until
 from http_lines.live_engine import LiveEngine
 from sglang_coserve.cli.batches import _details, batch_row
 from sglang_coserve.client import JobState
@@ -215,9 +215,7 @@ async def test_a_gateway_serves_with_engines_of_other_versions() -> None:
             await fleet.ready()
         assert {engine.state for engine in fleet.engines} == {EngineState.UP}
         assert fleet.limits == BodyLimits(max_bytes=1000)
-        served = Lines(fleet, [f"line {n}" for n in range(12)])
-        await until(lambda: len(newer.backend.in_flight) + len(older.backend.in_flight) == 12)
-        assert newer.backend.in_flight and older.backend.in_flight
+        served = await spread(fleet, newer, older)
         await newer.kill()
         await older.holds(12)
         finish_all(older)

@@ -132,16 +132,22 @@ async def test_tokens_that_cannot_be_taken_end_their_line_alone() -> None:
         assert (await good).is_ok
 
 
-async def test_what_json_cannot_say_fails_its_line_alone() -> None:
+async def test_a_failing_backend_and_what_json_cannot_say_fail_their_lines_alone() -> None:
     def answers(line: LineRequest) -> LineResult:
+        if line.body["prompt"] == "fails":
+            raise RuntimeError("out of luck")
         return LineResult(200, "id", {"text": object()}) if "bad" in line.body else answer(line)
 
     async with connected(ScriptedBackend(answers=answers)) as (_, connection):
-        bad, good = await asyncio.gather(
+        fails, bad, good = await asyncio.gather(
+            connection.run(request("fails"), "scripted", ignore),
             connection.run(request(bad=True), "scripted", ignore),
             connection.run(request(), "scripted", ignore),
         )
-        assert (bad.status_code, bad.is_retryable, good.is_ok) == (500, True, True)
+        assert "out of luck" in fails.body["error"]["message"]
+        for each in (fails, bad):
+            assert (each.status_code, each.is_retryable) == (500, True)
+        assert good.is_ok
         with pytest.raises(TypeError):
             await connection.run(request(bad=object()), "scripted", ignore)
         assert (await connection.run(request(), "scripted", ignore)).is_ok
@@ -205,16 +211,6 @@ async def test_lines_go_elsewhere_while_the_model_is_exchanged_and_of_another_mo
             await connection.run(request(), "scripted", ignore)
 
 
-async def test_a_backend_that_fails_is_told_as_a_failure_of_the_engine() -> None:
-    def fail(_request: LineRequest) -> LineResult:
-        raise RuntimeError("out of luck")
-
-    async with connected(ScriptedBackend(answers=fail)) as (_, connection):
-        result = await connection.run(request(), "scripted", ignore)
-    assert (result.status_code, result.is_retryable) == (500, True)
-    assert "out of luck" in result.body["error"]["message"]
-
-
 async def test_only_the_admin_key_opens_the_routes() -> None:
     async with LiveEngine() as engine:
         async with EngineConnection(engine.url, "guess") as connection:
@@ -242,7 +238,7 @@ async def test_what_is_no_attempt_is_refused_with_what_is_wrong() -> None:
         )
 
 
-async def test_the_key_is_sent_nowhere_else() -> None:
+async def test_another_program_is_told_apart_and_the_key_is_sent_nowhere_else() -> None:
     async with LiveEngine() as engine, LiveEngine() as other:
 
         async def elsewhere() -> RedirectResponse:
@@ -252,12 +248,8 @@ async def test_the_key_is_sent_nowhere_else() -> None:
         async with EngineConnection(engine.url, ADMIN_KEY) as connection:
             with pytest.raises(EngineRefusesError, match="307"):
                 await connection.ask("/moved")
-
-
-async def test_another_program_is_told_apart() -> None:
-    async with connected() as (_, connection):
-        with pytest.raises(EngineRefusesError, match="404"):
-            await connection.ask("/nothing")
+            with pytest.raises(EngineRefusesError, match="404"):
+                await connection.ask("/nothing")
 
 
 async def test_a_line_that_is_asked_back_comes_with_its_tokens_and_what_was_left_of_it() -> None:
