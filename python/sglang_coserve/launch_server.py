@@ -23,11 +23,12 @@ if __name__ == "__mp_main__":
 # nothing but the package itself may be loaded before the guard.
 if __name__ == "__main__":
     from sglang_coserve.errors import MissingExtraError
+    from sglang_coserve.terminal import tell
 
     try:
         from sglang_coserve.srt.launch import main
     except MissingExtraError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        tell(error)
         sys.exit(2)
 
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What commands have in common: text, tables and progress in a terminal, and signals in order."""
+"""What commands have in common: text, tables and progress in a terminal, errors, and signals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ from typing import Any, Final, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from sglang_coserve.errors import CoserveError
+
+INTERRUPTED: Final = 130
+"""The exit status after Ctrl-C, as shells number it."""
+
+
+def exit_status(command: Callable[[], object]) -> int:
+    """Run a server's command, tell an error of ours, and return the exit status."""
+    try:
+        command()
+    except CoserveError as error:
+        tell(error)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def tell(error: CoserveError) -> None:
+    """Print an error, in as many lines as it has, on standard error."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
 
 _LINE_INTERVAL_S: Final = 10.0
 """Of lines that stand for a bar."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from sglang_coserve.errors import CoserveError, require
-from sglang_coserve.terminal import printable, terminate_as_interrupt
+from sglang_coserve.terminal import INTERRUPTED, printable, terminate_as_interrupt
 
 if TYPE_CHECKING:
     from sglang_coserve.bench_serving.compare import Comparison
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         tell_failures()
         tell("interrupted; every process has ended, the same command goes on")
-        return 130
+        return INTERRUPTED
     sys.stdout.write(compare.table(comparison) + "\n")
     failed = tell_failures()
     tell(f"written: {options.out} (table.md, results.json; logs and SGLang's own output in runs)")

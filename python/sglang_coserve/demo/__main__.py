@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sglang_coserve.config.flags import FlagParser, add_flags
 from sglang_coserve.errors import CoserveError
-from sglang_coserve.terminal import printable
+from sglang_coserve.terminal import INTERRUPTED, printable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("demo: interrupted; the server has ended")
-        return 130
+        return INTERRUPTED
     console.print(as_table(result))
     console.print(sentence(result), markup=False, highlight=False, soft_wrap=True)
     written = f"written: {options.out / 'report.json'}, {options.out / 'timeline.png'}"

@@ -20,8 +20,8 @@ from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import GatewayOptions, parse_options
 from sglang_coserve.logs import log_settings
 from sglang_coserve.network import check_listen_address
+from sglang_coserve.terminal import exit_status
 
-_INTERRUPTED: Final = 130
 _GRACE_S: Final = 5
 """For calls under way when the gateway is stopped; batches are kept in any case."""
 
@@ -30,15 +30,7 @@ _log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; return its exit status, errors printed in one line each."""
-    try:
-        serve_gateway(parse_options(argv))
-    except CoserveError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)  # noqa: T201
-        return 2
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    return exit_status(lambda: serve_gateway(parse_options(argv)))
 
 
 def serve_gateway(options: GatewayOptions) -> None:

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from sglang_coserve.batch.routes.view import PAGE_PATH
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.flags import refuse
 from sglang_coserve.config.settings_file import Settings
-from sglang_coserve.errors import CoserveError, StartupError
+from sglang_coserve.errors import StartupError
 from sglang_coserve.guard.process_health import (
     expect_end_of_processes,
     freeze_start_up_objects,
@@ -36,10 +36,9 @@ from sglang_coserve.srt.start_defaults import (
     model_path_in,
     start_defaults,
 )
+from sglang_coserve.terminal import exit_status
 
 logger = logging.getLogger(__name__)
-
-_INTERRUPTED: Final = 130
 
 _SWITCH_S = 0.0005
 """Python's thread switch interval, which bounds how long the event loop waits for a computing
@@ -191,13 +190,4 @@ def _our_flags(defaults: StartDefaults) -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``launch_server`` and return the exit status; print an error as one line each."""
-
-    try:
-        launch_server(argv)
-    except CoserveError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)  # noqa: T201
-        return 2
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    return exit_status(partial(launch_server, argv))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging.config
 import os
-import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from sglang_coserve.logs import json_formatter, log_settings
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 from sglang_coserve.srt.cpu.replacements import install_replacements
+from sglang_coserve.terminal import tell
 
 REFUSED: Final = 2
 """Exit code of a process that has said why it cannot serve."""
@@ -65,8 +65,7 @@ def _make_scheduler(*args: Any, **kwargs: Any) -> Any:
             )
         return scheduler
     except CoserveError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        tell(error)
         # Threads of SGLang's would keep an ordinary exit waiting.
         os._exit(REFUSED)
 
