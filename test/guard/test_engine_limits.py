@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS
-from sglang_coserve.guard.engine_limits import check_request
+from sglang_coserve.guard.engine_limits import FIELD_BOUNDS, PARAM_BOUNDS, check_request
 
 
 def request(text: Any = None, input_ids: Any = None, **params: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.guard.engine_limits import check_stop_pattern
+from sglang_coserve.guard.stop_patterns import check_stop_pattern
 from srt.own_process import printed_by
 
 pieces = st.sampled_from(
@@ -19,7 +19,7 @@ patterns = st.lists(pieces, min_size=1, max_size=5).map("".join)
 
 @given(patterns, st.text("ab1\n", max_size=12))
 def test_the_same_is_found_as_by_python(pattern: str, text: str) -> None:
-    from sglang_coserve.guard.engine_limits import LinearSearch
+    from sglang_coserve.guard.stop_patterns import LinearSearch
 
     check_stop_pattern(pattern)
     # Before a last line break, only Python's dollar matches.
@@ -47,7 +47,7 @@ def test_what_cannot_be_searched_for_is_refused(pattern: str, told: str) -> None
 
 
 HOSTILE = r"""
-from sglang_coserve.guard.engine_limits import LinearSearch, check_stop_pattern
+from sglang_coserve.guard.stop_patterns import LinearSearch, check_stop_pattern
 text = "the old mill by the river " * 600
 for pattern in (r"(.*)*(.*)*(.*)*\x01", r"(\w+\s?)*\x01", r"(a|a|b|b|.|.)*\x01", "(a?){30}" * 30):
     check_stop_pattern(pattern)

@@ -4,7 +4,7 @@ It knows SGLang, and nothing else of co-serving. ``install`` puts it in place.
 
 - ``bodies``: HTTP: bytes, bodies.
 - ``threaded_handlers``: what is rendered and tokenized beside the event loop.
-- ``engine_limits``, ``bounds``, ``media_sources``: what a request asks for.
+- ``engine_limits``, ``stop_patterns``, ``media_sources``: what a request asks for.
 - ``tokenizer_manager``: where all requests pass, and these are called.
 - ``grammars``, ``grammar_process``: the grammar that its output is to have.
 - ``sampling``: what a request's logits may do to the others of its batch; its seed.

@@ -4,104 +4,105 @@ One such request could end the server for all users, and a line of a batch would
 each restart, since batches are resumed. So every request to the scheduler is checked here,
 whatever its entry point.
 
-SGLang searches the output of a request for its ``stop_regex`` after every token, in the scheduler,
-with Python's ``re``: nested repetitions can take exponential time. The regex engine behind
-pydantic's string patterns searches in linear time; it supports neither look-around nor
-back-references, which need backtracking.
+A number that a client gives is inverted, taken the logarithm of, rounded to 32 bits or sorted by
+somewhere in the engine, so each has a least value, too, not only a greatest.
 """
 
 from __future__ import annotations
 
-import re
-import warnings
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Annotated, Any, Final
+from numbers import Real
+from typing import Any, Final, NamedTuple
 
 import numpy
-from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from sglang_coserve.guard.bounds import FIELD_BOUNDS, PARAM_BOUNDS, check_number, excerpt
-from sglang_coserve.guard.replacements import replace
-
-_MOST_STATES: Final = 2000
-"""Largest number of states of a pattern with its repetitions expanded. At worst each is visited for
-each character, which takes 10 ms for the 16,000 characters of a long output."""
-
-# Additional copies that an unbounded repetition counts as: it loops in its own states.
-_ENDLESS: Final = 1
+from sglang_coserve.errors import RequestError
+from sglang_coserve.guard.stop_patterns import check_stop_pattern
 
 
-def check_stop_pattern(pattern: str) -> None:
-    """Check that ``pattern`` can be searched for in linear time. O(pattern).
+class Bound(NamedTuple):
+    """The values that a field may have, both ends included."""
+
+    least: float
+    most: float
+    unit: str = ""
+    is_whole: bool = False
+    """Only whole numbers."""
+
+
+_INT32: Final = 2**31 - 1
+
+PARAM_BOUNDS: Final[Mapping[str, Bound]] = {
+    # As 32-bit floats, smaller values become zero and larger ones may become infinite.
+    "temperature": Bound(0, 1e9),
+    "top_p": Bound(1.2e-38, 1),
+    "min_p": Bound(0, 1),
+    "frequency_penalty": Bound(-2, 2),
+    "presence_penalty": Bound(-2, 2),
+    # Logits are divided by it, and must stay finite.
+    "repetition_penalty": Bound(1e-3, 2),
+    # The engine's integers have 32 bits, and 64 for the seed.
+    "top_k": Bound(-1, _INT32, is_whole=True),
+    "min_new_tokens": Bound(0, _INT32, is_whole=True),
+    "max_new_tokens": Bound(0, _INT32, is_whole=True),
+    "sampling_seed": Bound(-(2**63), 2**63 - 1, is_whole=True),
+    # Output tokens are counted modulo this.
+    "stream_interval": Bound(1, _INT32, is_whole=True),
+    # The limit of OpenAI; SGLang holds all choices at once.
+    "n": Bound(1, 128, is_whole=True),
+}
+"""Sampling parameters, under SGLang's names."""
+
+FIELD_BOUNDS: Final[Mapping[str, Bound]] = {
+    # Offline requests get a priority below all of these.
+    "priority": Bound(-(2**31), _INT32, is_whole=True),
+    "max_thinking_tokens": Bound(0, _INT32, is_whole=True),
+    # Each becomes a Python object in three processes, while other requests wait.
+    "top_logprobs_num": Bound(0, 1024, is_whole=True),
+    "logprob_start_len": Bound(-1, _INT32, is_whole=True),
+    "routed_experts_start_len": Bound(0, _INT32, is_whole=True),
+    "routed_dp_rank": Bound(0, _INT32, is_whole=True),
+    "data_parallel_rank": Bound(0, _INT32, is_whole=True),
+    "disagg_prefill_dp_rank": Bound(0, _INT32, is_whole=True),
+    "decode_tp_size": Bound(1, _INT32, is_whole=True),
+    "bootstrap_port": Bound(0, 2**16 - 1, is_whole=True),
+    "bootstrap_room": Bound(0, 2**63 - 1, is_whole=True),
+    "received_time": Bound(0, 1e12),
+    # Tiles of a picture, each as costly as a small picture; SGLang's models have 12 by themselves.
+    "min_dynamic_patch": Bound(1, 128, is_whole=True),
+    "max_dynamic_patch": Bound(1, 128, is_whole=True),
+    "image_max_dynamic_patch": Bound(1, 128, is_whole=True),
+    "video_max_dynamic_patch": Bound(1, 128, is_whole=True),
+}
+"""Other fields of SGLang's requests."""
+
+
+def check_number(name: str, value: object, bound: Bound) -> None:
+    """Check the value of the field ``name``, which must not be null.
 
     Raises:
-        ValueError: it is malformed, too large, or needs backtracking.
+        RequestError: it is no number, or out of bounds.
     """
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            states = _num_states(re._parser.parse(pattern))  # type: ignore[attr-defined]
-        if states > _MOST_STATES:
-            raise ValueError(
-                f"it has {states} positions with its repetitions written out: use at most "
-                f"{_MOST_STATES}"
-            )
-        _searcher(pattern)
-    except RecursionError:
-        raise ValueError("stop_regex is nested too deeply") from None
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError(f"stop_regex cannot be used: {lines[-1] if lines else error}") from None
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_within = is_number and bound.least <= value <= bound.most  # type: ignore[operator]
+    if is_within and not (bound.is_whole and value % 1):  # type: ignore[operator]
+        return
+    number = "a whole number" if bound.is_whole else "a number"
+    of = f" of {bound.unit}" if bound.unit else ""
+    ends = f"{_told(bound.least)} to {_told(bound.most)}"
+    raise RequestError(f"{name} is {excerpt(value)}: use {number}{of}, {ends}")
 
 
-def install_stop_patterns() -> None:
-    """Make SGLang's scheduler in this process search for stop patterns in linear time."""
-    replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
+def excerpt(value: object) -> str:
+    """Return the text of a value for an error message, in at most 41 characters."""
+    # Python refuses to convert a huge integer to decimal digits.
+    text = hex(value) if isinstance(value, int) and abs(value) > 2**70 else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-class LinearSearch:
-    """The part of the module ``re`` that SGLang's requests use."""
-
-    error = re.error
-
-    def search(self, pattern: str, text: str) -> bool | None:
-        """Return True if ``text`` contains ``pattern``, else None. O(text).
-
-        Raises:
-            re.error: the pattern is not supported; ``check_stop_pattern`` would refuse it.
-        """
-        try:
-            _searcher(pattern).validate_python(text)
-        except ValidationError:
-            return None
-        except Exception as error:
-            raise re.error(str(error)) from None
-        return True
-
-
-@lru_cache(maxsize=256)
-def _searcher(pattern: str) -> TypeAdapter[str]:
-    return TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)])
-
-
-def _num_states(parsed: Any) -> int:
-    """Return the number of character positions of a parsed pattern, repetitions expanded."""
-    total = 0
-    for operation, value in parsed:
-        name = str(operation)
-        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            least, most, inner = value
-            is_endless = most == re._parser.MAXREPEAT  # type: ignore[attr-defined]
-            times = least + _ENDLESS if is_endless else most
-            total += times * _num_states(inner)
-        elif name == "SUBPATTERN":
-            total += _num_states(value[-1])
-        elif name == "BRANCH":
-            total += sum(_num_states(branch) for branch in value[1])
-        else:
-            total += 1
-    return total
+def _told(end: float) -> str:
+    return str(end) if isinstance(end, int) else f"{end:g}"
 
 
 _MOST_REQUESTS: Final = 2048

@@ -47,13 +47,13 @@ def install_in_scheduler(processors_of: Any) -> None:
     To be called before the scheduler is created. ``processors_of`` is what ``GuardedSampler``
     finds a batch's custom logit processors with.
     """
-    from sglang_coserve.guard.engine_limits import install_stop_patterns
     from sglang_coserve.guard.grammars import install_compiler_bound
     from sglang_coserve.guard.sampling import (
         install_eager_sampling,
         install_guarded_sampler,
         install_seeds,
     )
+    from sglang_coserve.guard.stop_patterns import install_stop_patterns
 
     install_compiler_bound()
     install_eager_sampling()

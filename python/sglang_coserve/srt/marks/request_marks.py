@@ -18,7 +18,7 @@ from typing import Any, Final
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.bounds import Bound, check_number
+from sglang_coserve.guard.engine_limits import Bound, check_number
 
 MARK_PREFIX = "coserve_"
 """Prefix of the keys in ``custom_params`` and in bodies that are marks."""
@@ -90,10 +90,9 @@ class GatewayHints:
             if not due_in_s or not config.keeps_deadlines:
                 return {}
             return {DEADLINE_KEY: _nearest(DEADLINE_KEY, min(due_in_s))}
-        targets = {TTFT_KEY: self.ttft_ms, TPOT_KEY: self.tpot_ms}
-        if config.ignores_targets:
-            return {}
-        return {key: _nearest(key, value) for key, value in targets.items() if value}
+        asked = {TTFT_KEY: self.ttft_ms, TPOT_KEY: self.tpot_ms}
+        targets = {key: _nearest(key, value) for key, value in asked.items() if value}
+        return {} if targets and config.ignores_targets else targets
 
 
 def _nearest(key: str, value: float) -> float:

@@ -147,8 +147,8 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
 
     async def serve(self, obj: Any, request: Any) -> AsyncIterator[Any]:
         """See ``GuardedTokenizerManager``; it ends when its client leaves."""
-        if (url := getattr(request, "url", None)) is not None:  # Lines of batches have none.
-            note_operation(url.path)
+        if self._otel_metrics is not None and hasattr(request, "url"):  # Lines have none.
+            note_operation(request.url.path)
         client = None if getattr(obj, "background", False) else request
         async with (
             self._departures.watched(client),
@@ -207,11 +207,12 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
     def _describe(self, tokenized: Any) -> None:
         """Say in metrics and spans which tier a request has, and in spans its ``x-request-id``."""
         state = self.rid_to_state.get(tokenized.rid)
-        if state is None:
+        is_traced = state is not None and state.time_stats.trace_ctx.tracing_enable
+        if state is None or not (is_traced or self._otel_metrics is not None):
             return
         tiers = tier_attributes(tokenized.sampling_params.custom_params)
         state.time_stats.attributes = tiers | {"gen_ai.operation.name": operation()}
-        if state.time_stats.trace_ctx.tracing_enable:
+        if is_traced:
             request_id = correlation_id.get()
             named = {"http.request.header.x-request-id": [request_id]} if request_id else {}
             state.time_stats.trace_ctx.trace_set_root_attrs(tiers | named)

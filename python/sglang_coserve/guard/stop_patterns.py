@@ -1,0 +1,96 @@
+"""Searches outputs for ``stop_regex`` in linear time.
+
+SGLang searches the output of a request for it after every token, in the scheduler, with Python's
+``re``: nested repetitions can take exponential time. The regex engine behind pydantic's string
+patterns searches in linear time; it supports neither look-around nor back-references, which need
+backtracking.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import lru_cache
+from typing import Annotated, Any, Final
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+
+from sglang_coserve.guard.replacements import replace
+
+_MOST_STATES: Final = 2000
+"""Largest number of states of a pattern with its repetitions expanded. At worst each is visited for
+each character, which takes 10 ms for the 16,000 characters of a long output."""
+
+# Additional copies that an unbounded repetition counts as: it loops in its own states.
+_ENDLESS: Final = 1
+
+
+def check_stop_pattern(pattern: str) -> None:
+    """Check that ``pattern`` can be searched for in linear time. O(pattern).
+
+    Raises:
+        ValueError: it is malformed, too large, or needs backtracking.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            states = _num_states(re._parser.parse(pattern))  # type: ignore[attr-defined]
+        if states > _MOST_STATES:
+            raise ValueError(
+                f"it has {states} positions with its repetitions written out: use at most "
+                f"{_MOST_STATES}"
+            )
+        _searcher(pattern)
+    except RecursionError:
+        raise ValueError("stop_regex is nested too deeply") from None
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"stop_regex cannot be used: {lines[-1] if lines else error}") from None
+
+
+def install_stop_patterns() -> None:
+    """Make SGLang's scheduler in this process search for stop patterns in linear time."""
+    replace("sglang.srt.managers.schedule_batch.re", LinearSearch())
+
+
+class LinearSearch:
+    """The part of the module ``re`` that SGLang's requests use."""
+
+    error = re.error
+
+    def search(self, pattern: str, text: str) -> bool | None:
+        """Return True if ``text`` contains ``pattern``, else None. O(text).
+
+        Raises:
+            re.error: the pattern is not supported; ``check_stop_pattern`` would refuse it.
+        """
+        try:
+            _searcher(pattern).validate_python(text)
+        except ValidationError:
+            return None
+        except Exception as error:
+            raise re.error(str(error)) from None
+        return True
+
+
+@lru_cache(maxsize=256)
+def _searcher(pattern: str) -> TypeAdapter[str]:
+    return TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)])
+
+
+def _num_states(parsed: Any) -> int:
+    """Return the number of character positions of a parsed pattern, repetitions expanded."""
+    total = 0
+    for operation, value in parsed:
+        name = str(operation)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = value
+            is_endless = most == re._parser.MAXREPEAT  # type: ignore[attr-defined]
+            times = least + _ENDLESS if is_endless else most
+            total += times * _num_states(inner)
+        elif name == "SUBPATTERN":
+            total += _num_states(value[-1])
+        elif name == "BRANCH":
+            total += sum(_num_states(branch) for branch in value[1])
+        else:
+            total += 1
+    return total
