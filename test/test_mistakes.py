@@ -28,6 +28,7 @@ MISTAKES = {
     "submit good.jsonl -o out.jsonl --retry-for 1 --base-url http://127.0.0.1:1": "--base-url",
     "submit good.jsonl -o out.jsonl --retry-for 1 --base-url https://127.0.0.1:1": "with https?",
     "make-model good.jsonl": "name a directory",
+    "make-model /dev/null/x": "/dev/null/x: Not a directory; name a path of directories",
     "make-model model --emulate none": "use one of",
     "make-model model --emulate llama-3.1-8b --profile folder": "coserve profile --model-path",
     "make-model model --emulate llama-3.1-8b --slow-spells 3": "such as 60:2:3",

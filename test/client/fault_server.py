@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Self
 
-T = TypeVar("T")
-
-_LOOP_CALL_TIMEOUT_S = 20.0
+from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 
 
 class FaultServer:
@@ -34,10 +33,7 @@ class FaultServer:
         self._attempts: Counter[str] = Counter()
         self._active = 0
         self._port = 0
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._ending = ExitStack()
 
     @property
     def base_url(self) -> str:
@@ -48,92 +44,56 @@ class FaultServer:
         return Counter(_prompt(body) for body in self.bodies)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._portal = self._ending.enter_context(start_blocking_portal())
         self.come_back()
+        self._ending.callback(self._portal.call, self.die_here)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_LOOP_CALL_TIMEOUT_S)
-        self._loop.close()
+        self._ending.close()
 
     def come_back(self) -> None:
         """Listen, on the same port as before."""
-        self._run(self._listen())
-
-    def die(self) -> None:
-        """Stop listening and cut every connection, as a killed process does."""
-        self._run(self._die())
+        self._portal.call(self._listen)
 
     def die_here(self) -> None:
-        """Like ``die``, from within ``on_request``: that request is never answered."""
-        if self._server:
-            self._server.close()
-            self._server = None
-        for writer in self._connections:
-            writer.transport.abort()
+        """From within ``on_request``: stop listening and cut every connection, as a killed process
+        does; that request is never answered.
+        """
+        self._listener.close()
+        for connection in self._web.connections:
+            if connection.transport:
+                connection.transport.abort()
 
     def come_back_after(self, delay_s: float) -> None:
         """Like ``come_back``, later, from within ``on_request``."""
-        self._loop.call_later(delay_s, lambda: self._loop.create_task(self._listen()))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(_LOOP_CALL_TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay_s, lambda: loop.create_task(self._listen()))
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._web = web.Server(self._serve)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._web, "127.0.0.1", self._port)
+        self._port = self._listener.sockets[0].getsockname()[1]
 
-    async def _die(self) -> None:
-        self.die_here()
-
-    async def _end(self) -> None:
-        self.die_here()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
-        try:
-            while await self._serve_one(reader, writer):
-                pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._connections.discard(writer)
-            writer.transport.abort()
-
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Serve one request; return whether the connection stays."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        request_line, *header_lines = head.split("\r\n")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in header_lines if line)
-        }
-        if request_line.startswith("GET "):
-            writer.write(_http(404, b'{"detail": "Not Found"}'))  # It has no Batch API.
-            return True
-        body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        self.paths.append(request_line.split()[1])
-        self.authorization.append(headers.get("authorization"))
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET":
+            return _json({"detail": "Not Found"}, 404)  # It has no Batch API.
+        body = await request.json()
+        self.paths.append(request.path)
+        self.authorization.append(request.headers.get("authorization"))
         self.bodies.append(body)
         self._active += 1
         self.most_active = max(self.most_active, self._active)
         try:
             self.on_request(len(self.bodies))
-            return await self._answer(body, writer)
+            return await self._answer(body, request)
         finally:
             self._active -= 1
 
-    async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    async def _answer(self, body: dict[str, Any], request: web.BaseRequest) -> web.StreamResponse:
         if self.refuses_keys:
-            writer.write(_http(401, b'{"error": {"message": "no such key"}}'))
-            return True
+            return _json({"error": {"message": "no such key"}}, 401)
         attempt = self._attempts[_prompt(body)]
         self._attempts[_prompt(body)] += 1
         faults = body.get("faults", [])
@@ -141,28 +101,33 @@ class FaultServer:
         kind, _, argument = fault.partition(" ")
         match kind:
             case "drop":
-                return False
+                request.transport.abort()
             case "half":
-                writer.write(_http(200, _echo(body))[:-10])
-                await writer.drain()
-                return False
+                whole = _json(_echo(body)).body
+                answer = web.StreamResponse(headers={"content-length": str(len(whole))})
+                await answer.prepare(request)
+                await answer.write(whole[:-10])
+                request.transport.abort()
+                return answer
             case "hang":
                 await asyncio.sleep(3600)
             case "slow":
                 await asyncio.sleep(float(argument))
             case "abort":
-                writer.write(_http(200, _echo(body, finish_reason="abort")))
-                return True
+                return _json(_echo(body, finish_reason="abort"))
             case "html":
-                writer.write(_http(200, b"<html>a proxy</html>"))
-                return True
+                return web.Response(text="<html>a proxy</html>")
             case status if status.isdecimal():
                 error = {"object": "error", "message": f"fault {status}", "code": int(status)}
-                writer.write(_http(int(status), json.dumps(error).encode(), retry_after=argument))
-                return True
-        writer.write(_http(200, _echo(body)))
-        await writer.drain()
-        return True
+                headers = {"retry-after": argument} if argument else {}
+                return _json(error, int(status), headers)
+        return _json(_echo(body))
+
+
+def _json(content: Any, status: int = 200, headers: Any = None) -> web.Response:
+    # Pretty-printed, because a client must not rely on answers being one line.
+    body = json.dumps(content, indent=1).encode()
+    return web.Response(body=body, status=status, headers=headers)
 
 
 def _prompt(body: dict[str, Any]) -> str:
@@ -171,21 +136,12 @@ def _prompt(body: dict[str, Any]) -> str:
     return str(body.get("prompt", body.get("input")))
 
 
-def _echo(body: dict[str, Any], finish_reason: str = "stop") -> bytes:
+def _echo(body: dict[str, Any], finish_reason: str = "stop") -> dict[str, Any]:
     text = _prompt(body)
     said = {"message": {"content": text}} if "messages" in body else {"text": text}
-    answer = {
+    return {
         "id": f"rid-{text[:20]}",
         "choices": [said | {"finish_reason": finish_reason}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2},
         "service_tier": body.get("service_tier"),
     }
-    # Pretty-printed, because a client must not rely on answers being one line.
-    return json.dumps(answer, indent=1).encode()
-
-
-def _http(status: int, body: bytes, retry_after: str = "") -> bytes:
-    lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}"]
-    if retry_after:
-        lines.append(f"retry-after: {retry_after}")
-    return "\r\n".join([*lines, "", ""]).encode() + body

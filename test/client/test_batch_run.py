@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,12 +114,16 @@ def test_bad_lines_become_records_and_the_rest_goes_on(
         line("x" * 20_000).encode(),
         line("html", faults=["html"]).encode(),
         line("lost-model", faults=["404"]).encode(),
+        line("elsewhere").replace("/v1/", "http://elsewhere/v1/").encode(),
+        line("stream", stream=True).encode(),
+        line("no-body").encode(),
         line("good-2").encode(),
     ]
     source.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     status = submit(server.base_url, source)
-    assert (status.ok, status.failed) == (2, 8)
-    codes = {n: each.error.code for n, each in results_by_line(output).items() if each.error}
+    assert (status.ok, status.failed) == (2, 11)
+    results = results_by_line(output)
+    codes = {n: each.error.code for n, each in results.items() if each.error}
     assert codes == {
         2: "invalid_json_line",
         4: "invalid_request",
@@ -127,13 +133,43 @@ def test_bad_lines_become_records_and_the_rest_goes_on(
         8: "line_too_long",
         9: "invalid_response",
         10: "http_404",
+        11: "url_mismatch",
+        12: "stream_not_supported",
+        13: "duplicate_custom_id",
     }
-    refused = results_by_line(output)[6]
+    assert (results[2].custom_id, results[11].custom_id) == (None, "elsewhere")
+    refused = results[6]
     assert refused.response
     assert refused.response.status_code == 400
     assert refused.error
     assert refused.error.message == "fault 400"
     assert len(server.bodies) == 5
+
+
+def test_exactly_the_first_line_of_each_id_is_served(
+    server: FaultServer, source: Path, output: Path
+) -> None:
+    ids = [f"id-{n}" for n in random.Random(1).choices(range(60), k=200)]
+    write_lines(source, list(map(line, ids)))
+    submit(server.base_url, source)
+    served = sorted(n for n, result in results_by_line(output).items() if result.ok)
+    assert served == sorted(ids.index(each) + 1 for each in set(ids))
+
+
+def test_bodies_are_sent_as_they_were_meant_in_the_offline_class(
+    server: FaultServer, source: Path
+) -> None:
+    """Unless they choose their class."""
+    strange = {"text": "naïve 日本 \U0001f600 \u2028", "x": 1.5e-300, "n": 2**70, "deep": [[{}]]}
+    chosen: list[dict[str, Any]] = [{"service_tier": "default"}, {"coserve_class": "online"}]
+    bodies = [*chosen, {"service_tier": "flex"}, {"service_tier": None}, strange]
+    write_lines(source, [line(str(n), **body) for n, body in enumerate(bodies)])
+    assert submit(server.base_url, source).ok == len(bodies)
+    flex = {"service_tier": "flex"}
+    meant = [*chosen, flex, flex, strange | flex]
+    assert {body.pop("prompt"): body for body in server.bodies} == {
+        str(n): body for n, body in enumerate(meant)
+    }
 
 
 def test_passing_faults_are_retried(server: FaultServer, source: Path, output: Path) -> None:

@@ -40,14 +40,8 @@ def test_a_batch_ends_with_a_summary(server: FaultServer, source: Path, output: 
     assert "completed: 40 ok, 0 failed\n" in stdout
     assert "200 tokens (120 prompt, 80 completion)" in stdout
     assert str(output) in stdout
-    assert len(results_by_line(output)) == 40
-
-
-def test_quiet_says_nothing(server: FaultServer, source: Path, output: Path) -> None:
     assert submit(source, output, server.base_url, "--quiet") == (0, "", "")
-
-
-def test_a_summary_for_scripts(server: FaultServer, source: Path, output: Path) -> None:
+    output.unlink()
     code, stdout, stderr = submit(source, output, server.base_url, "--json")
     summary = json.loads(stdout)
     assert (code, stderr) == (0, "")
@@ -88,13 +82,6 @@ def test_a_server_without_batches(server: FaultServer, command: list[str]) -> No
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"coserve: HTTP 404: {server.base_url}/v1/batches")
     assert "is that the address of the server?" in stderr
-
-
-def test_a_directory_that_cannot_be_made() -> None:
-    assert coserve("make-model", "/dev/null/x")[0::2] == (
-        2,
-        "coserve: /dev/null/x: Not a directory; name a path of directories\n",
-    )
 
 
 def test_a_server_that_is_gone(server: FaultServer, source: Path, output: Path) -> None:
@@ -217,12 +204,7 @@ def test_the_api_key_comes_from_the_environment(
     assert server.authorization == ["Bearer openai", "Bearer coserve"]
 
 
-def test_help_and_version() -> None:
-    code, stdout, _ = coserve("--help")
-    assert code == 0
-    assert "submit" in stdout
-    assert "version" in stdout
-    assert coserve("submit", "--help")[0] == 0
+def test_the_versions() -> None:
     code, stdout, _ = coserve("version")
     assert code == 0
     assert stdout.startswith(f"coserve {__version__}, sglang ")

@@ -57,14 +57,8 @@ def watch_server(flags: TopFlags) -> None:
     Raises:
         ServerError: it does not answer, or what it says cannot be shown.
     """
-    from sglang_coserve.client import BatchApi, RetryPolicy
-
-    async def watch() -> None:
-        async with BatchApi(flags.base_url, flags.key, RetryPolicy(retry_for_s=5.0)) as api:
-            await _watch(api, flags)
-
     try:
-        asyncio.run(watch())
+        _call(flags, lambda api: _watch(api, flags))
     except KeyboardInterrupt:
         raise typer.Exit(code_of_signal(signal.SIGINT)) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -135,7 +129,7 @@ def status(
         else:
             _show(await api.retrieve(batch_id), _details, flags)
 
-    _call(flags, flags.key, show, as_operator=flags.as_operator)
+    _call(flags, show)
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def list_batches(flags: ListFlags) -> None:
         for batch in await api.newest(flags.limit, owner=flags.owner, status=flags.status):
             _show(batch, _operator_row if flags.as_operator else batch_row, flags)
 
-    _call(flags, flags.key, show, as_operator=flags.as_operator)
+    _call(flags, show)
 
 
 @takes(BatchFlags)
@@ -167,7 +161,7 @@ def cancel(batch_id: BatchId, flags: BatchFlags) -> None:
     async def ask(api: BatchApi) -> None:
         _show(await api.cancel(batch_id), batch_row, flags)
 
-    _call(flags, flags.key, ask, as_operator=flags.as_operator)
+    _call(flags, ask)
 
 
 @takes(ServerFlags)
@@ -200,23 +194,19 @@ def results(
         say(f"{batch_row(batch)}\nresults: {output}")
         return batch["status"] == "completed" and not batch["request_counts"]["failed"]
 
-    if not _call(flags, flags.api_key, fetch):
+    if not _call(flags, fetch):
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def _call(
-    flags: ServerFlags,
-    key: str | None,
-    do: Callable[[BatchApi], Awaitable[T]],
-    *,
-    as_operator: bool = False,
-) -> T:
+def _call(flags: ServerFlags, do: Callable[[BatchApi], Awaitable[T]]) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
+
+    as_operator = isinstance(flags, OperatorFlags) and flags.as_operator
 
     async def run() -> T:
         # Short commands do not wait for a server that is down.
         policy = RetryPolicy(retry_for_s=5.0)
-        async with BatchApi(flags.base_url, key, policy, as_operator=as_operator) as api:
+        async with BatchApi(flags.base_url, flags.key, policy, as_operator=as_operator) as api:
             return await do(api)
 
     return asyncio.run(run())

@@ -113,6 +113,11 @@ class ServerFlags:
         group=_SERVER,
     )
 
+    @property
+    def key(self) -> str | None:
+        """The key to send."""
+        return self.api_key
+
 
 @dataclass(frozen=True)
 class OperatorFlags(ServerFlags):
@@ -128,6 +133,6 @@ class OperatorFlags(ServerFlags):
 
     @property
     def key(self) -> str | None:
-        """The key to send."""
+        """See ``ServerFlags``."""
         key = os.environ.get("COSERVE_ADMIN_API_KEY") if self.as_operator else None
         return self.api_key if key is None else key

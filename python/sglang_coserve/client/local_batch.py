@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -75,60 +74,6 @@ class ClientOptions:
                 raise ConfigError(f"{name} must be greater than 0, not {value}")
 
 
-class LineChecker:
-    """Checks the lines of one file, in its order.
-
-    A line whose ``custom_id`` appeared on any earlier line is a duplicate, whether or not that
-    earlier line was valid. So which line is the duplicate depends on the input alone, and is the
-    same in a resumed run.
-    """
-
-    def __init__(self, max_line_bytes: int, is_finished: Callable[[int], bool]) -> None:
-        self._max_line_bytes = max_line_bytes
-        self._is_finished = is_finished
-        self._seen = SeenIds()
-
-    def check(self, line: FileLine) -> RequestLine | UnservedLine | None:
-        """Return the request of a line, or its failed result; None for a finished line."""
-        fields: object = None
-        error: BadLineError | None = None
-        try:
-            fields = self._fields(line)
-        except BadLineError as found:
-            error = found
-        custom_id = custom_id_of(fields)
-        is_first = custom_id is None or self._seen.add(custom_id)
-        if self._is_finished(line.number):
-            return None
-        try:
-            if error is not None:
-                raise error
-            return _request(fields, is_first=is_first)
-        except BadLineError as found:
-            return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
-
-    def close(self) -> None:
-        """Release the memory of the ids seen."""
-        self._seen.close()
-
-    def _fields(self, line: FileLine) -> object:
-        if line.content is None:
-            message = f"{line.size_bytes} bytes, more than the limit of {self._max_line_bytes}"
-            raise BadLineError("line_too_long", message)
-        return parse_json(line.content)
-
-
-def _request(fields: object, *, is_first: bool) -> RequestLine:
-    request = request_of(fields, None)
-    if not is_first:
-        message = "an earlier line has the same custom_id: make it unique"
-        raise BadLineError("duplicate_custom_id", message)
-    if request.body.get("stream"):
-        message = "a batch line cannot stream: remove stream from its body"
-        raise BadLineError("stream_not_supported", message)
-    return request
-
-
 class LocalBatch:
     """One input as a job of the line engine (``LineJob``)."""
 
@@ -152,7 +97,7 @@ class LocalBatch:
         self._server = server
         self._context = context
         self._options = options
-        self._checker = LineChecker(options.max_line_bytes, files.finished.__contains__)
+        self._seen = SeenIds()
         self._run: LineRun | None = None
         self._writer: ResultWriter | None = None
         self._total_bytes = source.stat().st_size
@@ -204,7 +149,7 @@ class LocalBatch:
                 finally:
                     await self._writer.close()
         finally:
-            self._checker.close()
+            self._seen.close()
             self._files.close()
             self._ended_s = time.monotonic()
             await self._server.close()
@@ -226,8 +171,33 @@ class LocalBatch:
         return line.digest
 
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine | None:
-        """See ``LineJob``."""
-        return self._checker.check(line)
+        """See ``LineJob``; None for a finished line.
+
+        A line whose ``custom_id`` appeared on any earlier line is a duplicate, whether or not that
+        one was valid. So which line is the duplicate depends on the input alone, and is the same in
+        a resumed run.
+        """
+        fields: object = None
+        error: BadLineError | None = None
+        if line.content is None:
+            limit = self._options.max_line_bytes
+            message = f"{line.size_bytes} bytes, more than the limit of {limit}"
+            error = BadLineError("line_too_long", message)
+        else:
+            try:
+                fields = parse_json(line.content)
+            except BadLineError as found:
+                error = found
+        custom_id = custom_id_of(fields)
+        is_first = custom_id is None or self._seen.add(custom_id)
+        if line.number in self._files.finished:
+            return None
+        try:
+            if error is not None:
+                raise error
+            return _request(fields, is_first=is_first)
+        except BadLineError as found:
+            return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
 
     async def model_changed(self, model: str, completed: int) -> None:
         """See ``LineJob``: a server is asked for one model by each line."""
@@ -235,3 +205,14 @@ class LocalBatch:
 
 async def _ignore(_: Progress) -> None:
     pass
+
+
+def _request(fields: object, *, is_first: bool) -> RequestLine:
+    request = request_of(fields, None)
+    if not is_first:
+        message = "an earlier line has the same custom_id: make it unique"
+        raise BadLineError("duplicate_custom_id", message)
+    if request.body.get("stream"):
+        message = "a batch line cannot stream: remove stream from its body"
+        raise BadLineError("stream_not_supported", message)
+    return request
