@@ -16,24 +16,45 @@ other in a random order; ratios are taken within a repeat.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from common.own_process import OwnProcess
 from common.results import write_results
-from interference_bench.load import TRAFFIC, load_parser
-from interference_bench.report import table
-from interference_bench.session import measured
-from interference_bench.systems import ALONE, SYSTEMS
+from interference_bench.engine import CpuClockEngine
+from interference_bench.load import TRAFFIC, Load, load_parser
+from interference_bench.outcome import RunOutcome
+from interference_bench.report import figures, table
+from interference_bench.systems import ALONE, SYSTEMS, EngineSystem
+from sglang_coserve.small_model import SmallModelSpec, make_small_model
+from sglang_coserve.terminal import terminate_as_interrupt
+
+MODEL: Final = SmallModelSpec(layers=12, hidden=128)
 
 
 def main() -> None:
     """Run the benchmark; print a table, write the figures."""
     options = parse_options()
     systems = {name: SYSTEMS[name] for name in (ALONE, *options.systems)}
-    rows: Sequence[Mapping[str, Any]] = ()
-    for rates, rows in measured(systems, options):
-        write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
+    rates = full_rates_per_s(options)
+    rows: list[dict[str, Any]] = []
+    for kind, share in product(options.traffic, options.load):
+        # Each load has engines of its own, which remember no other traffic.
+        with engines_of(systems, options) as engines:
+            for repeat in range(options.repeats):
+                load = Load(TRAFFIC[kind], share * rates[kind], options.seconds, seed=repeat)
+                for name in random.Random(repeat).sample(list(systems), len(systems)):
+                    print(f"{kind} at {share:.0%}, {repeat}: {name}", file=sys.stderr)
+                    head = {"repeat": repeat, "traffic": kind, "load": share, "system": name}
+                    own = load.beside(options) if systems[name].has_offline else load
+                    rows.append({**head, **figures(engines[name].call("run", own))})
+                write_results(options.out, options, requests_per_s_at_full_load=rates, rows=rows)
     print(table(rows, list(systems)))
 
 
@@ -57,6 +78,44 @@ def parse_options() -> argparse.Namespace:
     usual = [name for name in known if not name.startswith("coserve, ")]
     add("--systems", nargs="+", choices=known, default=usual)
     return parser.parse_args()
+
+
+@contextmanager
+def engines_of(
+    systems: Mapping[str, EngineSystem], options: argparse.Namespace
+) -> Iterator[dict[str, OwnProcess]]:
+    """Start an engine of each system; each is stopped while it is not asked for anything."""
+    targets: dict[str, Any] = {"slo_ttft_ms": options.ttft_ms, "slo_tpot_ms": options.tpot_ms}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        stack.enter_context(terminate_as_interrupt())
+        model = options.model_path or make_small_model(Path(directory) / "model", MODEL)
+        yield {
+            name: stack.enter_context(
+                OwnProcess(
+                    CpuClockEngine,
+                    system,
+                    model,
+                    options.core,
+                    targets,
+                    options.host_factor,
+                    stops_when_idle=True,
+                )
+            )
+            for name, system in systems.items()
+        }
+
+
+def full_rates_per_s(options: argparse.Namespace) -> dict[str, float]:
+    """Return how many requests of each traffic keep an engine busy."""
+    rates = {}
+    with engines_of({ALONE: SYSTEMS[ALONE]}, options) as engines:
+        for kind in options.traffic:
+            print(f"{kind}: how many make what load", file=sys.stderr)
+            # At a rate that leaves it idle for most of the time: more would share decode steps.
+            load = Load(TRAFFIC[kind], 1.0, options.seconds, seed=99)
+            alone: RunOutcome = engines[ALONE].call("run", load)
+            rates[kind] = len(alone.online) / alone.busy_s
+    return rates
 
 
 if __name__ == "__main__":

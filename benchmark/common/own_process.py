@@ -8,18 +8,11 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import psutil
 
 _ANSWER_TIMEOUT_S: Final = 600.0
-
-
-class Closable(Protocol):
-    """What can live in such a process."""
-
-    def close(self) -> None:
-        """End what the object has started."""
 
 
 class OwnProcess:
@@ -27,7 +20,7 @@ class OwnProcess:
 
     def __init__(
         self,
-        make: Callable[..., Closable],
+        make: Callable[..., object],
         *arguments: Any,
         stops_when_idle: bool = False,
         preloaded: Sequence[str] = (),
@@ -107,10 +100,9 @@ class OwnProcess:
         return []
 
 
-def _serve(connection: Any, make: Callable[..., Closable], arguments: tuple[Any, ...]) -> None:
+def _serve(connection: Any, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     """Run the methods that are asked for, until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark ends its processes itself.
-    made = None
     try:
         made = make(*arguments)
         connection.send((None, None))
@@ -122,6 +114,4 @@ def _serve(connection: Any, make: Callable[..., Closable], arguments: tuple[Any,
     except BaseException:
         connection.send((None, traceback.format_exc()))
     finally:
-        if made is not None:
-            made.close()
         os._exit(0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.machine import describe_machine
+from sglang_coserve.durable_files import replace
 from sglang_coserve.errors import ConfigError
 
 
@@ -48,9 +49,8 @@ def write_results(path: Path | None, options: Any, **figures: Any) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file so that a reader sees all of it or the former one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    partial.replace(path)
+    content = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    replace(path, lambda file: file.write(content.encode()), 0o666)
 
 
 def _plain(value: Any) -> Any:

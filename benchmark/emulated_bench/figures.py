@@ -8,10 +8,10 @@ from typing import Any
 
 from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
 from interference_bench.load import Load
-from interference_bench.outcome import OnlineOutcome, RunOutcome
+from interference_bench.outcome import RunOutcome
 from interference_bench.report import figures
 from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
-from sglang_coserve.metrics import SloTargets
+from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
 from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.workload.trace import TraceRequest
@@ -46,35 +46,21 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
 def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:
     """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
+    normalized_s = latency_report(outcome.online).normalized.mean_s
     return {
         **figures(outcome),
-        "normalized_ms": 1e3 * _mean(outcome.requests),
+        "normalized_ms": 1e3 * (math.nan if normalized_s is None else normalized_s),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / max(1, outcome.num_steps),
         "suspended": outcome.num_suspended,
         "retracted": outcome.num_retracted,
         "preemptions_per_online_request": (outcome.num_suspended + outcome.num_retracted)
-        / max(1, len(outcome.requests)),
+        / max(1, len(outcome.online)),
         "from_prefixes": outcome.from_prefixes,
         "recomputed": outcome.recomputed,
-        "attained": {name: held_share(outcome, kept) for name, kept in targets.items()},
+        "attained": {name: attainment(outcome.online, kept) for name, kept in targets.items()},
     }
-
-
-def _mean(requests: Sequence[OnlineOutcome]) -> float:
-    times_s = [one.normalized_s for one in requests if one.normalized_s is not None]
-    return sum(times_s) / len(times_s) if times_s else math.nan
-
-
-def held_share(outcome: RunOutcome, targets: SloTargets) -> float:
-    """Return the share of the requests whose TTFT and mean TPOT are within the targets."""
-    ttft_s, tpot_s = (math.inf if t is None else t for t in (targets.ttft_s, targets.tpot_s))
-    kept = [
-        one.ttft_s is not None and one.ttft_s <= ttft_s and (one.tpot_s or 0.0) <= tpot_s
-        for one in outcome.requests
-    ]
-    return sum(kept) / len(kept) if kept else math.nan
 
 
 def bound_per_s(

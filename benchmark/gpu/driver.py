@@ -52,13 +52,11 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     """``OUT/STEP.json``."""
 
     step: str
-    question: str
     status: StepStatus
     attempts: int
     seconds: float
     """Of all attempts."""
 
-    dry_run: bool
     command: str
     """Of the run that made the last attempt."""
 
@@ -93,9 +91,7 @@ class Driver:
     def __post_init__(self) -> None:
         self.records: dict[str, AttemptRecord] = {}
         for step in self.steps:
-            # A record of a dry run must not pass for a measurement, nor the other way round.
-            record = read_record(self.out / f"{step.name}.json")
-            if record is not None and record.dry_run == self.setting.dry_run:
+            if (record := read_record(self.out / f"{step.name}.json")) is not None:
                 self.records[step.name] = record
 
     def run(self, seconds: float) -> None:
@@ -193,11 +189,9 @@ class Driver:
         shows_log = status is StepStatus.FAILED or not step.tables
         return AttemptRecord(
             step=step.name,
-            question=step.question,
             status=status,
             attempts=1 + (earlier.attempts if earlier else 0),
             seconds=round(seconds + (earlier.seconds if earlier else 0.0), 1),
-            dry_run=self.setting.dry_run,
             command=self.command,
             machine=self.machine,
             problem=problem,

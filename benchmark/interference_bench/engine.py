@@ -106,9 +106,6 @@ class CpuClockEngine:
 
         install(EmulatedDevice(self._clock))
 
-    def close(self) -> None:
-        """Leave everything to the end of the process."""
-
     def run(self, load: Load) -> RunOutcome:
         """Offer a load, wait for its online requests, and abort what is left."""
         self._num_runs += 1

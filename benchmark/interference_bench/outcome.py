@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+from sglang_coserve.metrics import Outcome, RequestTimeline, throughput
 
 
 @dataclass(slots=True)
 class RunOutcome:
     """What a run brought, in seconds of CPU time."""
 
+    online: Sequence[RequestTimeline]
+    """In the order of their arrival. One that failed was refused."""
+
     seconds: float
-    ttft_s: list[float]
-    gaps_s: list[float]
-    offline_tokens: int
+    offline_tokens_per_s: float
     """Prompt tokens of requests that had their first token, and output tokens."""
 
-    num_unfinished: int
+    num_unfinished: int = 0
+    """Online requests that did not end."""
+
     counters: dict[str, int] = field(default_factory=dict)
     """What became of offline requests since the engine began, as in ``/coserve/status``."""
 
     busy_s: float = 0.0
     """In which a step ran."""
-
-    requests: list[OnlineOutcome] = field(default_factory=list)
-    """The online requests, in the order of their arrival."""
 
     host_s: float = 0.0
     """CPU time of the scheduler's thread in the window, without bringing it requests."""
@@ -46,20 +47,6 @@ class RunOutcome:
     """What was computed of them besides, ÷ the same prompts."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnlineOutcome:
-    """What became of an online request."""
-
-    ttft_s: float | None
-    """None: it was refused."""
-
-    tpot_s: float | None
-    """None with fewer than two tokens."""
-
-    normalized_s: float | None = None
-    """From its arrival to its last token, ÷ its tokens; None: it was refused."""
-
-
 @dataclass(slots=True)
 class LiveRequest:
     """A request that was sent."""
@@ -72,6 +59,14 @@ class LiveRequest:
     num_retracted: int = 0
     prefilled: list[tuple[bool, int]] = field(default_factory=list)
     """Of each step, whether the first token was there before it, and the tokens computed."""
+
+    def timeline(self, rid: str) -> RequestTimeline:
+        """Return what it got."""
+        outcome = Outcome.FINISHED if self.times_s else Outcome.FAILED
+        if not self.is_finished:
+            outcome = Outcome.UNFINISHED
+        times_s = tuple(self.times_s)
+        return RequestTimeline(rid, self.at_s, times_s, self.prompt_tokens, outcome=outcome)
 
 
 def outcome_of(
@@ -87,32 +82,18 @@ def outcome_of(
     """
     online = [live for live in requests if not live.is_offline]
     offline = [live for live in requests if live.is_offline]
-    offline_tokens = 0
-    for live in offline:
-        offline_tokens += sum(begin_s <= at_s < end_s for at_s in live.times_s)
-        if live.times_s and begin_s <= live.times_s[0] < end_s:
-            offline_tokens += live.prompt_tokens
+    got = (live.timeline("offline") for live in offline)
     begun = [live for live in offline if live.times_s]
     prompts = max(1, sum(live.prompt_tokens for live in begun))
     firsts = [sum(n for later, n in live.prefilled if not later) for live in begun]
     computed = sum(n for live in begun for _, n in live.prefilled)
     needed = sum(min(n, live.prompt_tokens) for n, live in zip(firsts, begun, strict=True))
     return RunOutcome(
+        [live.timeline("online") for live in online],
         end_s - begin_s,
-        [live.times_s[0] - live.at_s for live in online if live.times_s],
-        [after - before for live in online for before, after in pairwise(live.times_s)],
-        offline_tokens,
+        throughput(got, begin_s, end_s).total_tokens_per_s,
         num_online - sum(live.is_finished for live in online),
-        requests=[_online_outcome(live) for live in online],
         num_retracted=sum(live.num_retracted for live in offline),
         from_prefixes=1 - needed / prompts,
         recomputed=(computed - needed) / prompts,
     )
-
-
-def _online_outcome(live: LiveRequest) -> OnlineOutcome:
-    times_s = live.times_s
-    ttft_s = times_s[0] - live.at_s if times_s else None
-    tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
-    normalized_s = (times_s[-1] - live.at_s) / len(times_s) if times_s else None
-    return OnlineOutcome(ttft_s, tpot_s, normalized_s)

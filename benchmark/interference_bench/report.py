@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,21 @@ import numpy as np
 
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import ALONE
+from sglang_coserve.metrics import latency_report
 from sglang_coserve.terminal import markdown_table, median_and_range
 
 
 def figures(outcome: RunOutcome) -> dict[str, Any]:
     """Return the figures of one run."""
+    found = latency_report(outcome.online)
     return {
-        "online": len(outcome.ttft_s),
+        "online": found.ttft.n,
         "unfinished": outcome.num_unfinished,
-        "ttft_p50_ms": _percentile_ms(outcome.ttft_s, 50),
-        "ttft_p99_ms": _percentile_ms(outcome.ttft_s, 99),
-        "itl_p50_ms": _percentile_ms(outcome.gaps_s, 50),
-        "itl_p99_ms": _percentile_ms(outcome.gaps_s, 99),
-        "offline_tokens_per_s": outcome.offline_tokens / outcome.seconds,
+        "ttft_p50_ms": _ms(found.ttft.p50_s),
+        "ttft_p99_ms": _ms(found.ttft.p99_s),
+        "itl_p50_ms": _ms(found.itl.p50_s),
+        "itl_p99_ms": _ms(found.itl.p99_s),
+        "offline_tokens_per_s": outcome.offline_tokens_per_s,
         "counters": outcome.counters,
     }
 
@@ -51,5 +54,5 @@ def _median(runs: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{np.median([one[name] for one in runs]):.1f}"
 
 
-def _percentile_ms(values_s: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values_s, percent)) * 1e3 if values_s else float("nan")
+def _ms(seconds: float | None) -> float:
+    return math.nan if seconds is None else seconds * 1e3

@@ -71,9 +71,6 @@ class TimedEngine:
         for _ in range(NUM_ONLINE):
             self._send(self._tokens(64), ONLINE_OUTPUT_TOKENS, is_offline=False)
 
-    def close(self) -> None:
-        """Leave everything to the end of the process."""
-
     def run(self, num_waiting: int, num_passes: int, limit_s: float) -> list[Pass]:
         """Run passes, before each of which so many wait; return all but the first ones."""
         self._fill(num_waiting)

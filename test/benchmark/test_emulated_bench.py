@@ -13,14 +13,14 @@ import pytest
 from emulated_bench import effects
 from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
 from emulated_bench.effects import EFFECTS
-from emulated_bench.figures import full_rate_per_s, held_share, row
+from emulated_bench.figures import full_rate_per_s, row
 from emulated_bench.report import plot, table
 from interference_bench.load import TRAFFIC, Load
-from interference_bench.outcome import LiveRequest, OnlineOutcome, RunOutcome, outcome_of
+from interference_bench.outcome import LiveRequest, RunOutcome, outcome_of
 from interference_bench.traces import CONTEXT_TOKENS, TRACES, TraceTraffic, fit_of, traffic_of
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import SloTargets
+from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.settings import Emulation
 
 TARGETS = {"1.2 × alone": SloTargets(0.2, 0.02), "given": SloTargets(0.5, 0.05)}
@@ -81,15 +81,13 @@ def test_made_traffic_has_the_published_mean(name: str, tmp_path: Path) -> None:
 
 
 def outcome(**values: Any) -> RunOutcome:
-    requests = [
-        OnlineOutcome(0.1, 0.01),
-        OnlineOutcome(0.3, 0.01),
-        OnlineOutcome(0.3, 0.06),
-        OnlineOutcome(None, None),
+    online = [
+        RequestTimeline("a", 0.0, (ttft_s, ttft_s + gap_s), 10)
+        for ttft_s, gap_s in ((0.1, 0.01), (0.3, 0.01), (0.3, 0.06))
     ]
-    usual = {"requests": requests, "host_s": 0.3, "num_steps": 100, "num_suspended": 2}
-    given = {"offline_tokens": 20_000, "num_unfinished": 1, **usual, **values}
-    return RunOutcome(10.0, [0.1, 0.3, 0.3], [0.01, 0.06], **given)
+    refused = RequestTimeline("b", 0.0, (), 10, outcome=Outcome.FAILED)
+    given = {"host_s": 0.3, "num_steps": 100, "num_suspended": 2, **values}
+    return RunOutcome([*online, refused], 10.0, **{"offline_tokens_per_s": 2000.0, **given})
 
 
 def test_a_request_that_was_refused_keeps_no_target() -> None:
@@ -98,7 +96,8 @@ def test_a_request_that_was_refused_keeps_no_target() -> None:
     assert found["offline_tokens_per_s"] == 2000
     assert found["host_ms_per_step"] == pytest.approx(3.0)
     assert found["preemptions_per_online_request"] == 0.5
-    assert held_share(outcome(), SloTargets()) == 0.75
+    assert row(outcome(), {"": SloTargets()})["attained"] == {"": 0.75}
+    assert found["normalized_ms"] == pytest.approx(1e3 * (0.11 / 2 + 0.31 / 2 + 0.36 / 2) / 3)
 
 
 def test_what_prefixes_saved_and_what_was_computed_again_are_shares_of_prompts() -> None:
@@ -128,7 +127,7 @@ def test_the_table_has_the_stock_setting_that_counts_and_the_one_with_most_token
     names = [PLAIN, *ours(TARGETS["given"], TARGETS["given"]), *stock_settings([512, 1024, 2048])]
     tokens = {name: 10_000 + 1_000 * number for number, name in enumerate(names)}
     rows = [
-        {"system": name, "repeat": 0, **row(outcome(offline_tokens=10 * tokens[name]), TARGETS)}
+        {"system": name, "repeat": 0, **row(outcome(offline_tokens_per_s=tokens[name]), TARGETS)}
         for name in names
     ]
     counts, most = names[4], names[-1]

@@ -10,8 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ import bench_gpu
 from gpu.driver import AttemptRecord, StepStatus, read_record
 from gpu.steps import STEPS, GpuSetting
 from sglang_coserve.bench_serving.options import parse_options
+from waiting import eventually
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
 TIMEOUT_S = 60
@@ -67,45 +66,42 @@ def wait():
 
 """
 
-Drive = Callable[[Sequence[tuple[str, float, float]]], "subprocess.Popen[str]"]
+Step = tuple[str, float, float]
+"""Its name, the least time that it is worth, and its limit, in seconds."""
 
 
-@pytest.fixture
-def write_step(tmp_path: Path) -> Callable[[str, str], None]:
-    def write(name: str, code: str) -> None:
-        (tmp_path / f"{name}.py").write_text(STEP + code)
+class Folder:
+    """A driver's folder and its steps, whose code is written below ``STEP``."""
 
-    return write
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
+    def write(self, name: str, code: str) -> None:
+        (self.path / f"{name}.py").write_text(STEP + code)
 
-@pytest.fixture
-def start(tmp_path: Path) -> Drive:
-    def start(steps: Sequence[tuple[str, float, float]]) -> subprocess.Popen[str]:
+    def start(self, *steps: Step) -> subprocess.Popen[str]:
         paths = (str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
         return subprocess.Popen(
-            [sys.executable, "-c", DRIVE, str(tmp_path / "out"), "100", json.dumps(steps)],
+            [sys.executable, "-c", DRIVE, str(self.path / "out"), "100", json.dumps(steps)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             text=True,
         )
 
-    return start
+    def run(self, *steps: Step) -> None:
+        assert self.start(*steps).wait(TIMEOUT_S) == 0
+
+    def record(self, name: str) -> AttemptRecord:
+        found = read_record(self.path / "out" / f"{name}.json")
+        assert found is not None
+        return found
+
+    def order(self) -> list[str]:
+        return (self.path / "out" / "order").read_text().split()
 
 
-def record(out: Path, name: str) -> AttemptRecord:
-    found = read_record(out / "out" / f"{name}.json")
-    assert found is not None
-    return found
-
-
-def order(out: Path) -> list[str]:
-    return (out / "out" / "order").read_text().split()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
 
 
 def is_alive(pid: int) -> bool:
@@ -116,66 +112,59 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
-) -> None:
-    write_step("first", "figures(speed=3)")
-    write_step("broken", "print('what went wrong'); sys.exit(3)")
-    write_step("last", "figures(speed=4)")
+def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(folder: Folder) -> None:
+    folder.write("first", "figures(speed=3)")
+    folder.write("broken", "print('what went wrong'); sys.exit(3)")
+    folder.write("last", "figures(speed=4)")
     steps = [(name, 0.0, 30.0) for name in ("first", "broken", "last")]
-    steps.insert(1, ("large", 1000.0, 2000.0))
-    assert start(steps).wait(TIMEOUT_S) == 0
-    assert order(tmp_path) == ["first", "broken", "last"]
-    assert record(tmp_path, "last").figures == {"speed": 4}
-    broken = record(tmp_path, "broken")
+    folder.run(steps[0], ("large", 1000.0, 2000.0), *steps[1:])
+    assert folder.order() == ["first", "broken", "last"]
+    assert folder.record("last").figures == {"speed": 4}
+    broken = folder.record("broken")
     assert (broken.status, broken.log_tail) == (StepStatus.FAILED, ("what went wrong",))
-    assert "what went wrong" in (tmp_path / "out" / "gpu.md").read_text()
+    assert "what went wrong" in (folder.path / "out" / "gpu.md").read_text()
 
 
-def test_the_same_command_goes_on_where_it_was(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
-) -> None:
-    write_step("done", "figures(n=1)")
-    write_step("flaky", "figures(n=attempt) if attempt > 1 else sys.exit(1)")
-    write_step("parts", "figures(n=attempt) if attempt > 1 else wait()")
+def test_the_same_command_goes_on_where_it_was(folder: Folder) -> None:
+    folder.write("done", "figures(n=1)")
+    folder.write("flaky", "figures(n=attempt) if attempt > 1 else sys.exit(1)")
+    folder.write("parts", "figures(n=attempt) if attempt > 1 else wait()")
     steps = [("done", 0.0, 30.0), ("flaky", 0.0, 30.0), ("parts", 0.0, 1.0)]
-    assert start(steps).wait(TIMEOUT_S) == 0
+    folder.run(*steps)
     # What is unfinished goes on while there is time; what failed waits for the next run.
-    assert order(tmp_path) == ["done", "flaky", "parts", "parts"]
-    write_step("untried", "figures(n=attempt)")
-    assert start([*steps, ("untried", 0.0, 30.0)]).wait(TIMEOUT_S) == 0
-    assert order(tmp_path)[4:] == ["untried", "flaky"]
-    assert all(record(tmp_path, name).status is StepStatus.DONE for name, _, _ in steps)
-    assert record(tmp_path, "parts").attempts == 2
+    assert folder.order() == ["done", "flaky", "parts", "parts"]
+    folder.write("untried", "figures(n=attempt)")
+    folder.run(*steps, ("untried", 0.0, 30.0))
+    assert folder.order()[4:] == ["untried", "flaky"]
+    assert all(folder.record(name).status is StepStatus.DONE for name, _, _ in steps)
+    assert folder.record("parts").attempts == 2
 
 
 def test_a_step_past_its_limit_ends_with_all_that_it_started_and_keeps_its_figures(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
+    folder: Folder,
 ) -> None:
     detached = "subprocess.Popen(['sleep', '60'], start_new_session=True).pid"
-    write_step("slow", f"if attempt == 1:\n    figures(pid={detached}); wait()\n")
+    folder.write("slow", f"if attempt == 1:\n    figures(pid={detached}); wait()\n")
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    write_step("deaf", f"{deaf}; figures(pid={detached}); wait()")
-    assert start([("slow", 0.0, 1.5), ("deaf", 0.0, 0.5)]).wait(TIMEOUT_S) == 0
+    folder.write("deaf", f"{deaf}; figures(pid={detached}); wait()")
+    folder.run(("slow", 0.0, 1.5), ("deaf", 0.0, 0.5))
     # Both were stopped, and tried again while there was time.
-    assert order(tmp_path) == ["slow", "deaf", "slow", "deaf", "deaf"]
-    stopped, deaf_record = record(tmp_path, "slow"), record(tmp_path, "deaf")
+    assert folder.order() == ["slow", "deaf", "slow", "deaf", "deaf"]
+    stopped, deaf_record = folder.record("slow"), folder.record("deaf")
     assert (stopped.status, stopped.attempts) == (StepStatus.DONE, 2)
     assert deaf_record.status is StepStatus.PARTIAL
     assert not any(is_alive(each.figures["pid"]) for each in (stopped, deaf_record))
 
 
-def test_ctrl_c_ends_the_step_in_order(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
-) -> None:
-    write_step("slow", "figures(pid=os.getpid()); wait()")
-    write_step("next", "figures(n=1)")
-    driver = start([("slow", 0.0, 60.0), ("next", 0.0, 60.0)])
-    until((tmp_path / "out" / "work" / "slow" / "found.json").exists)
+def test_ctrl_c_ends_the_step_in_order(folder: Folder) -> None:
+    folder.write("slow", "figures(pid=os.getpid()); wait()")
+    folder.write("next", "figures(n=1)")
+    driver = folder.start(("slow", 0.0, 60.0), ("next", 0.0, 60.0))
+    eventually((folder.path / "out" / "work" / "slow" / "found.json").exists)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(TIMEOUT_S) == 130
-    slow = record(tmp_path, "slow")
-    assert (slow.status, order(tmp_path)) == (StepStatus.PARTIAL, ["slow"])
+    slow = folder.record("slow")
+    assert (slow.status, folder.order()) == (StepStatus.PARTIAL, ["slow"])
     assert not is_alive(slow.figures["pid"])
 
 
@@ -198,11 +187,9 @@ def test_every_step_runs_programs_that_are_there(tmp_path: Path, dry_run: bool) 
             parse_options(command[3:])
 
 
-def test_a_killed_driver_leaves_no_step_running(
-    tmp_path: Path, write_step: Callable[[str, str], None], start: Drive
-) -> None:
+def test_a_killed_driver_leaves_no_step_running(folder: Folder) -> None:
     # Its process group is its own: only the system can tell it.
-    write_step(
+    folder.write(
         "long",
         """
 (folder / "pid").write_text(str(os.getpid()))
@@ -212,10 +199,10 @@ except KeyboardInterrupt:
     figures(cleaned=True)
 """,
     )
-    driver = start([("long", 1, 50)])
-    pid = tmp_path / "out" / "work" / "long" / "pid"
-    until(lambda: pid.exists() and pid.read_text() != "")
+    driver = folder.start(("long", 1.0, 50.0))
+    pid = folder.path / "out" / "work" / "long" / "pid"
+    eventually(lambda: pid.exists() and pid.read_text() != "")
     driver.kill()
     driver.wait(TIMEOUT_S)
-    until(lambda: not is_alive(int(pid.read_text())))
+    eventually(lambda: not is_alive(int(pid.read_text())))
     assert json.loads((pid.parent / "found.json").read_text()) == {"cleaned": True}

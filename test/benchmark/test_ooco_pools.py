@@ -73,14 +73,6 @@ def test_the_strict_engine_pulls_offline_work_while_it_has_time() -> None:
     assert all(request.state is RequestState.FINISHED for request in requests)
 
 
-def test_the_strict_engine_has_room_again_when_requests_have_left() -> None:
-    requests = [online(f"n{i}", 30, 5, arrival_s=float(i)) for i in range(20)]
-    pools = pools_of(requests, 100, lambda _: [])
-    while pools.step(100.0):
-        pass
-    assert pools.strict.counters.online_tokens == 20 * 4
-
-
 @pytest.mark.parametrize("strict_kv_tokens", [60, 120, 400])
 def test_nothing_is_lost_on_the_way(strict_kv_tokens: int) -> None:
     rng = random.Random(strict_kv_tokens)

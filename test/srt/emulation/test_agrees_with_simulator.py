@@ -50,7 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def emulated(model: Path, system: EngineSystem, load: Load) -> Latencies:
     with OwnProcess(CpuClockEngine, system, model, 0, TARGETS_MS, 0.0) as engine:
         outcome = engine.call("run", load, timeout_s=500.0)
-    return outcome.ttft_s, outcome.gaps_s, outcome.offline_tokens / outcome.seconds
+    ttfts_s = [one.ttft_s for one in outcome.online if one.ttft_s is not None]
+    gaps_s = [gap_s for one in outcome.online for gap_s in one.itls_s]
+    return ttfts_s, gaps_s, outcome.offline_tokens_per_s
 
 
 def simulated(load: Load, targets: SloTargets) -> Latencies:

@@ -44,9 +44,6 @@ class ProgramWithEngine:
         seconds = time.perf_counter() - begin_s
         return [output["output_ids"] for output in outputs], seconds
 
-    def close(self) -> None:
-        self._engine.shutdown()
-
 
 def test_the_engine_of_a_program_has_a_gpus_pace_and_says_what_it_is(
     model: Path, capfd: pytest.CaptureFixture[str]
