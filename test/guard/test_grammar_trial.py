@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from srt.own_process import printed_by
 
@@ -180,26 +178,24 @@ def test_a_busy_machine_does_not_make_a_grammar_slow(small_model: Path) -> None:
         signal.signal(signal.SIGVTALRM, former)
 
 
-keys = st.tuples(st.just("regex"), st.sampled_from("abcdef"))
+def test_the_cache_keeps_what_was_used_last_within_its_bounds() -> None:
+    from sglang_coserve.guard.grammars import grammar_cache
 
+    def grammar(num_bytes: int) -> Any:
+        return SimpleNamespace(grammar=SimpleNamespace(ctx=SimpleNamespace(**size(num_bytes))))
 
-@given(st.lists(st.tuples(st.booleans(), keys, st.integers(0, 40))))
-def test_the_cache_keeps_what_was_used_last_within_its_bounds(calls: Any) -> None:
-    from sglang_coserve.guard.grammars import GrammarCache
+    def size(num_bytes: int) -> dict[str, int]:
+        return {"memory_size_bytes": num_bytes}
 
-    cache = GrammarCache(most=3, most_bytes=60)
-    order: list[Any] = []
-    for is_set, key, size in calls:
-        if is_set:
-            grammar = SimpleNamespace(ctx=SimpleNamespace(memory_size_bytes=size))
-            cache[key] = grammar
-            order = [*(one for one in order if one != key), key]
-            assert cache.get(key) is grammar
-        elif cache.get(key) is not None:
-            order = [*(one for one in order if one != key), key]
-        kept = [one for one in order if one in cache]
-        assert kept == order[-len(kept) :] if kept else not cache
-        assert len(cache) <= 3
-        assert sum(one.ctx.memory_size_bytes for one in cache.values()) <= 60
-    cache.clear()
-    assert cache.get(("regex", "a")) is None
+    cache = grammar_cache()
+    for number in range(2000):
+        cache["regex", str(number)] = object() if number % 2 else grammar(0)
+        cache.get(("regex", "0"))
+    assert len(cache) == 1024
+    assert ("regex", "0") in cache
+    for number in range(3):
+        cache["json", str(number)] = grammar(100 << 20)
+    assert ("json", "0") not in cache
+    assert len(cache) < 512
+    cache["json", "huge"] = grammar(1 << 40)
+    assert list(cache) == [("json", "huge")]

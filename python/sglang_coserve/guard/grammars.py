@@ -20,6 +20,8 @@ from hashlib import sha256
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from cachetools import LRUCache
+
 from sglang_coserve.guard.grammar_process import GrammarSettings
 from sglang_coserve.guard.replacements import replace
 
@@ -153,38 +155,9 @@ _MOST_BYTES: Final = 256 << 20
 compiled again when needed, in tens of milliseconds outside of the scheduler's thread."""
 
 
-class GrammarCache(OrderedDict[tuple[str, str], Any]):
-    """An LRU cache of grammars by kind and text, bounded in number and bytes."""
-
-    def __init__(self, most: int = _MOST_GRAMMARS, most_bytes: int = _MOST_BYTES) -> None:
-        super().__init__()
-        self._most = most
-        self._most_bytes = most_bytes
-        self._num_bytes = 0
-
-    def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        """Return the grammar of ``key`` and mark it as most recently used."""
-        if key not in self:
-            return default
-        self.move_to_end(key)
-        return self[key]
-
-    def __setitem__(self, key: tuple[str, str], value: Any) -> None:
-        if key in self:
-            del self[key]
-        super().__setitem__(key, value)
-        self._num_bytes += _num_bytes(value)
-        while len(self) > self._most or (self._num_bytes > self._most_bytes and len(self) > 1):
-            del self[next(iter(self))]
-
-    def __delitem__(self, key: tuple[str, str]) -> None:
-        self._num_bytes -= _num_bytes(self[key])
-        super().__delitem__(key)
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        super().clear()
-        self._num_bytes = 0
+def grammar_cache() -> LRUCache:
+    """Return a cache for SGLang's compiled grammars, bounded in number and bytes."""
+    return LRUCache(_MOST_BYTES, _num_bytes)
 
 
 def install_compiler_bound() -> None:
@@ -198,6 +171,8 @@ def install_compiler_bound() -> None:
 
 
 def _num_bytes(grammar: Any) -> int:
-    """Return the size of a compiled grammar; 0 if unknown."""
+    """Return as how many bytes a compiled grammar counts: no more than the cache may have, which
+    then has it alone, and no less than all could have alike."""
     inner = getattr(grammar, "grammar", grammar)  # Reasoning models wrap it.
-    return int(getattr(getattr(inner, "ctx", None), "memory_size_bytes", 0))
+    num_bytes = int(getattr(getattr(inner, "ctx", None), "memory_size_bytes", 0))
+    return min(max(num_bytes, _MOST_BYTES // _MOST_GRAMMARS), _MOST_BYTES)

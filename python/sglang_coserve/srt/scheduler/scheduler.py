@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.guard.grammars import GrammarCache
+from sglang_coserve.guard.grammars import grammar_cache
 from sglang_coserve.guard.sampling import end_unusable
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
@@ -92,7 +92,7 @@ class CoserveScheduler(Scheduler):
         """Set up grammars as SGLang does, with a bounded cache."""
         super().init_grammar_manager()
         if self.grammar_manager.grammar_backend is not None:
-            self.grammar_manager.grammar_backend.cache = GrammarCache()
+            self.grammar_manager.grammar_backend.cache = grammar_cache()
 
     def init_request_receiver(self) -> None:
         """Install safepoints in the model, where requests are received, too, if there are some."""
