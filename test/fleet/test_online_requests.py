@@ -328,7 +328,25 @@ async def test_without_kv_a_request_passes_unchanged(
             await engine.holds(0)
 
 
-def test_prompts_are_pushed_only_before_a_router() -> None:
-    flags = ("--engine", "http://a:1", "--engine-admin-key", "k", "--coserve-data-dir", "d")
-    with pytest.raises(ConfigError, match="--router"):
-        parse_options((*flags, "--push-prompts"))
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--push-prompts",), "--router"),
+        # As of a file with a line break at its end.
+        (("--engine-admin-key", "k\n"), "line break"),
+        (("--engine", "http://a:1/v1"), "http://a:1/v1"),
+    ],
+)
+def test_what_no_gateway_could_use_is_told_before_it_starts(
+    flags: tuple[str, ...], says: str
+) -> None:
+    given = ("--engine", "http://a:1", "--engine-admin-key", "k", "--coserve-data-dir", "d")
+    with pytest.raises(ConfigError, match=says):
+        parse_options((*given, *flags))
+
+
+async def test_browsers_may_ask_before_they_send_a_key(tmp_path: Path) -> None:
+    async with one_address(tmp_path, "--api-key", "k") as (url, router):
+        async with httpx.AsyncClient() as client:
+            await client.options(f"{url}/v1/chat/completions", headers={"origin": "http://page"})
+        assert router.seen[0][:2] == ("OPTIONS", b"/v1/chat/completions?")

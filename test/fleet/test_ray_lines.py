@@ -149,6 +149,7 @@ def test_a_dataset_without_requests_is_refused_before_any_engine_is_asked() -> N
         ({"engines": ["a:1"]}, "http://HOST:PORT"),
         ({"engines": ["http://a:1/v1"]}, "http://a:1/v1.*http://HOST:PORT"),
         ({"admin_key": None}, "COSERVE_ENGINE_ADMIN_KEY"),
+        ({"admin_key": "key\n"}, "line break"),
         ({"actors": 0}, "actors=0"),
         ({"lines_per_block": -1}, "lines_per_block=-1"),
         ({"no_engine_timeout_s": float("nan")}, "no_engine_timeout_s=nan"),

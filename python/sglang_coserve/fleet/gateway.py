@@ -107,7 +107,9 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] == "http" and not self._is_open(scope["path"]):
+        # Browsers ask what they may do (OPTIONS) without a key, and engines answer.
+        is_asked = scope["type"] == "http" and scope["method"] != "OPTIONS"
+        if is_asked and not self._is_open(scope["path"]):
             try:
                 key = bearer_key(scope["headers"])
             except RequestError as error:

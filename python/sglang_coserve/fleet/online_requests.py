@@ -49,7 +49,7 @@ _OF_ONE_CONNECTION: Final = frozenset(
 _REQUEST_ID: Final = b"x-request-id"
 """Of an answer: the gateway says it of every answer, as it is sent to the router."""
 
-_METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH")
+_METHODS: Final = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 _log = logging.getLogger(__name__)
 

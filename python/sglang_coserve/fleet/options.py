@@ -25,6 +25,27 @@ _MAX_IN_FLIGHT: Final = 65_536
 lines take of memory is bounded by their bytes."""
 
 
+def engine_key_of(given: str | None, how: str) -> str:
+    """Return the admin key of all engines, from the environment where it is not ``given``; ``how``
+    says to do so.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be sent.
+    """
+    key = given or os.environ.get(ENGINE_KEY_VARIABLE)
+    if not key:
+        raise ConfigError(
+            "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
+            f" and set {ENGINE_KEY_VARIABLE} to it, or {how}"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            "the engines' admin key has characters that no header can carry, such as a line break"
+            f" at its end: set {ENGINE_KEY_VARIABLE} without them, or {how}"
+        )
+    return key
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayOptions(BatchApiConfig):
     """The settings of a gateway; every field is a flag.
@@ -98,11 +119,7 @@ class GatewayOptions(BatchApiConfig):
             http_address(self.router, "--router")
         elif self.push_prompts:
             raise ConfigError("--push-prompts is for online requests that go on: add --router URL")
-        if not self.engine_key:
-            raise ConfigError(
-                "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
-                f" and set {ENGINE_KEY_VARIABLE} to it, or add --engine-admin-key KEY"
-            )
+        _ = self.engine_key  # Raises where there is none.
 
     @property
     def data(self) -> Path:
@@ -112,7 +129,7 @@ class GatewayOptions(BatchApiConfig):
     @property
     def engine_key(self) -> str:
         """The admin key of all engines, given or from the environment."""
-        return self.engine_admin_key or os.environ.get(ENGINE_KEY_VARIABLE, "")
+        return engine_key_of(self.engine_admin_key, "add --engine-admin-key KEY")
 
     @property
     def sources(self) -> list[EngineSource]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from ray.data.datasource import FileBasedDatasource
 
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.engine import EngineList, EngineSource
-from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE
+from sglang_coserve.fleet.options import engine_key_of
 from sglang_coserve.jsonl.lines import is_blank, read_lines
 from sglang_coserve.lines.result_record import error_message
 from sglang_coserve.ray.fleet_lines import Answer, FleetLines
@@ -129,12 +128,7 @@ def complete(
     if isinstance(engines, str):
         raise ConfigError(f"engines={engines!r}: use a list of addresses")
     source = EngineList(engines) if isinstance(engines, Sequence) else engines
-    key = admin_key or os.environ.get(ENGINE_KEY_VARIABLE)
-    if not key:
-        raise ConfigError(
-            "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
-            f" and set {ENGINE_KEY_VARIABLE} to it, or pass admin_key=KEY"
-        )
+    key = engine_key_of(admin_key, "pass admin_key=KEY")
     for name, value in (
         ("actors", actors),
         ("lines_in_flight", lines_in_flight),
