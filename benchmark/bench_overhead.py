@@ -26,13 +26,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from common.own_process import OwnProcess
 from common.results import write_results
 from overhead_bench.engine import SYSTEMS, Pass, TimedEngine
+from sglang_coserve.metrics import summarize
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.terminal import markdown_table, terminate_as_interrupt
 
@@ -90,32 +90,27 @@ def summary(name: str, num_waiting: int, passes: list[Pass]) -> dict[str, Any]:
         "system": name,
         "waiting": num_waiting,
         "passes": len(passes),
-        **{f"{part}_ms": statistics_ms(times_s) for part, times_s in parts.items()},
+        **{f"{part}_ms": summarize(times_s).to_dict() for part, times_s in parts.items()},
         "share": sum(added) / sum(parts["iteration"]),
     }
 
 
-def statistics_ms(times_s: list[float]) -> dict[str, float]:
-    """Return the median, the P99 and the mean."""
-    times_ms = np.array(times_s) * 1e3
-    median, p99 = np.percentile(times_ms, [50, 99])
-    return {"median": float(median), "p99": float(p99), "mean": float(times_ms.mean())}
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the figures in ms, the share in percent."""
+    shown = {"median": "p50", "P99": "p99", "mean": "mean"}
     headings = ["system", "waiting", "passes"]
-    statistics = ("median", "P99", "mean")
-    headings += [f"{part}: {name}" for part in ("pass", "ours") for name in statistics]
+    headings += [f"{part}: {name}" for part in ("pass", "ours") for name in shown]
     cells = [
         [
             row["system"],
             f"{row['waiting']:,}",
             str(row["passes"]),
-            *(f"{value:.3f}" for value in row["pass_ms"].values()),
-            *(f"{value:.3f}" for value in row.get("overhead_ms", {}).values()),
-            *([] if "overhead_ms" in row else [""] * 3),
-            f"{row['iteration_ms']['median']:.1f}",
+            *(f"{row['pass_ms'][key]:.3f}" for key in shown.values()),
+            *(
+                f"{row['overhead_ms'][key]:.3f}" if "overhead_ms" in row else ""
+                for key in shown.values()
+            ),
+            f"{row['iteration_ms']['p50']:.1f}",
             f"{100 * row['share']:.2f}",
         ]
         for row in rows

@@ -19,7 +19,9 @@ from sglang_coserve.errors import ConfigError
 def settings_of(options: Any) -> dict[str, Any]:
     """Return a command line's options, but for ``out``, as JSON values."""
     values = vars(options) if isinstance(options, Namespace) else asdict(options)
-    return {name: _plain(value) for name, value in values.items() if name != "out"}
+    given = {name: value for name, value in values.items() if name != "out"}
+    plain: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    return plain
 
 
 def claim_folder(path: Path, settings: Mapping[str, Any]) -> None:
@@ -51,11 +53,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     replace(path, lambda file: file.write(content.encode()), 0o666)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -38,14 +38,14 @@ _WARM_UP_S: Final = 3.0
 _PROFILE_S: Final = 6.0
 
 
-class _HostWork(NamedTuple):
-    """Of the scheduler's thread."""
+class _Spent(NamedTuple):
+    """Since the engine began."""
 
-    cpu_s: float = 0.0
-    num_steps: int = 0
+    host_s: float
+    """CPU time of the scheduler's thread, without bringing it requests."""
 
-    def since(self, earlier: _HostWork) -> _HostWork:
-        return _HostWork(self.cpu_s - earlier.cpu_s, self.num_steps - earlier.num_steps)
+    num_steps: int
+    busy_s: float
 
 
 class CpuClockEngine:
@@ -119,16 +119,16 @@ class CpuClockEngine:
             self._due.append((begin_s + request.at_s, rid, request))
         num_online = len(self._due)
         prompts = load.offline_prompts(self._vocab_size)
-        end_s, busy_s = begin_s + load.seconds, self._busy_s
-        work, within = self._host_work(), _HostWork()
+        end_s = begin_s + load.seconds
+        at_begin = at_end = self._spent()
 
         def receive() -> list[Any]:
-            nonlocal busy_s, work, within
+            nonlocal at_begin, at_end
             now_s = self._clock()
             if now_s < begin_s:
-                work = self._host_work()
-            elif now_s < end_s:
-                within = self._host_work().since(work)
+                at_begin = self._spent()
+            if now_s < end_s:
+                at_end = self._spent()
             entered_s = time.thread_time()
             try:
                 return brought(now_s)
@@ -136,10 +136,7 @@ class CpuClockEngine:
                 self._bringing_s += time.thread_time() - entered_s
 
         def brought(now_s: float) -> list[Any]:
-            nonlocal busy_s
             messages = self._arrived(now_s)
-            if now_s < begin_s:
-                busy_s = self._busy_s
             if now_s < end_s:
                 messages += self._offline(load, prompts)
             if self._scheduler.is_fully_idle() and not messages:
@@ -153,10 +150,11 @@ class CpuClockEngine:
 
         run_loop(self._scheduler, receive)
         outcome = outcome_of([*self._live.values()], begin_s, end_s, num_online)
-        outcome.busy_s = self._busy_s - busy_s
+        outcome.busy_s = self._busy_s - at_begin.busy_s
         if self._system.coserve is not None:
             outcome.counters = dict(self._scheduler.parts.events)
-        outcome.host_s, outcome.num_steps = within
+        outcome.host_s = at_end.host_s - at_begin.host_s
+        outcome.num_steps = at_end.num_steps - at_begin.num_steps
         outcome.num_suspended = self._num_suspended() - suspended_before
         return outcome
 
@@ -264,8 +262,8 @@ class CpuClockEngine:
         live = self._live.get(req.rid)
         return now_s if live is None else live.at_s
 
-    def _host_work(self) -> _HostWork:
-        return _HostWork(time.thread_time() - self._bringing_s, self._num_steps)
+    def _spent(self) -> _Spent:
+        return _Spent(time.thread_time() - self._bringing_s, self._num_steps, self._busy_s)
 
     def _num_suspended(self) -> int:
         if self._system.coserve is None:
