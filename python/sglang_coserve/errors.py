@@ -21,6 +21,9 @@ invariants are ``assert`` statements and never part of this tree.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Final
 
@@ -84,6 +87,28 @@ _EXTRAS: Final = {
     "ray": ("ray", "pyarrow"),
     "remote": ("fsspec", "pyarrow"),
 }
+
+
+_HINTS: Final = {
+    errno.EEXIST: "; it is a file, name a directory",
+    errno.ENOTDIR: "; name a path of directories",
+    errno.EISDIR: "; name a file",
+    errno.ENOENT: "; name a path in a directory that exists",
+    errno.EACCES: "; name a path that you may use",
+    errno.ENOSPC: "; free some space, and run the command again",
+}
+
+
+@contextmanager
+def path_errors() -> Iterator[None]:
+    """Raise InputFileError for what the system says of a file, with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        hint = _HINTS.get(error.errno or 0, "")
+        raise InputFileError(f"{error.filename}: {error.strerror}{hint}") from error
 
 
 def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from sglang_coserve import __version__
 from sglang_coserve.bench_serving import stock
+from sglang_coserve.bench_serving.__main__ import main
 from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name, table
 from sglang_coserve.bench_serving.load import with_body
 from sglang_coserve.bench_serving.one_run import Figures
@@ -102,6 +103,15 @@ def test_the_mark_joins_the_body_that_is_given() -> None:
     assert (kept, name) == (["--seed", "1"], "--extra-request-body")
     assert json.loads(body) == {"top_k": 5, "service_tier": "flex"}
     assert with_body(["--seed", "1"], {}) == ["--seed", "1"]
+    assert with_body([f"{name}={flags[-1]}", "--seed", "1"], {"a": 1}) == [
+        *("--seed", "1", name, '{"top_k": 5, "a": 1}')
+    ]
+
+
+def test_where_nothing_can_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", "/dev/null/x", "--systems", "stock", *MODEL, *LOADS]) == 2
+    assert "/dev/null/x" in (told := capsys.readouterr().err)
+    assert "name a path of directories" in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize("given", ['{"priority": 3}', "{", "[]", ""])

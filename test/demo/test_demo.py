@@ -180,13 +180,18 @@ def test_an_interrupted_demo_leaves_no_process_behind(
         (("--trace", "none.csv"), "none.csv"),
         (("--emulate", "h1000"), "h1000"),
         (("--emulate", "h100", "--model", "mine"), "remove --model"),
+        (("--model", "none"), "none/config.json: No such file or directory; name a path"),
+        (("--model", "pictures"), "pictures/config.json has no max_position_embeddings"),
+        (("--out", "/dev/null/x"), "/dev/null/x: Not a directory; name a path of directories"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    command = [*COMMAND, str(tmp_path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "config.json").write_text('{"text_config": {}}')
+    command = [*COMMAND, "report", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

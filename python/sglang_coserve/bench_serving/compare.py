@@ -16,7 +16,7 @@ from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.one_run import Figures, measure
 from sglang_coserve.bench_serving.options import ALONE, Options, tuned_stock
 from sglang_coserve.demo.servers import System, make_server, module_of
-from sglang_coserve.errors import ServerError, StartupError
+from sglang_coserve.errors import ServerError, StartupError, path_errors
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.terminal import markdown_table, median_and_range
 
@@ -94,6 +94,7 @@ class Comparison:
         self.failed: dict[str, str] = {}
         """Systems without a result, and why."""
 
+    @path_errors()
     def run(self) -> None:
         """Make all runs. A system that fails costs its own row, and those that need its figures."""
         systems = self._options.systems
@@ -251,6 +252,7 @@ def table(comparison: Comparison) -> str:
     return "\n".join((_table(comparison), "", *_notes(comparison)))
 
 
+@path_errors()
 def write(comparison: Comparison, out: Path, argv: Sequence[str]) -> None:
     """Write ``table.md`` and ``results.json``."""
     out.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from sglang_coserve.config.flags import FlagParser
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.metrics import Outcome, RequestTimeline
 
@@ -162,17 +163,15 @@ def with_body(flags: Sequence[str], body: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: a given body is no JSON object, or sets a field of ``body``.
     """
-    kept, given = list(flags), {}
-    while _BODY_FLAG in kept:
-        at = kept.index(_BODY_FLAG)
-        text = kept[at + 1] if at + 1 < len(kept) else ""
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{_BODY_FLAG} {text!r} is not JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise ConfigError(f"{_BODY_FLAG} {text!r} is not a JSON object")
-        del kept[at : at + 2]
+    parser = FlagParser(add_help=False)
+    parser.add_argument(_BODY_FLAG, dest="text", default="{}")
+    own, kept = parser.parse_known_args(flags)
+    try:
+        given = json.loads(own.text)
+    except ValueError as error:
+        raise ConfigError(f"{_BODY_FLAG} {own.text!r} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{_BODY_FLAG} {own.text!r} is not a JSON object")
     if both := sorted(given.keys() & body.keys()):
         raise ConfigError(f"{_BODY_FLAG} sets {', '.join(both)}, which marks the loads here")
     return [*kept, _BODY_FLAG, json.dumps({**given, **body})] if given or body else kept

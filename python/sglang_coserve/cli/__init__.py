@@ -6,35 +6,24 @@ that ``coserve --help`` is quick and never loads torch.
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Final
+from typing import Any
 
 import typer
 
 from sglang_coserve import __version__
 from sglang_coserve.cli.batches import cancel, list_batches, results, status, top
-from sglang_coserve.cli.console import ExitCode, code_of_error, say
+from sglang_coserve.cli.console import code_of_error, say
 from sglang_coserve.cli.profile import PROFILE_SETTINGS, make_model, profile
 from sglang_coserve.cli.simulate import SeveralSlosCommand, replay, simulate
 from sglang_coserve.cli.submit import submit
-from sglang_coserve.errors import CoserveError
+from sglang_coserve.errors import CoserveError, path_errors
 
 __all__ = ["app", "main"]
-
-_HINTS: Final = {
-    errno.EEXIST: "; it is a file, name a directory",
-    errno.ENOTDIR: "; name a path of directories",
-    errno.EISDIR: "; name a file",
-    errno.ENOENT: "; name a path in a directory that exists",
-    errno.EACCES: "; name a path that you may use",
-    errno.ENOSPC: "; free some space, and run the command again",
-}
-"""What to do about an error of the system."""
 
 _PASS_THROUGH = {
     "allow_extra_args": True,
@@ -105,13 +94,8 @@ _add(version, "version")
 def main() -> None:
     """Run the command line; the entry point of ``coserve``."""
     try:
-        app()
+        with path_errors():
+            app()
     except CoserveError as error:
         say(f"coserve: {error}", is_error=True)
         sys.exit(code_of_error(error))
-    except OSError as error:
-        if error.filename is None:
-            raise
-        hint = _HINTS.get(error.errno or 0, "")
-        say(f"coserve: {error.filename}: {error.strerror}{hint}", is_error=True)
-        sys.exit(ExitCode.USAGE)

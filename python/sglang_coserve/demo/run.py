@@ -28,7 +28,7 @@ from sglang_coserve.demo.servers import (
     make_server,
     stock_chunk_tokens,
 )
-from sglang_coserve.errors import ConfigError, WorkloadError
+from sglang_coserve.errors import ConfigError, WorkloadError, path_errors
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import (
@@ -110,6 +110,7 @@ class DemoOptions:
         return self.seconds / sum(map(len, _COMPARED))
 
 
+@path_errors()
 def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     """Run the demo and write ``report.json`` and ``timeline.png`` into ``options.out``.
 
@@ -284,6 +285,14 @@ def _progress(console: Console) -> Progress:
 
 
 def _limits(model: Path) -> tuple[int, int]:
-    """Return the context length and the vocabulary size in the model's config.json."""
-    config = json.loads((model / "config.json").read_text())
-    return int(config["max_position_embeddings"]), int(config["vocab_size"])
+    """Return the context length and the vocabulary size in the model's config.json.
+
+    Raises:
+        ConfigError: it has none, as that of a model that is not of text alone.
+    """
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    try:
+        return int(config["max_position_embeddings"]), int(config["vocab_size"])
+    except KeyError as error:
+        raise ConfigError(f"{path} has no {error.args[0]}: give --model a model of text") from error
