@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from emulated_bench import effects
-from emulated_bench.contenders import DEFAULT, PLAIN, ours, stock_settings
 from emulated_bench.effects import EFFECTS
 from emulated_bench.figures import full_rate_per_s, row
 from emulated_bench.report import plot, table
@@ -121,31 +120,6 @@ def test_full_load_keeps_the_device_busy(tmp_path: Path) -> None:
     mean = sum(one.prompt_tokens for one in at_once) / len(at_once)
     prompt_s = emulation.latency_model().predict(StepStats.of([(round(mean), 0)]))
     assert 0.5 / prompt_s < rate_per_s < 1 / prompt_s
-
-
-def test_the_table_has_the_stock_setting_that_counts_and_the_one_with_most_tokens() -> None:
-    names = [PLAIN, *ours(TARGETS["given"], TARGETS["given"]), *stock_settings([512, 1024, 2048])]
-    tokens = {name: 10_000 + 1_000 * number for number, name in enumerate(names)}
-    rows = [
-        {"system": name, "repeat": 0, **row(outcome(offline_tokens_per_s=tokens[name]), TARGETS)}
-        for name in names
-    ]
-    counts, most = names[4], names[-1]
-    lines = table(
-        [
-            {
-                "traffic": "traffic",
-                "load": 0.5,
-                "rows": rows,
-                "bound_tokens_per_s": [20_000.0],
-                "stock_that_counts": counts,
-            }
-        ]
-    ).splitlines()[2:]
-    systems = [line.split(" | ")[1] for line in lines]
-    assert systems == [*names[:5], most]
-    default = next(line for line in lines if DEFAULT in line)
-    assert f"| 11,000 | {11_000 / tokens[most]:.2f} | 0.55 |" in default
 
 
 def test_the_table_and_the_picture_of_the_stored_runs_are_made_of_them(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sglang_coserve.client import (
     BatchOptions,
     CoserveClient,
     JobState,
+    JobStatus,
     read_results,
 )
 from sglang_coserve.errors import InputFileError, ServerError
@@ -62,6 +63,12 @@ def at(app: LiveApp) -> list[str]:
     return ["--base-url", app.base_url]
 
 
+def run(app: LiveApp, source: Path, output: Path, use_batch: bool | None = None) -> JobStatus:
+    """Submit a file, and wait for its end."""
+    with CoserveClient(app.base_url) as client:
+        return client.submit_jsonl(source, output, use_batch=use_batch).wait()
+
+
 def custom_ids(path: Path) -> list[str]:
     return sorted(json.loads(text)["custom_id"] for text in path.read_text().splitlines())
 
@@ -88,8 +95,7 @@ def test_results_come_through_the_servers_batch(app: LiveApp, source: Path, outp
 def test_submitted_again_it_is_the_same_batch(app: LiveApp, source: Path, output: Path) -> None:
     ids = set()
     for _ in range(2):
-        with CoserveClient(app.base_url) as client:
-            ids.add(client.submit_jsonl(source, output).wait().batch_id)
+        ids.add(run(app, source, output).batch_id)
         assert len(custom_ids(output)) == 20
     assert len(ids) == 1
 
@@ -97,8 +103,7 @@ def test_submitted_again_it_is_the_same_batch(app: LiveApp, source: Path, output
 def test_what_a_power_failure_leaves_of_a_download_is_cut_off_and_fetched_again(
     app: LiveApp, source: Path, output: Path
 ) -> None:
-    with CoserveClient(app.base_url) as client:
-        client.submit_jsonl(source, output).wait()
+    run(app, source, output)
     content = output.read_bytes()
     middle = len(content) // 2
     for damaged in (
@@ -109,16 +114,14 @@ def test_what_a_power_failure_leaves_of_a_download_is_cut_off_and_fetched_again(
         content[: -len(content.splitlines(keepends=True)[-1])] + bytes(80),
     ):
         output.write_bytes(damaged)
-        with CoserveClient(app.base_url) as client:
-            client.submit_jsonl(source, output).wait()
+        run(app, source, output)
         assert output.read_bytes() == content
 
 
 def test_a_download_whose_sync_fails_is_no_result(
     app: LiveApp, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CoserveClient(app.base_url) as client:
-        client.submit_jsonl(source, output).wait()
+    run(app, source, output)
     content = output.read_bytes()
     output.write_bytes(content[:100])
     sync, synced = os.fdatasync, []
@@ -131,51 +134,46 @@ def test_a_download_whose_sync_fails_is_no_result(
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(fd)
 
-    with monkeypatch.context() as patch, CoserveClient(app.base_url) as client:
+    with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fdatasync)
         with pytest.raises(InputFileError, match="Input/output error"):
-            client.submit_jsonl(source, output).wait()
+            run(app, source, output)
     assert synced == [0, len(content)]
     assert output.read_bytes() == b""
-    with CoserveClient(app.base_url) as client:
-        client.submit_jsonl(source, output).wait()
+    run(app, source, output)
     assert output.read_bytes() == content
 
 
 def test_a_changed_input_is_refused(app: LiveApp, source: Path, output: Path) -> None:
-    with CoserveClient(app.base_url) as client:
-        client.submit_jsonl(source, output).wait()
-        source.write_bytes(lines(21))
-        with pytest.raises(InputFileError, match="has changed"):
-            client.submit_jsonl(source, output).wait()
+    run(app, source, output)
+    source.write_bytes(lines(21))
+    with pytest.raises(InputFileError, match="has changed"):
+        run(app, source, output)
 
 
 def test_a_malformed_input_is_told_with_its_lines_and_can_be_mended(
     app: LiveApp, source: Path, output: Path
 ) -> None:
     source.write_bytes(lines(2) + b"{not json\n")
-    with CoserveClient(app.base_url) as client:
-        job = client.submit_jsonl(source, output)
-        with pytest.raises(InputFileError, match="line 3: "):
-            job.wait()
-        source.write_bytes(lines(3))
-        assert client.submit_jsonl(source, output).wait().ok == 3
+    with pytest.raises(InputFileError, match="line 3: "):
+        run(app, source, output)
+    source.write_bytes(lines(3))
+    assert run(app, source, output).ok == 3
 
 
 def test_line_by_line_where_it_is_wanted(app: LiveApp, source: Path, output: Path) -> None:
     # The application has the batch routes alone: lines find nothing there.
-    with CoserveClient(app.base_url) as client:
-        status = client.submit_jsonl(source, output, use_batch=False).wait()
-        assert (status.batch_id, status.failed) == (None, 20)
-        # And it is continued like that.
-        assert client.submit_jsonl(source, output).wait().resumed == 20
+    status = run(app, source, output, use_batch=False)
+    assert (status.batch_id, status.failed) == (None, 20)
+    # And it is continued like that.
+    assert run(app, source, output).resumed == 20
 
 
 def test_a_server_that_must_have_it(source: Path, output: Path) -> None:
-    with LiveApp(None) as app, CoserveClient(app.base_url) as client:
+    with LiveApp(None) as app:
         with pytest.raises(ServerError, match="--coserve-data-dir"):
-            client.submit_jsonl(source, output, use_batch=True)
-        assert client.submit_jsonl(source, output).wait().batch_id is None
+            run(app, source, output, use_batch=True)
+        assert run(app, source, output).batch_id is None
 
 
 def test_two_clients_do_not_fill_one_output(held: LiveApp, source: Path, output: Path) -> None:

@@ -59,17 +59,6 @@ class TestRule:
                 attempts += 1
         assert 10 < attempts < 40
 
-    def test_a_server_that_takes_no_more_than_its_buffers_hold_is_given_up(self) -> None:
-        """The silence behind the last byte counts, too."""
-        upload, now_s, attempts = outage(), 0.0, 0
-        with pytest.raises(ServerGoneError):
-            while attempts < 1000:
-                upload.reached(1000, now_s)
-                now_s += 60.0
-                now_s += upload.failed("WriteTimeout", now_s)
-                attempts += 1
-        assert attempts == 2
-
     @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=30))
     def test_a_transfer_that_gets_further_is_never_given_up(self, waits_s: list[float]) -> None:
         download, now_s = outage(500), 0.0
