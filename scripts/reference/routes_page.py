@@ -17,6 +17,7 @@ from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.fleet.options import GatewayOptions
+from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.srt.routes.engine_routes import add_load_route, add_trace_route
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "routes.md"
@@ -35,7 +36,7 @@ def page() -> str:
     """Return the text of the page."""
     batches, server = FastAPI(openapi_url=None), FastAPI(openapi_url=None)
     add_batch_routes(batches)
-    add_load_route(SimpleNamespace(app=server))
+    add_load_route(SimpleNamespace(app=server), Health())
     add_trace_route(SimpleNamespace(app=server))
     known = {path for path, *_ in _rows(batches.routes)}
     gateway = [row for row in _rows(_gateway().routes) if row[0] not in known]

@@ -16,7 +16,7 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.errors import StartupError
 from sglang_coserve.http_lines.line_server import LineServer
-from sglang_coserve.srt.routes.drain import Drain, HealthMiddleware, set_drain
+from sglang_coserve.srt.routes.drain import Drain, Health, HealthMiddleware
 
 
 def drain_of(opened: list[str], *, is_taken: bool = False) -> tuple[Drain, LineServer, Any]:
@@ -73,13 +73,12 @@ async def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
 def test_an_engine_that_has_ended_refuses_every_request() -> None:
     drain, _, manager = drain_of([])
     app = FastAPI()
-    app.add_middleware(HealthMiddleware)
+    app.add_middleware(HealthMiddleware, health=Health(drain))
 
     async def models() -> dict[str, str]:
         return {}
 
     app.add_api_route("/v1/models", models)
-    set_drain(app, drain)
     client = TestClient(app)
     assert client.get("/v1/models").status_code == 200
     assert client.get("/health").status_code == 503  # It does not take lines yet.

@@ -14,6 +14,7 @@ from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.monitoring.scheduler_query import replicas_info
+from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.srt.server_app import Lifespan, verify_app
 
 
@@ -62,7 +63,7 @@ async def test_nothing_is_started_before_the_check() -> None:
     state = SimpleNamespace(tokenizer_manager=SimpleNamespace(get_internal_state=states))
     server: Any = SimpleNamespace(app=app, _global_state=state)
     view: Any = None
-    lifespan = Lifespan(server, view, TaskSupervisor())
+    lifespan = Lifespan(server, view, Health(), TaskSupervisor())
     with pytest.raises(StartupError, match="scheduler 0"):
         async with app.router.lifespan_context(app):
             pass

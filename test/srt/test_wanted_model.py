@@ -16,7 +16,6 @@ from sglang_coserve.srt.marks.wanted_model import (
     MODEL_PATHS,
     WantedModelMiddleware,
     check_models_of_forms,
-    set_model_names,
 )
 
 
@@ -24,19 +23,21 @@ from sglang_coserve.srt.marks.wanted_model import (
 def client() -> TestClient:
     app = FastAPI()
 
+    def names() -> tuple[str, ...]:
+        return "small", "poet"
+
     @app.post("/v1/audio/transcriptions")
     async def transcribe(file: UploadFile, model: str = Form(default="default")) -> str:
         return model
 
-    check_models_of_forms(app)
+    check_models_of_forms(app, names)
 
     @app.post("/{path:path}")
     async def echo(request: Request) -> Any:
         return await request.json()
 
-    app.add_middleware(WantedModelMiddleware)
+    app.add_middleware(WantedModelMiddleware, names=names)
     app.add_middleware(RequestGateMiddleware)
-    set_model_names(app, lambda: ("small", "poet"))
     return TestClient(app)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -27,12 +26,11 @@ from sglang_coserve.srt.marks.marks_middleware import MarksMiddleware
 from sglang_coserve.srt.marks.wanted_model import (
     WantedModelMiddleware,
     check_models_of_forms,
-    set_model_names,
 )
 from sglang_coserve.srt.monitoring.exporter import ServerMetrics
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, replicas_info
 from sglang_coserve.srt.routes.batch_api import add_batch_api, open_routes_warning, served
-from sglang_coserve.srt.routes.drain import HealthMiddleware, Heartbeat, set_heartbeat
+from sglang_coserve.srt.routes.drain import Health, HealthMiddleware, Heartbeat
 from sglang_coserve.srt.routes.engine_routes import View, add_load_route
 from sglang_coserve.srt.start_defaults import StartDefaults
 
@@ -61,13 +59,16 @@ class Lifespan:
     start-up information.
     """
 
-    def __init__(self, http_server: Any, view: View, background: TaskSupervisor) -> None:
+    def __init__(
+        self, http_server: Any, view: View, health: Health, background: TaskSupervisor
+    ) -> None:
         """Install it into SGLang's ``http_server`` module."""
         self.failure: CoserveError | None = None
         """The error that stopped the start; Uvicorn only logs it."""
 
         self._http_server = http_server
         self._view = view
+        self._health = health
         self._background = background
         router = http_server.app.router
         self._stock = router.lifespan_context
@@ -96,11 +97,12 @@ class Lifespan:
             metrics = ServerMetrics(app, settings.served_model_name, self._background)
             running["metrics"], publish = metrics.run, metrics.publish
         # The service starts first, so that its errors stop the start before the warm-up.
-        await stack.enter_async_context(served(self._http_server, self._background, publish))
+        await stack.enter_async_context(
+            served(self._http_server, self._health, self._background, publish)
+        )
         # Now, while the files are still those that were loaded.
         logger.info("the model's fingerprint is %s", await manager.coserve_fingerprint())
-        heartbeat = Heartbeat(manager)
-        set_heartbeat(app, heartbeat)
+        self._health.heartbeat = heartbeat = Heartbeat(manager)
         await stack.enter_async_context(self._background.running("heartbeat", heartbeat.run))
         entered = await stack.enter_async_context(self._stock(app))
         for name, work in running.items():
@@ -124,23 +126,27 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
 
     app = http_server.app
     config: CoserveConfig = server_args._coserve
-    background = TaskSupervisor()
+    background, health = TaskSupervisor(), Health()
+
+    def names() -> Sequence[str]:
+        return model_names(http_server._global_state.tokenizer_manager)
+
     app.add_middleware(MarksMiddleware, offline_objectives=config.offline_objectives)
-    check_models_of_forms(app)
+    check_models_of_forms(app, names)
     # The middleware added last runs first.
-    app.add_middleware(WantedModelMiddleware)
+    app.add_middleware(WantedModelMiddleware, names=names)
     # Before our routes are there, which read little.
     install_in_server(http_server, free_prefixes=(*BATCH_PREFIXES, LINES_PATH))
     compat.mend_routes()
-    app.add_middleware(HealthMiddleware)
+    app.add_middleware(HealthMiddleware, health=health)
     app.add_middleware(RequestIdMiddleware)
     app.add_api_route(STATUS_PATH, status, methods=["GET"])
-    add_load_route(http_server)
-    add_batch_api(http_server, server_args.admin_api_key)
+    add_load_route(http_server, health)
+    add_batch_api(http_server, health, server_args.admin_api_key)
     keys = Keys(server_args.api_key, server_args.admin_api_key, is_open=config.open_view)
     view = View(http_server, keys)
     view.install(app)
-    lifespan = Lifespan(http_server, view, background)
+    lifespan = Lifespan(http_server, view, health, background)
 
     def verify_and_serve(
         server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any
@@ -150,7 +156,6 @@ def install_in_app(http_server: Any, server_args: Any, defaults: StartDefaults) 
         for warning in (defaults.warning, open_routes):
             if warning is not None:
                 logger.warning(warning)
-        set_model_names(app, partial(model_names, tokenizer_manager))
         # Again, because another process may have taken the port while the model was loaded.
         check_listen_address(server_args.host, server_args.port)
         freeze_imports()

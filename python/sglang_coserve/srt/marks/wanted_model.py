@@ -35,31 +35,27 @@ MODEL_PATHS: Final = (frozenset(ENGINE_PATHS) - _WITHOUT_MODEL) | {
 _LATEST: Final = ":latest"
 """What Ollama's clients add to a name without a tag."""
 
-_STATE: Final = "coserve_model_names"
-
 
 class _Body(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def set_model_names(app: Any, names: Callable[[], Sequence[str]]) -> None:
-    """Set what says what ``app`` serves: the model's name and then its adapters'; until then
-    nothing is refused."""
-    setattr(app.state, _STATE, names)
+Names = Callable[[], Sequence[str]]
+"""Returns what is served: the model's name, and then its adapters'."""
 
 
-def check_models_of_forms(app: Any) -> None:
+def check_models_of_forms(app: Any, names: Names) -> None:
     """Check the model at the route that takes it in a form, which a middleware does not read."""
     for route in app.routes:
         if getattr(route, "path", None) == _FORM_PATH:
-            route.dependant.call = _checked(route.dependant.call, app)
+            route.dependant.call = _checked(route.dependant.call, names)
 
 
-def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
+def _checked(transcribe: Callable[..., Any], names: Names) -> Callable[..., Any]:
     async def checked(**fields: Any) -> Any:
-        names: Sequence[str] = getattr(app.state, _STATE, tuple)()
-        if served_name(fields["model"], names) is None:
-            return _refusal(_FORM_PATH, not_served(fields["model"], names))
+        model, served = fields["model"], names()
+        if served_name(model, served) is None:
+            return _refusal(_FORM_PATH, not_served(model, served))
         return await transcribe(**fields)
 
     return checked
@@ -68,18 +64,18 @@ def _checked(transcribe: Callable[..., Any], app: Any) -> Callable[..., Any]:
 class WantedModelMiddleware:
     """Stands behind what bounds a body and puts it together; see the module's docstring."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, names: Names) -> None:
         self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
-        known = getattr(getattr(scope.get("app"), "state", None), _STATE, None)
-        if path not in MODEL_PATHS or known is None or is_form(scope):
+        if path not in MODEL_PATHS or is_form(scope):
             await self._app(scope, receive, send)
             return
         message = await receive()
-        body, names = message.get("body", b""), known()
+        body, names = message.get("body", b""), self._names()
         model = _model_in(body)
         if path in _OLLAMA_PATHS and isinstance(model, str):
             model = model.removesuffix(_LATEST) if model not in names else model

@@ -28,7 +28,7 @@ from sglang_coserve.http_lines.line_server import (
     set_line_server,
 )
 from sglang_coserve.lines.background import TaskSupervisor
-from sglang_coserve.srt.routes.drain import Drain, add_drain_routes, set_drain
+from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.engine_routes import add_trace_route
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def check_batch_settings(config: CoserveConfig) -> None:
         asyncio.run(BatchService.check(Path(config.coserve_data_dir)))
 
 
-def add_batch_api(http_server: Any, admin_api_key: str | None) -> None:
+def add_batch_api(http_server: Any, health: Health, admin_api_key: str | None) -> None:
     """Add the routes of batches, of lines and of the operator to SGLang's app; see ``served``."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
     add_line_routes(app)
-    drain = add_drain_routes(app)
+    drain = add_drain_routes(app, health)
     trace = add_trace_route(http_server)
     if admin_api_key:
         from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -82,11 +82,15 @@ def open_routes_warning(api_key: str | None, admin_api_key: str | None) -> str |
 
 @asynccontextmanager
 async def served(
-    http_server: Any, background: TaskSupervisor, publish: Callable[[], Awaitable[None]] | None
+    http_server: Any,
+    health: Health,
+    background: TaskSupervisor,
+    publish: Callable[[], Awaitable[None]] | None,
 ) -> AsyncGenerator[None]:
     """Within it lines are served, and the Batch API is open, as far as settings ask for them.
 
-    ``background`` runs the tasks of the service. ``publish`` is to publish its metrics.
+    ``health`` gets what drains them. ``background`` runs the tasks of the service. ``publish`` is
+    to publish its metrics.
     """
     app, state = http_server.app, http_server._global_state
     config: CoserveConfig = app.server_args._coserve
@@ -99,7 +103,7 @@ async def served(
     open_service = partial(_open_service, http_server, config, backend, background, publish)
     drain = Drain(state.tokenizer_manager, lines, open_service)
     await drain.end()
-    set_drain(app, drain)
+    health.drain = drain
     stopping = background.start("drain_at_stop", partial(_drain_when_stopping, backend, drain))
     try:
         yield

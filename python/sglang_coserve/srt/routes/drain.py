@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
@@ -30,7 +31,6 @@ from sglang_coserve.http_lines.line_server import LineServer
 from sglang_coserve.srt.monitoring.scheduler_query import PULSE, ask
 
 DRAIN_PATH: Final = "/coserve/drain"
-_STATE: Final = "coserve_drain"
 _DRAINING: Final = "draining"
 _POLL_S: Final = 0.1
 _MOST_WAIT_S: Final = 3600.0
@@ -116,30 +116,13 @@ class Drain:
             await asyncio.sleep(_POLL_S)
 
 
-def set_drain(app: FastAPI, drain: Drain) -> None:
-    """Say what the routes of ``app`` drain."""
-    setattr(app.state, _STATE, drain)
-
-
-def is_draining(app: Any) -> bool:
-    """Return whether the engine of ``app`` is draining."""
-    drain = drain_of(app)
-    return drain is not None and drain.is_draining
-
-
-def drain_of(app: Any) -> Drain | None:
-    """Return what drains the engine of ``app``; None before it is there."""
-    drain: Drain | None = getattr(getattr(app, "state", None), _STATE, None)
-    return drain
-
-
-def add_drain_routes(app: FastAPI) -> list[Any]:
+def add_drain_routes(app: FastAPI, health: Health) -> list[Any]:
     """Add the routes; return their functions, which need the admin key."""
     router = operator_router(DRAIN_PATH)
 
     def drain_of_app() -> Drain:
-        drain: Drain = getattr(app.state, _STATE)
-        return drain
+        assert health.drain is not None, "whoever has the admin key can drain"
+        return health.drain
 
     @router.post("")
     async def drain_engine(
@@ -178,8 +161,6 @@ _LONGEST_S: Final = 4.0
 """Schedulers that have said nothing for so long are stuck: longer than a step, and no more than
 five seconds with the interval."""
 
-_HEARTBEAT: Final = "coserve_heartbeat"
-
 
 class Heartbeat:
     """When all schedulers of a server answered last. Lives on the loop of its HTTP server."""
@@ -210,28 +191,36 @@ class Heartbeat:
         return f"the engine's schedulers have not answered for {silent_s:.0f} s"
 
 
-def set_heartbeat(app: FastAPI, heartbeat: Heartbeat) -> None:
-    """Say by what ``HealthMiddleware`` of ``app`` judges."""
-    setattr(app.state, _HEARTBEAT, heartbeat)
+@dataclass(slots=True)
+class Health:
+    """What a server is judged by; each None until it is there."""
+
+    drain: Drain | None = None
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine is to get no requests."""
+        return self.drain is not None and self.drain.is_draining
 
 
 class HealthMiddleware:
     """Answers ``/health``: 503 from an engine that drains, whose schedulers are stuck, or that has
     ended; the last refuses all else, too. Before the engine's first request SGLang answers."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, health: Health) -> None:
         self._app = app
+        self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        drain = drain_of(scope.get("app"))
-        heartbeat: Heartbeat | None = getattr(scope["app"].state, _HEARTBEAT, None)
+        drain, heartbeat = self._health.drain, self._health.heartbeat
         if drain is not None and drain.has_stopped:
             await send_error(send, 503, "the engine has ended")
-        elif drain is not None and drain.is_draining and scope["path"] in _HEALTH_PATHS:
+        elif self._health.is_draining and scope["path"] in _HEALTH_PATHS:
             await send_error(send, 503, "the engine is draining")
         elif scope["path"] == _HEALTH and heartbeat is not None and heartbeat.has_started:
             if (failure := heartbeat.failure()) is not None:

@@ -34,24 +34,22 @@ from sglang_coserve.srt.batch_backend.loaded_model import (
 )
 from sglang_coserve.srt.monitoring.scheduler_query import LAST_STEPS, STANDING, ask
 from sglang_coserve.srt.monitoring.step_trace import Record, process_name, trace_events, trace_text
-from sglang_coserve.srt.routes.drain import is_draining
+from sglang_coserve.srt.routes.drain import Health
 from sglang_coserve.view.page import Page
 from sglang_coserve.view.standing import History, standing
 
 
-def add_load_route(http_server: Any) -> None:
+def add_load_route(http_server: Any, health: Health) -> None:
     """Add the route to SGLang's app, behind the admin key where there is one."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
-
-    app: FastAPI = http_server.app
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load() -> EngineLoad:
         """Say how loaded all replicas are, by class, and what they serve."""
         manager = http_server._global_state.tokenizer_manager
-        return await _engine_load(manager, is_draining=is_draining(app))
+        return await _engine_load(manager, is_draining=health.is_draining)
 
-    app.add_api_route(LOAD_PATH, load, methods=["GET"])
+    http_server.app.add_api_route(LOAD_PATH, load, methods=["GET"])
 
 
 async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
