@@ -88,6 +88,13 @@ async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost(
         assert (await attempt).is_ok
 
 
+async def test_a_closed_engine_says_why_it_takes_no_line() -> None:
+    async with connected() as (engine, connection):
+        engine.lines.close("draining")
+        with pytest.raises(LineMovedError, match="draining"):
+            await connection.run(request(), "scripted", ignore)
+
+
 async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.2)
     async with connected() as (engine, connection):

@@ -177,9 +177,10 @@ class LineStream:
         # A client that expects 100 Continue waits for the first of these.
         first = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        reading = asyncio.create_task(self._read(first, receive))
+        reading = asyncio.create_task(self._read(receive))
         reading.add_done_callback(lambda _: self._changed.set())
         try:
+            self._take(first)  # Before it is asked whether this stream is at its end.
             while not self._is_gone:
                 if not await self._has_changed():
                     await send(_part(HEARTBEAT))
@@ -225,8 +226,7 @@ class LineStream:
         self._ends.clear()
         return b"".join(content)
 
-    async def _read(self, message: Message, receive: Receive) -> None:
-        self._take(message)
+    async def _read(self, receive: Receive) -> None:
         while not self._is_gone:
             self._take(await receive())
 
