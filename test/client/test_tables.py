@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec import AbstractFileSystem
 
 from sglang_coserve.client.tables import local_lines, write_table
 from sglang_coserve.errors import InputFileError
@@ -20,6 +22,15 @@ from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.result_record import encode_record
 
 LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}'
+
+
+class Locked(AbstractFileSystem):  # type: ignore[misc]
+    """Its errors are of a kind of its own, as those of S3's library."""
+
+    protocol = "locked"
+
+    def _open(self, *_: object, **__: object) -> None:
+        raise Exception("no credentials")
 
 
 def read(source: str) -> list[Any]:
@@ -81,6 +92,8 @@ def test_a_table_without_urls_is_of_chats(tmp_path: Path) -> None:
         ("none.parquet", "none.parquet"),
         ("text.parquet", "Parquet"),
         ("other.parquet", "body"),
+        ("decimal.parquet", "Decimal"),
+        ("locked://a.jsonl", "no credentials"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -89,6 +102,9 @@ def test_what_cannot_be_read_is_named(
     monkeypatch.chdir(tmp_path)
     Path("text.parquet").write_text("text")
     pq.write_table(pa.table({"prompt": ["x"]}), "other.parquet")
+    body = {"prompt": "x", "temperature": Decimal("0.7")}
+    pq.write_table(pa.Table.from_pylist([{"custom_id": "a", "body": body}]), "decimal.parquet")
+    fsspec.register_implementation("locked", Locked, clobber=True)
     with pytest.raises(InputFileError, match=rf"^{name}: cannot be read: .*{says}"):
         read(name)
 
@@ -97,7 +113,7 @@ def test_results_become_a_table(tmp_path: Path) -> None:
     output, table = tmp_path / "out.jsonl", tmp_path / "out.parquet"
     output.write_bytes(encode_record(1, 1, "a", LineResult(200, "r", {"choices": []})))
     (tmp_path / "out.errors.jsonl").write_bytes(
-        encode_record(1, 2, "b", LineResult(400, "", {"message": "too long"}))
+        encode_record(1, 2, "b", LineResult(400, "", {"message": "too long \ud83d"}))
         + encode_record(1, 3, None, LineResult.unserved("invalid_json_line", "not JSON"))
     )
     write_table(output, table)
@@ -106,8 +122,8 @@ def test_results_become_a_table(tmp_path: Path) -> None:
         {
             "custom_id": "b",
             "status_code": 400,
-            "response": '{"message": "too long"}',
-            "error": "http_400: too long",
+            "response": '{"message": "too long \\ud83d"}',
+            "error": "http_400: too long ?",
         },
         {
             "custom_id": None,

@@ -51,7 +51,7 @@ def local_lines(source: str) -> Iterator[Path]:
                     _write_lines(file, lines)
                 else:
                     shutil.copyfileobj(file, lines, 1 << 20)
-        except (OSError, ImportError, ValueError, LookupError) as error:
+        except Exception as error:  # Each file system has errors of its own.
             raise InputFileError(f"{source}: cannot be read: {error}") from error
         yield path
 
@@ -127,5 +127,5 @@ def _row(result: BatchResult) -> dict[str, Any]:
         "custom_id": result.custom_id,
         "status_code": answer.status_code if answer else None,
         "response": json.dumps(answer.body) if answer else None,
-        "error": f"{error.code}: {error.message}" if error else None,
+        "error": error and f"{error.code}: {error.message}".encode(errors="replace").decode(),
     }
