@@ -31,10 +31,11 @@ from sglang_coserve.jsonl.lines import (
     read_lines,
     read_order,
 )
-from sglang_coserve.jsonl.request_line import MOST_KEY_BYTES, parse_json, prefix_key
+from sglang_coserve.jsonl.request_line import parse_json, prefix_key
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineSource
 
+MOST_KEY_BYTES = 4 * 64
 COMMON = "You are a lighthouse keeper who answers in one sentence. " * 20
 
 

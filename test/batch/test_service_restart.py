@@ -96,5 +96,5 @@ async def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
         scene = await opened(tmp_path, backend)
         async with scene.service:
-            assert len(backend.listeners) == 1
-    assert len(backend.listeners) == 0
+            assert len(backend.listeners._listeners) == 1
+    assert len(backend.listeners._listeners) == 0

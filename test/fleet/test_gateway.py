@@ -90,6 +90,8 @@ def test_status_and_metrics_tell_of_engines_and_batches(
     assert told.keys() == {engine.url for engine in engines}
     assert {e["state"] for e in told.values()} == {"up"}
     assert status["fleet"]["model"] == status["batch_api"]["model"] == "scripted"
+    view = get(server, "/coserve/view", API_KEY).json()
+    assert {e["url"] for e in view["engines"]} == told.keys() and "engines" not in view["fleet"]
     metrics = get(server, "/metrics").text
     assert 'coserve_gateway_engines{state="up"} 2.0' in metrics
     assert "coserve_gateway_lines_waiting 0.0" in metrics

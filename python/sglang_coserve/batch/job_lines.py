@@ -55,7 +55,7 @@ class JobLines:
         self.id = batch.id
         self.share = share
         self.deadline_s: float | None = batch.expires_at_s
-        self.model = batch.model
+        self._model = batch.model
         self.context_tokens = context.backend.limits.context_tokens
         self._batch = batch
         self._context = context
@@ -156,9 +156,12 @@ class JobLines:
                 self._batch, self._input, line.offset, line.size_bytes
             )
 
-    async def model_changed(self, model: str, completed: int) -> None:
+    async def served_by(self, model: str, completed: int) -> None:
         """See ``LineJob``."""
-        await self._note(ServedBy(model, completed))
+        if model != self._model:
+            # Before the await, so that the next line does not note the change again.
+            self._model = model
+            await self._note(ServedBy(model, completed))
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[tuple[LineBitmap, ResultWriter]]:

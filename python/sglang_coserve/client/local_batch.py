@@ -79,7 +79,6 @@ class LocalBatch:
 
     id = ""
     deadline_s: float | None = None
-    model: str | None = ""
     context_tokens = COMMON_CONTEXT_TOKENS
 
     def __init__(
@@ -199,7 +198,7 @@ class LocalBatch:
         except BadLineError as found:
             return UnservedLine(custom_id, LineResult.unserved(found.code, str(found)))
 
-    async def model_changed(self, model: str, completed: int) -> None:
+    async def served_by(self, model: str, completed: int) -> None:
         """See ``LineJob``: a server is asked for one model by each line."""
 
 

@@ -80,21 +80,19 @@ def view_routes(keys: Keys) -> APIRouter:
 
 
 async def _view(fleet: FleetBackend, views: EngineViews) -> dict[str, Any]:
-    known = {
-        url: users
+    users_of = {
+        url: msgspec.to_builtins(users)
         for url, users in (await views.online_users(fleet.engines)).items()
         if users.level in LEVELS  # A newer engine may know others.
     }
-    users_of = {url: msgspec.to_builtins(users) for url, users in known.items()}
     status = fleet_status(fleet)
+    engines = status.pop("engines")
     return {
         "at": time.time(),
         "model": fleet.served.name or None,
         "online_users": fleet_standing(users_of),
         "fleet": status | {"offline_tokens_per_s": fleet.load().offline_tokens_per_s},
-        "engines": [
-            each | {"online_users": users_of.get(each["url"])} for each in status.pop("engines")
-        ],
+        "engines": [each | {"online_users": users_of.get(each["url"])} for each in engines],
     }
 
 

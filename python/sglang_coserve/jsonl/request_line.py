@@ -229,7 +229,6 @@ _BLOCK_BYTES: Final = 128
 
 _MOST_BLOCKS: Final = 64
 KEY_BLOCK_BYTES: Final = 4
-MOST_KEY_BYTES: Final = KEY_BLOCK_BYTES * _MOST_BLOCKS
 
 
 def prefix_key(body: Mapping[str, Any]) -> bytes:

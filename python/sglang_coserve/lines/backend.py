@@ -279,10 +279,6 @@ class ChangeListeners:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._listeners)
-
     def tell(self) -> None:
         """Call each of them. Never raises: one that fails is logged, for the others and the
         exchange itself are to go on."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import struct
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -34,7 +35,7 @@ class LineTokens:
         self.has_grown = asyncio.Event()
         """Set with every token that comes; for who saves them to clear."""
 
-        self._tokens: dict[int, array[int]] = {}
+        self._tokens = _no_tokens()
 
     def tokens(self, line: int) -> tuple[int, ...]:
         """Return the tokens generated for ``line`` so far."""
@@ -42,7 +43,7 @@ class LineTokens:
 
     def add(self, line: int, tokens: Sequence[int]) -> None:
         """Append ``tokens`` to those generated for ``line`` so far."""
-        _append(self._tokens, line, tokens)
+        self._tokens[line].extend(tokens)
         self.has_grown.set()
 
     def drop(self, line: int) -> None:
@@ -69,7 +70,7 @@ class TokenJournal(LineTokens):
         self._head = _MAGIC + blake2b(model.encode(), digest_size=16).digest()
         self._compact_bytes = compact_bytes
         self._size_bytes = 0
-        self._unwritten: dict[int, array[int]] = {}
+        self._unwritten = _no_tokens()
 
     def load(self, finished: LineBitmap) -> int:
         """Read the file, without ``finished`` lines, and truncate an unfinished entry. Blocks.
@@ -90,7 +91,7 @@ class TokenJournal(LineTokens):
                     line, tokens = entry
                     size_bytes += _HEADER.size + 4 * len(tokens)
                     if line not in finished:
-                        self._tokens.setdefault(line, array("I")).extend(tokens)
+                        self._tokens[line].extend(tokens)
                 num_foreign = 0
                 if head == self._head:
                     self._size_bytes = size_bytes
@@ -105,7 +106,7 @@ class TokenJournal(LineTokens):
     def add(self, line: int, tokens: Sequence[int]) -> None:
         """See ``LineTokens``."""
         super().add(line, tokens)
-        _append(self._unwritten, line, tokens)
+        self._unwritten[line].extend(tokens)
 
     def drop(self, line: int) -> None:
         """See ``LineTokens``."""
@@ -159,10 +160,8 @@ class TokenJournal(LineTokens):
         return StorageError(f"the journal {self._path} failed: {error.strerror}")
 
 
-def _append(lines: dict[int, array[int]], line: int, tokens: Sequence[int]) -> None:
-    if line not in lines:
-        lines[line] = array("I")
-    lines[line].extend(tokens)
+def _no_tokens() -> defaultdict[int, array[int]]:
+    return defaultdict(lambda: array("I"))
 
 
 def _entry(line: int, tokens: array[int]) -> bytes:

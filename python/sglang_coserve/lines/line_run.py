@@ -78,9 +78,6 @@ class LineJob(Protocol):
     deadline_s: float | None
     """When it should be complete, in seconds since the epoch; None for no deadline."""
 
-    model: str | None
-    """The model of its latest result; None before there is one."""
-
     context_tokens: int
     """Of which no line takes more, prompt and answer."""
 
@@ -90,8 +87,8 @@ class LineJob(Protocol):
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine | None:
         """Return the request of a line; None if it has a record. Called in order of the lines."""
 
-    async def model_changed(self, model: str, completed: int) -> None:
-        """Record that results after ``completed`` lines are of another ``model``."""
+    async def served_by(self, model: str, completed: int) -> None:
+        """Note that the result after ``completed`` lines is of ``model``."""
 
 
 class LineRun:
@@ -108,7 +105,6 @@ class LineRun:
         self._context = context
         self._writer = writer
         self._journal = journal
-        self._model = job.model
         self._lengths = OutputLengths()
         self.recorded_bytes = 0
         """Input bytes of the lines that got a record in this run."""
@@ -221,10 +217,8 @@ class LineRun:
         if estimated_tokens is None:
             estimated_tokens = self._estimate(line, {})
         try:
-            if model not in (None, self._model):
-                # Set before the await, so that the next line does not report the change again.
-                self._model = model
-                await self._job.model_changed(str(model), self._writer.progress.completed)
+            if model is not None:
+                await self._job.served_by(model, self._writer.progress.completed)
         finally:
             # Record the answer even if the job is stopped meanwhile.
             self._writer.add(

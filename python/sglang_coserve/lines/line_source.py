@@ -17,10 +17,6 @@ class LineBitmap:
 
     def __init__(self) -> None:
         self._bits = bytearray()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     def __contains__(self, line: int) -> bool:
         index = line >> 3
@@ -34,7 +30,6 @@ class LineBitmap:
         if index >= len(self._bits):
             self._bits.extend(bytes(index + 1 - len(self._bits)))
         self._bits[index] |= 1 << (line & 7)
-        self._count += 1
         return True
 
 

@@ -253,7 +253,7 @@ class Fleet(RuleBasedStateMachine):
         for line in list(self.where):
             del self.where[line]
             self.carry_out(self.placement.end(line))
-        assert len(self.placement._groups) == 0
+        assert not self.placement._groups._counts
         assert self.placement.num_waiting == 0
 
 

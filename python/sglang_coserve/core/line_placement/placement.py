@@ -45,10 +45,6 @@ class PrefixGroups:
             if not counts[group[:end]]:
                 del counts[group[:end]]
 
-    def __len__(self) -> int:
-        """Return how many beginnings are known; 0 once all lines have left."""
-        return len(self._counts)
-
 
 class Placed(NamedTuple):
     """A decision: the engine is to have the line now."""
