@@ -31,7 +31,6 @@ class LiveApp:
         backend: ScriptedBackend | None = None,
         *,
         port: int = 0,
-        record_events: bool = False,
         admin_key: str | None = None,
         **limits: Any,
     ) -> None:
@@ -47,7 +46,7 @@ class LiveApp:
                 yield
                 return
             async with await BatchService.open(
-                directory, self.backend, BatchLimits(**limits), record_events=record_events
+                directory, self.backend, BatchLimits(**limits)
             ) as service:
                 self.service = service
                 set_service(app, service)

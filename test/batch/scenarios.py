@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,9 +21,14 @@ from sglang_coserve.batch.schemas import (
     FileObject,
 )
 from sglang_coserve.batch.service import BatchService
+from sglang_coserve.batch.webhooks import WebhookTarget
 
 T = TypeVar("T")
 OWNER = "owner"
+SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
+NOBODY = WebhookTarget("http://127.0.0.1:9/", SECRET)
+"""Where nobody listens."""
+
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -136,7 +142,8 @@ async def opened(
     backend: ScriptedBackend | None = None,
     clock: ManualClock | None = None,
     *,
-    record_events: bool = False,
+    webhook: WebhookTarget | None = None,
+    rng: random.Random | None = None,
     **limits: Any,
 ) -> Scene:
     """A service on ``directory``, to be closed by the test."""
@@ -145,8 +152,8 @@ async def opened(
         directory,
         backend,
         BatchLimits(**limits),
-        record_events=record_events,
+        webhook=webhook,
         clock=clock,
-        rng=random.Random(),
+        rng=rng or random.Random(),
     )
     return Scene(service, backend, clock, directory)

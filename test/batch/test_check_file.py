@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.records import a_batch
 from batch.scenarios import line, lines
-from batch.scripted_backend import ENDPOINT, ScriptedBackend
-from sglang_coserve.batch.file_processes import FileProcesses
-from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.state import Failed, Validated
+from batch.scripted_backend import ENDPOINT
 from sglang_coserve.errors import StorageError
-from sglang_coserve.jsonl.body_limits import BodyLimits, mended_json
+from sglang_coserve.jsonl.body_limits import mended_json
 from sglang_coserve.jsonl.check_file import (
     CheckLimits,
     FileReport,
-    LineFault,
     check_file,
     estimate_file,
 )
 from sglang_coserve.jsonl.request_line import estimate_tokens, parse_request_line
+from sglang_coserve.lines.background import run_module
 
 LIMITS = CheckLimits(max_lines=1000, max_line_bytes=4000, max_faults=5, context_tokens=4096)
-LINE_LIMITS = BodyLimits(max_bytes=4000, context_tokens=4096)
 
 
 def check(content: bytes, limits: CheckLimits = LIMITS) -> FileReport:
@@ -44,10 +40,10 @@ def check_written(path: Path, content: bytes, limits: CheckLimits = LIMITS) -> F
         return check_file(file, ENDPOINT, limits)
 
 
-def validate(path: Path) -> Validated | Failed:
-    batch = a_batch(endpoint=ENDPOINT)
-    backend = ScriptedBackend(limits=LINE_LIMITS)
-    return asyncio.run(FileProcesses().validate(batch, path, BatchLimits(), backend, path))
+def checked_apart(path: Path) -> Any:
+    arguments = (str(path), ENDPOINT, json.dumps(asdict(LIMITS)), str(path))
+    module = "sglang_coserve.jsonl.check_file"
+    return asyncio.run(run_module("checking it", module, *arguments))
 
 
 def codes(content: bytes, limits: CheckLimits = LIMITS) -> list[tuple[str, int | None]]:
@@ -257,16 +253,13 @@ def test_limits_that_nobody_could_use_make_no_long_batch(tmp_path: Path) -> None
 def test_the_process_says_what_the_function_says(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(lines(20))
-    found = validate(path)
-    assert found == Validated(20, check(lines(20)).estimated_tokens)
+    report = check(lines(20))
+    assert checked_apart(path) == asdict(report)
     path.write_bytes(lines(1) + b"{\n")
-    found = validate(path)
-    assert isinstance(found, Failed)
-    (fault,) = found.faults
-    assert isinstance(fault, LineFault)
-    assert (fault.code, fault.line) == ("invalid_json_line", 2)
+    (fault,) = checked_apart(path)["faults"]
+    assert (fault["code"], fault["line"]) == ("invalid_json_line", 2)
 
 
 def test_a_check_that_cannot_be_made_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
-        validate(tmp_path / "gone")
+        checked_apart(tmp_path / "gone")

@@ -46,7 +46,7 @@ def content(innocents: int, *poisons: str) -> bytes:
 
 async def ends_like_a_killed_one(scene: Scene) -> None:
     """The service's tasks end, its files stay as they are at this moment."""
-    file = scene.service._context.engine_lines._file
+    file = scene.service.context.engine_lines._file
     left = scene.directory / "in_flight"
     before = left.read_bytes()
     file.close()
@@ -75,11 +75,13 @@ async def lives(
 
 
 def noted(scene: Scene) -> None:
-    scene.service.note_engine_death()
+    scene.service.context.engine_lines.note_death()
 
 
 def traced(scene: Scene) -> None:
-    scene.service.fatal_signal_path.write_text("Fatal Python error: Segmentation fault\n")
+    scene.service.context.directory.fatal_signal.write_text(
+        "Fatal Python error: Segmentation fault\n"
+    )
 
 
 @pytest.mark.parametrize("die", [noted, traced])
@@ -166,7 +168,7 @@ async def test_a_suspect_that_is_served_is_one_no_more(tmp_path: Path) -> None:
     assert (await scene.ends(batch.id)).request_counts.completed == 3
     await scene.service.close()
     async with (scene := await opened(tmp_path)).service as service:
-        rows = await service._context.store.run(
+        rows = await service.context.store.run(
             lambda db: db.execute("SELECT count(*) FROM suspects").fetchone()[0]
         )
         assert rows == 0
@@ -175,7 +177,7 @@ async def test_a_suspect_that_is_served_is_one_no_more(tmp_path: Path) -> None:
 async def test_nothing_reaches_the_engine_that_cannot_be_noted(tmp_path: Path) -> None:
     scene = await opened(tmp_path)
     async with scene.service as service:
-        file = service._context.engine_lines._file
+        file = service.context.engine_lines._file
         fd, file._fd = file._fd, -1
         batch = await scene.create(lines(2))
 

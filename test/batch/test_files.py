@@ -58,8 +58,8 @@ async def test_files_expire_unless_a_batch_needs_them(tmp_path: Path) -> None:
     scene = await opened(tmp_path, input_retention_s=7200)
     scene.backend.holds = True
     async with scene.service as service:
-        short = await service.create_file(OWNER, "a", stream(lines(1)), HOUR)
-        used = await service.create_file(OWNER, "a", stream(lines(1)), HOUR)
+        short = await service.create_file(OWNER, "a", stream(lines(1)), lambda: HOUR)
+        used = await service.create_file(OWNER, "a", stream(lines(1)), lambda: HOUR)
         long = await scene.upload(lines(1))
         assert short.expires_at is not None
         assert short.expires_at - short.created_at == 3600

@@ -143,7 +143,7 @@ class TestQuota:
         def free_bytes(_: object) -> int:
             return 8 * MIB - sum(file.stat().st_size for file in files.iterdir())
 
-        kind = type(scene.service._context.directory)
+        kind = type(scene.service.context.directory)
         monkeypatch.setattr(kind, "free_bytes", free_bytes)
         async with scene.service:
             await scene.upload(bytes(4 * MIB), "first")
@@ -160,7 +160,7 @@ class TestQuota:
         scene = await opened(tmp_path)
         async with scene.service as service:
             file = await scene.upload(lines(1))
-            object.__setattr__(service.limits, "min_free_bytes", 1 << 60)
+            object.__setattr__(service.context.limits, "min_free_bytes", 1 << 60)
             with pytest.raises(StorageError, match="disk is full"):
                 await service.create_batch("owner", wanted(file))
             shutil.rmtree(tmp_path)

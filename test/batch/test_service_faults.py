@@ -17,7 +17,7 @@ async def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -
         batch = await scene.create(lines(3))
         await scene.in_flight(3)
         # Nothing can be written where a directory is.
-        record = await scene.service._context.store.run(
+        record = await scene.service.context.store.run(
             lambda db: db.execute("SELECT output_file_id FROM batches").fetchone()
         )
         obstacle = tmp_path / "files" / record[0]

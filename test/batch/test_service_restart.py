@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batch.manual_clock import ManualClock
-from batch.scenarios import OWNER, lines, opened
+from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, failure
 
 
@@ -65,30 +64,6 @@ async def test_lines_give_way_to_other_weights_as_often_as_they_come(
         done = await scene.ends(batch.id)
         assert done.request_counts.completed == 3
         assert (await service.status()).line_retries == 0
-
-
-async def test_ends_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, record_events=True)
-    async with scene.service as service:
-        batch = await scene.create(lines(1))
-        await scene.ends(batch.id)
-        (event,) = await service.pending_events()
-        assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, OWNER)
-        await service.retry_event(event.id, scene.clock.now_s() + 30)
-        assert await service.pending_events() == []
-        event_id = event.id
-    scene = await opened(tmp_path, record_events=True, clock=ManualClock(1_000_900.0))
-    async with scene.service as service:
-        (event,) = await service.pending_events()
-        assert (event.id, event.attempts) == (event_id, 1)
-        await service.settle_event(event.id)
-        assert await service.pending_events() == []
-
-
-async def test_nothing_is_told_when_nobody_listens(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        await scene.ends((await scene.create(lines(1))).id)
-        assert await service.pending_events() == []
 
 
 async def test_who_listens_no_more_is_not_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, name_of
-from sglang_coserve.batch import file_processes
+from sglang_coserve.batch import job_lines
 
 
 async def test_no_more_lines_are_in_flight_than_the_backend_has_use_for(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ async def test_an_owner_gets_half_whatever_the_other_one_has(tmp_path: Path) -> 
             lines(40, "modest", max_tokens=100), owner="modest", priority=-100, weight=0.01
         )
         await scene.reaches(modest.id, "in_progress", owner="modest")
-        slots = scene.service._context.slots
+        slots = scene.service.context.slots
         await scene.clock.until(lambda: len(slots._waiting) == 6, "every batch waits")
         await scene.clock.until(lambda: any(share.is_urgent for share in slots._jobs))
         seen = len(backend.started)
@@ -64,14 +64,14 @@ async def test_owners_take_turns_at_validation(
     """A file waits for those being read, and not for all that came before it."""
     begun: list[str] = []
     is_open = asyncio.Event()
-    run = file_processes.run_module
+    run = job_lines.run_module
 
     async def noted(what: str, module: str, *arguments: str) -> Any:
         begun.append(Path(arguments[0]).name)
         await is_open.wait()
         return await run(what, module, *arguments)
 
-    monkeypatch.setattr(file_processes, "run_module", noted)
+    monkeypatch.setattr(job_lines, "run_module", noted)
     scene = await opened(tmp_path, ScriptedBackend(holds=True))
     async with scene.service:
         for _ in range(5):

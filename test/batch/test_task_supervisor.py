@@ -95,7 +95,8 @@ async def test_expired_files_go_also_when_a_batch_has_just_begun_with_one(
     async with scene.service as service:
         in_an_hour = ExpiresAfter(anchor="created_at", seconds=3600)
         used, unused = [
-            await service.create_file(OWNER, "f", stream(lines(1)), in_an_hour) for _ in range(2)
+            await service.create_file(OWNER, "f", stream(lines(1)), lambda: in_an_hour)
+            for _ in range(2)
         ]
         await service.create_batch(OWNER, wanted(used))
         # As if it had begun after they were listed.
@@ -112,7 +113,7 @@ async def test_expired_files_go_also_when_a_batch_has_just_begun_with_one(
         scene.clock.advance(3600)
         await scene.clock.until(lambda: not (tmp_path / "files" / unused.id).exists())
         assert listed_once and (tmp_path / "files" / used.id).exists()
-        assert service.background.state()["file_expiry"]["failures"] == 0
+        assert service.context.background.state()["file_expiry"]["failures"] == 0
 
 
 async def test_a_service_goes_on_whatever_a_task_of_it_meets(
@@ -121,7 +122,7 @@ async def test_a_service_goes_on_whatever_a_task_of_it_meets(
     backend = ScriptedBackend()
     scene = await opened(tmp_path, backend)
     async with scene.service as service:
-        state = service.background.state
+        state = service.context.background.state
         names = {"file_expiry", "batch_urgency", "online_delays"}
         assert {name for name, each in state().items() if each["running"]} == names
         wrong = {"batch_urgency": "load", "online_delays": "online_delays_s"}

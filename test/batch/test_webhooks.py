@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import random
 import time
@@ -16,12 +15,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from batch.scenarios import Scene, lines, opened
+from batch.scenarios import SECRET, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.batch.record import BatchEvent
+from sglang_coserve.batch.store import batch_rows
+from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import ConfigError
-
-SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
 
 
 @dataclass
@@ -65,14 +64,28 @@ async def receiving(*statuses: int) -> AsyncGenerator[Receiver]:
         yield receiver
 
 
-def webhooks(scene: Scene, url: str) -> Webhooks:
-    target = WebhookTarget(url, SECRET)
-    return Webhooks(scene.service, target, clock=scene.clock, rng=random.Random(0))
+@asynccontextmanager
+async def told(
+    directory: Path, *statuses: int, backend: ScriptedBackend | None = None
+) -> AsyncGenerator[tuple[Scene, Receiver]]:
+    """A service, and who is told of the ends of its batches."""
+    async with receiving(*statuses) as receiver:
+        target, rng = WebhookTarget(receiver.url, SECRET), random.Random(0)
+        scene = await opened(directory, backend, webhook=target, rng=rng)
+        async with scene.service:
+            yield scene, receiver
+
+
+async def pending(scene: Scene, within_s: float = 0.0) -> list[BatchEvent]:
+    """What is to be delivered by then."""
+    return await scene.service.context.store.run(
+        batch_rows.due_events, scene.clock.now_s() + within_s, 100
+    )
 
 
 async def nothing_pending(scene: Scene) -> None:
     """Wait until every event is settled, or waits for another attempt."""
-    while await scene.service.pending_events():
+    while await pending(scene):
         scene.clock.advance(0.5)  # Somebody looks for events now and then.
         await asyncio.sleep(0.001)
 
@@ -80,8 +93,7 @@ async def nothing_pending(scene: Scene) -> None:
 async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
     tmp_path: Path,
 ) -> None:
-    scene = await opened(tmp_path, record_events=True)
-    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+    async with told(tmp_path) as (scene, receiver):
         # OpenAI's client refuses what is not of today.
         scene.clock.advance(time.time() - scene.clock.now_s())
         batch = await scene.create(lines(2))
@@ -102,9 +114,7 @@ async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
 
 
 async def test_every_end_is_told(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True)
-    scene = await opened(tmp_path, backend, record_events=True)
-    async with scene.service, receiving() as receiver, webhooks(scene, receiver.url):
+    async with told(tmp_path, backend=ScriptedBackend(holds=True)) as (scene, receiver):
         failed = await scene.create(b"no json\n")
         await scene.ends(failed.id)
         expired = await scene.create(lines(1), window="1s")
@@ -117,12 +127,7 @@ async def test_every_end_is_told(tmp_path: Path) -> None:
 
 
 async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, record_events=True)
-    async with (
-        scene.service,
-        receiving(500, 302, 429) as receiver,
-        webhooks(scene, receiver.url),
-    ):
+    async with told(tmp_path, 500, 302, 429) as (scene, receiver):
         await scene.ends((await scene.create(lines(1))).id)
         times = []
         for count in range(1, 5):
@@ -137,21 +142,44 @@ async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Pat
         assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
 
 
-async def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, record_events=True)
-    async with scene.service:
+async def test_a_restart_tells_it_again_and_who_has_no_webhook_keeps_nothing(
+    tmp_path: Path,
+) -> None:
+    async with (scene := await opened(tmp_path)).service:
         await scene.ends((await scene.create(lines(1))).id)
-        assert len(await scene.service.pending_events()) == 1
-        scene.clock.advance(4 * 86_400)
-        async with receiving(500) as receiver, webhooks(scene, receiver.url):
+    ids = set()
+    for status in (500, 200):
+        async with told(tmp_path, status) as (scene, receiver):
+            if not ids:
+                await scene.ends((await scene.create(lines(1))).id)
+            scene.clock.advance(60)
             await scene.clock.until(lambda: bool(receiver.got))
+            ids |= {headers["webhook-id"] for headers, _ in receiver.got}
             await nothing_pending(scene)
+    assert len(ids) == 1
+    assert (await webhooks_pending(tmp_path)) == 0
+
+
+async def webhooks_pending(directory: Path) -> int:
+    async with (await opened(directory)).service as service:
+        return (await service.status()).webhooks_pending
+
+
+async def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
+    async with told(tmp_path, 500, 500) as (scene, receiver):
+        await scene.ends((await scene.create(lines(1))).id)
+        await scene.clock.until(lambda: len(receiver.got) == 1)
+        await nothing_pending(scene)
+        scene.clock.advance(4 * 86_400)
+        await scene.clock.until(lambda: len(receiver.got) == 2)
+        await nothing_pending(scene)
+        assert (await scene.service.status()).webhooks_pending == 0
 
 
 async def tried(scene: Scene) -> None:
     """Wait until a delivery has failed."""
     give_up_s = time.monotonic() + 60
-    while not any(event.attempts for event in await scene.service.pending_events()):
+    while not any(event.attempts for event in await pending(scene, within_s=86_400)):
         assert time.monotonic() < give_up_s, "nothing was tried"
         scene.clock.advance(1)
         await asyncio.sleep(0.001)
@@ -162,8 +190,7 @@ async def test_an_address_that_is_none_does_not_end_the_deliveries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """Whatever the resolver answers, or httpx says to it."""
-    scene = await opened(tmp_path, record_events=True)
-    async with scene.service, receiving() as receiver:
+    async with receiving() as receiver:
         loop = asyncio.get_running_loop()
         look_up = loop.getaddrinfo
 
@@ -171,7 +198,8 @@ async def test_an_address_that_is_none_does_not_end_the_deliveries(
             return [(0, 0, 0, "", (address, 0))]
 
         monkeypatch.setattr(loop, "getaddrinfo", bad_look_up)
-        async with webhooks(scene, receiver.url.replace("127.0.0.1", "localhost")):
+        target = WebhookTarget(receiver.url.replace("127.0.0.1", "localhost"), SECRET)
+        async with (scene := await opened(tmp_path, webhook=target)).service:
             await scene.ends((await scene.create(lines(1))).id)
             await tried(scene)
             monkeypatch.setattr(loop, "getaddrinfo", look_up)
@@ -202,13 +230,10 @@ async def test_an_answer_without_end_is_not_waited_for(
         except ConnectionError:
             writer.close()
 
-    scene = await opened(tmp_path, record_events=True)
-    async with (
-        scene.service,
-        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
-    ):
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with webhooks(scene, f"http://127.0.0.1:{port}/"):
+        target = WebhookTarget(f"http://127.0.0.1:{port}/", SECRET)
+        async with (scene := await opened(tmp_path, webhook=target)).service:
             await scene.ends((await scene.create(lines(1))).id)
             if is_slow:
                 await tried(scene)

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass
 
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import JobRecord, Status
 from sglang_coserve.batch.state import Event
@@ -15,6 +14,7 @@ from sglang_coserve.batch.store import Store, batch_rows
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines, InFlightFile
+from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.serve_line import LineContext
 
 _log = logging.getLogger(__name__)
@@ -28,8 +28,10 @@ class JobContext(LineContext):
     directory: DataDirectory
     store: Store
     limits: BatchLimits
-    file_processes: FileProcesses
     background: TaskSupervisor
+
+    reading_turns: FairSlots
+    """Of the processes that read input files: owners get equal shares of the bytes."""
 
     record_events: bool
     """Whether the ends of batches are put into the outbox."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from sglang_coserve.batch.context import JobContext
+from sglang_coserve.batch.context import JobContext, new_id
 from sglang_coserve.batch.errors import ConflictError, NotFoundError, TooLargeError, TooManyError
 from sglang_coserve.batch.record import FileRecord
+from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
@@ -102,6 +103,7 @@ class FileStore:
         self._store = context.store
         self._threads = context.threads
         self._clock = context.clock
+        self._rng = context.rng
         self._limits = limits = context.limits
         self._pace = UploadPace(context.backend, context.clock, limits.busy_upload_bytes_per_s)
         self._uses: dict[str, _Use] = {}
@@ -109,6 +111,22 @@ class FileStore:
     async def settle(self) -> None:
         """Clean up after a crash. Call it once, before anything else."""
         await self._store.run(self._settle)
+
+    async def add_input(
+        self,
+        owner: str,
+        filename: str,
+        chunks: AsyncIterable[bytes],
+        expires_after: Callable[[], ExpiresAfter | None],
+    ) -> FileRecord:
+        """Store what a batch may be made of; see ``add``."""
+
+        def expires_at_s(now_s: float) -> float:
+            after = expires_after()
+            return now_s + (after.seconds if after else self._limits.input_retention_s)
+
+        file_id = new_id("file-", self._rng)
+        return await self.add(owner, file_id, "batch", filename, chunks, expires_at_s)
 
     async def add(
         self,

@@ -20,7 +20,6 @@ from sglang_coserve.batch.state import (
     LinesFinished,
     Progressed,
     ServedBy,
-    Validated,
 )
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.errors import StorageError
@@ -116,7 +115,8 @@ class JobDriver:
     async def _advance(self, batch: JobRecord) -> None:
         match batch.status:
             case Status.VALIDATING:
-                await self._apply(await self._uninterrupted(self._check_input(batch)), batch)
+                checked = await self._uninterrupted(self._lines(batch).check())
+                await self._apply(checked, batch)
             case Status.IN_PROGRESS if self._left_s(batch) <= 0:
                 await self._apply(DeadlinePassed(), batch)
             case Status.IN_PROGRESS if batch.is_paused:
@@ -128,14 +128,6 @@ class JobDriver:
             case Status.CANCELLING:
                 await self._lines(batch).settle()
                 await self._apply(Finalized(), batch)
-
-    async def _check_input(self, batch: JobRecord) -> Validated | Failed:
-        context = self._context
-        path = context.directory.file(batch.input_file_id)
-        order = context.directory.order(batch.id)
-        return await context.file_processes.validate(
-            batch, path, context.limits, context.backend, order
-        )
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))

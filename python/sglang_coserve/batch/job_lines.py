@@ -1,19 +1,23 @@
-"""Serves, fails or counts the lines of one batch."""
+"""Checks, serves, fails or counts the lines of one batch."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
-from sglang_coserve.batch.state import Progressed, ServedBy
+from sglang_coserve.batch.state import Failed, Progressed, ServedBy, Validated
 from sglang_coserve.durable_files import discard
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
+from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.jsonl.lines import FileLine
 from sglang_coserve.jsonl.request_line import (
     BadLineError,
@@ -22,7 +26,7 @@ from sglang_coserve.jsonl.request_line import (
     parse_request_line,
 )
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.background import WorkerThreads
+from sglang_coserve.lines.background import WorkerThreads, run_module
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
@@ -32,9 +36,10 @@ from sglang_coserve.lines.result_record import Usage, batch_tag, encode_record
 
 _log = logging.getLogger(__name__)
 
-
 _SMALL_BYTES: Final = 1 << 16
 """Takes less than half a millisecond to parse."""
+
+_READER: Final = "sglang_coserve.jsonl.check_file"
 
 
 class JobLines:
@@ -74,6 +79,28 @@ class JobLines:
             context.limits.journal_compact_bytes,
         )
         self._order = directory.order(batch.id)
+
+    async def check(self) -> Validated | Failed:
+        """Return what the input holds, or the faults for which the engine cannot use it.
+
+        The order of the lines of a good one is then on the disk. An engine orders by itself what
+        it has at once, but of a long file that is only a few hundred lines at a time.
+        """
+        limits, backend = self._context.limits, self._context.backend
+        wanted = CheckLimits(
+            limits.max_lines,
+            backend.limits.max_bytes,
+            limits.max_reported_errors,
+            backend.limits.context_tokens,
+            limits.max_in_flight,
+            backend.model_names,
+        )
+        size_bytes = await asyncio.to_thread(_size_bytes, self._input)
+        arguments = (json.dumps(asdict(wanted)), str(self._order))
+        report = await self._read(f"checking {self._input}", size_bytes, *arguments)
+        if report["faults"]:
+            return Failed(tuple(LineFault(**fault) for fault in report["faults"]))
+        return Validated(report["requests"], report["estimated_tokens"], report["model"])
 
     async def serve(self) -> None:
         """Have the engine serve every unfinished line."""
@@ -152,9 +179,23 @@ class JobLines:
         try:
             return (await self._parsed(line)).custom_id
         except BodyTooLargeError:
-            return await self._context.file_processes.custom_id(
-                self._batch, self._input, line.offset, line.size_bytes
-            )
+            what = f"reading the line at byte {line.offset} of {self._input}"
+            return str(await self._read(what, line.size_bytes, str(line.offset)))
+
+    async def _read(self, what: str, size_bytes: int, *arguments: str) -> Any:
+        """Have a process read the input, in turn; it ends when this is cancelled."""
+        turns, batch = self._context.reading_turns, self._batch
+        share = JobShare(batch.owner, batch.priority, batch.weight, batch.expires_at_s)
+        turns.join(share)
+        try:
+            await turns.acquire(share, 0, size_bytes)
+            try:
+                path = str(self._input)
+                return await run_module(what, _READER, path, batch.endpoint, *arguments)
+            finally:
+                turns.release(share, 0, size_bytes, size_bytes)
+        finally:
+            turns.leave(share)
 
     async def served_by(self, model: str, completed: int) -> None:
         """See ``LineJob``."""
@@ -201,3 +242,10 @@ class JobLines:
             discard(self._order)
         except OSError as error:
             raise StorageError(f"{self._order} cannot be removed: {error.strerror}") from error
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # The process will say what is wrong with it.

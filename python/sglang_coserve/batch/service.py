@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections import Counter
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Final, Self
 
 from sglang_coserve.batch.admission import new_batch
-from sglang_coserve.batch.context import JobContext, new_id, open_engine_lines
+from sglang_coserve.batch.context import JobContext, open_engine_lines
 from sglang_coserve.batch.data_directory import DataDirectory
-from sglang_coserve.batch.file_processes import FileProcesses
 from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import BatchEvent, FileRecord, JobRecord, ServiceStatus, Status
+from sglang_coserve.batch.record import FileRecord, JobRecord, ServiceStatus, Status
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchList,
@@ -33,8 +31,8 @@ from sglang_coserve.batch.schemas import (
 from sglang_coserve.batch.state import Asked, BatchAction
 from sglang_coserve.batch.store import Store, batch_rows, file_rows
 from sglang_coserve.batch.uploads import Uploads
+from sglang_coserve.batch.webhooks import WebhookTarget, events_delivered
 from sglang_coserve.errors import StartupError, StorageError
-from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import Backend
 from sglang_coserve.lines.background import Clock, TaskSupervisor, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
@@ -42,6 +40,9 @@ from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.serve_line import EngineHealth, RetryPolicy
 
 _FILE_THREADS: Final = 4
+_READERS: Final = 2
+"""Processes that read input files, so that a small one does not wait for a large one."""
+
 _EXPIRY_INTERVAL_S: Final = 60.0
 
 
@@ -56,18 +57,16 @@ class BatchService:
 
     def __init__(self, context: JobContext) -> None:
         """Made by ``open``."""
-        self._context = context
+        self.context = context
         self._opened = AsyncExitStack()
         self._files = files = FileStore(context)
         self._runner = runner = JobSupervisor(context)
-        self._expiring: asyncio.Task[None] | None = None
-        self.limits = limits = context.limits
-        self.parts = Uploads(context, files, self.create_file)
+        self.parts = Uploads(context, files)
         """Files that come in parts."""
 
         self.responses = BackgroundResponses(context, files, runner)
-        self.uploads = Transfers("uploads", limits.max_transfers)
-        self.downloads = Transfers("downloads", limits.max_transfers)
+        self.uploads = Transfers("uploads", context.limits.max_transfers)
+        self.downloads = Transfers("downloads", context.limits.max_transfers)
 
     @staticmethod
     async def check(directory: Path) -> None:
@@ -90,7 +89,7 @@ class BatchService:
         backend: Backend,
         limits: BatchLimits | None = None,
         *,
-        record_events: bool = False,
+        webhook: WebhookTarget | None = None,
         dies_with_engine: bool = True,
         background: TaskSupervisor | None = None,
         clock: Clock | None = None,
@@ -98,11 +97,10 @@ class BatchService:
     ) -> Self:
         """Open or create ``directory``, and continue its unfinished batches.
 
-        With ``record_events`` the end of a batch stays in ``pending_events`` until it
-        is settled. Without ``dies_with_engine`` this process outlives the engine's end, so that
-        nothing is recorded to learn from it at the next start. ``background`` runs the service's
-        tasks: that of the process, or one of its own. ``rng`` makes the ids, so it must be one that
-        cannot be guessed.
+        ``webhook`` is told the ends of batches. Without ``dies_with_engine`` this process outlives
+        the engine's end, so that nothing is recorded to learn from it at the next start.
+        ``background`` runs the service's tasks: that of the process, or one of its own. ``rng``
+        makes the ids, so it must be one that cannot be guessed.
 
         Raises:
             StartupError: the directory cannot be used, or another server is using it.
@@ -130,9 +128,9 @@ class BatchService:
                     engine_lines=engine_lines,
                     backend=backend,
                     limits=limits,
-                    file_processes=FileProcesses(),
+                    reading_turns=FairSlots(_READERS, max_bytes=1),
                     background=background or TaskSupervisor(clock),
-                    record_events=record_events,
+                    record_events=webhook is not None,
                     clock=clock,
                     rng=rng or random.SystemRandom(),
                     retry_policy=RetryPolicy(
@@ -146,20 +144,17 @@ class BatchService:
                     journal_interval_s=limits.journal_interval_s,
                 )
                 service = cls(context)
-                opened.push_async_callback(service._stop)
+                opened.push_async_callback(service._runner.close)
                 await service._files.settle()
                 await service._runner.start()
             except StorageError as error:
                 raise StartupError(str(error)) from error
+            expiring = context.background.running("file_expiry", service._expire_regularly)
+            await opened.enter_async_context(expiring)
+            if webhook is not None:
+                await opened.enter_async_context(events_delivered(context, webhook))
             service._opened = opened.pop_all()
-        service._expiring = context.background.start("file_expiry", service._expire_regularly)
         return service
-
-    async def _stop(self) -> None:
-        if self._expiring is not None:
-            self._expiring.cancel()
-            await asyncio.wait({self._expiring})
-        await self._runner.close()
 
     async def close(self) -> None:
         """Stop every batch where it is, and release the directory."""
@@ -176,23 +171,18 @@ class BatchService:
         owner: str,
         filename: str,
         chunks: AsyncIterable[bytes],
-        expires_after: ExpiresAfter | Callable[[], ExpiresAfter | None] | None = None,
+        expires_after: Callable[[], ExpiresAfter | None] = lambda: None,
     ) -> FileObject:
         """Store an upload. What it holds is looked at when a batch is made of it.
 
-        A function for ``expires_after`` is asked after the last chunk: a form may say it there.
+        ``expires_after`` is asked after the last chunk: a form may say it there.
 
         Raises:
             TooLargeError: it is longer than ``max_upload_bytes``.
             QuotaError: the owner has too much on the disk.
         """
 
-        def expires_at_s(now_s: float) -> float:
-            after = expires_after() if callable(expires_after) else expires_after
-            return now_s + (after.seconds if after else self.limits.input_retention_s)
-
-        file_id = new_id("file-", self._context.rng)
-        file = await self._files.add(owner, file_id, "batch", filename, chunks, expires_at_s)
+        file = await self._files.add_input(owner, filename, chunks, expires_after)
         return FileObject.of(file)
 
     async def list_files(
@@ -205,17 +195,17 @@ class BatchService:
         purpose: str | None = None,
     ) -> FileList:
         """Return a page of files by their creation."""
-        found = await self._context.store.run(
+        found = await self.context.store.run(
             file_rows.page,
             owner,
-            self._context.clock.now_s(),
+            self.context.clock.now_s(),
             after=after,
             limit=limit + 1,
             is_ascending=order == "asc",
             purpose=purpose,
         )
         # In a thread: there may be thousands.
-        return await self._context.threads.run(FileList.of, found, limit, FileObject.of)
+        return await self.context.threads.run(FileList.of, found, limit, FileObject.of)
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
@@ -249,13 +239,13 @@ class BatchService:
             TooManyError: too many batches are unfinished.
             QuotaError: the owner has too much on the disk.
         """
-        wanted = new_batch(owner, request, idempotency_key, self._context)
+        wanted = new_batch(owner, request, idempotency_key, self.context)
         best_effort = request.coserve.best_effort
         return self._shown(await self._runner.create(wanted, best_effort=best_effort))
 
     async def retrieve_batch(self, owner: str | None, batch_id: str) -> BatchObject:
         """Return one batch."""
-        return self._shown(await self._context.store.run(batch_rows.find, batch_id, owner))
+        return self._shown(await self.context.store.run(batch_rows.find, batch_id, owner))
 
     async def list_batches(
         self,
@@ -266,12 +256,12 @@ class BatchService:
         status: str | None = None,
     ) -> BatchList:
         """Return a page of batches, the newest first."""
-        found = await self._context.store.run(
+        found = await self.context.store.run(
             batch_rows.page, owner, after=after, limit=limit + 1, status=status
         )
         render = self._renderer(found)
         # A failed batch has up to a hundred errors, and is not small either.
-        return await self._context.threads.run(BatchList.of, found, limit, render)
+        return await self.context.threads.run(BatchList.of, found, limit, render)
 
     async def change_batch(
         self, owner: str | None, batch_id: str, action: BatchAction
@@ -284,45 +274,10 @@ class BatchService:
         """
         return self._shown(await self._runner.change(batch_id, Asked(action), owner))
 
-    @property
-    def body_limits(self) -> BodyLimits:
-        """What the engine takes of one request."""
-        return self._context.backend.limits
-
-    @property
-    def background(self) -> TaskSupervisor:
-        """What runs its tasks."""
-        return self._context.background
-
-    @property
-    def fatal_signal_path(self) -> Path:
-        """Where it is to be written that the process dies of a signal such as SIGSEGV."""
-        return self._context.directory.fatal_signal
-
-    def note_engine_death(self) -> None:
-        """Note that the engine has ended by itself, so that the next start knows.
-
-        Quick, and never raises: it is called by a process that is about to end.
-        """
-        self._context.engine_lines.note_death()
-
-    async def pending_events(self, limit: int = 100) -> list[BatchEvent]:
-        """Return events that are to be delivered now, the oldest first."""
-        now_s = self._context.clock.now_s()
-        return await self._context.store.run(batch_rows.due_events, now_s, limit)
-
-    async def settle_event(self, event_id: str) -> None:
-        """Forget an event: it has been delivered, or given up."""
-        await self._context.store.run(batch_rows.settle_event, event_id)
-
-    async def retry_event(self, event_id: str, at_s: float) -> None:
-        """Count a failed delivery; the event is pending again at ``at_s``."""
-        await self._context.store.run(batch_rows.postpone_event, event_id, at_s)
-
     async def status(self) -> ServiceStatus:
         """Return how busy the service is."""
-        webhooks_pending = await self._context.store.run(batch_rows.count_events)
-        context, slots, records = self._context, self._context.slots, self._runner.unfinished()
+        webhooks_pending = await self.context.store.run(batch_rows.count_events)
+        context, slots, records = self.context, self.context.slots, self._runner.unfinished()
         lines_left = sum(
             record.total_lines - record.progress.lines
             for record in records
@@ -345,8 +300,8 @@ class BatchService:
         return self._runner.headroom()
 
     async def _find_file(self, owner: str, file_id: str) -> FileRecord:
-        now_s = self._context.clock.now_s()
-        return await self._context.store.run(file_rows.find, owner, file_id, now_s)
+        now_s = self.context.clock.now_s()
+        return await self.context.store.run(file_rows.find, owner, file_id, now_s)
 
     def _shown(self, batch: JobRecord) -> BatchObject:
         return self._renderer([batch])(batch)
@@ -355,7 +310,7 @@ class BatchService:
         """Return what makes objects of ``batches``, in any thread."""
         job_forecasts = self._runner.job_forecasts(batches)
         stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
-        model = self._context.backend.model or None  # A gateway may not know it yet.
+        model = self.context.backend.model or None  # A gateway may not know it yet.
         return lambda batch: BatchObject.of(
             batch, job_forecasts.get(batch.id), stalled[batch.id], model
         )
@@ -363,5 +318,5 @@ class BatchService:
     async def _expire_regularly(self) -> None:
         while True:
             await self.responses.remove_expired()
-            await self._files.remove_expired(self._context.clock.now_s())
-            await self._context.clock.sleep(_EXPIRY_INTERVAL_S)
+            await self._files.remove_expired(self.context.clock.now_s())
+            await self.context.clock.sleep(_EXPIRY_INTERVAL_S)

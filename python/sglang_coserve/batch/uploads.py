@@ -6,7 +6,7 @@ and crashes are those of files. They are deleted once the upload is complete or 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import md5
@@ -91,8 +91,6 @@ class Uploads:
 
     context: JobContext
     files: FileStore
-    create_file: Callable[..., Awaitable[FileObject]]
-    """``BatchService.create_file``."""
 
     async def create(self, owner: str, request: CreateUpload) -> UploadObject:
         """Begin an upload.
@@ -151,18 +149,16 @@ class Uploads:
         if size_bytes != wanted.bytes:
             message = f"the parts have {size_bytes:,} bytes, and {wanted.bytes:,} were announced"
             raise BatchRequestError(message, code="size_mismatch", param="part_ids")
-        file = await self.create_file(
-            owner,
-            wanted.filename,
-            self._joined(parts, request.md5),
-            wanted.expires_after,
+        joined = self._joined(parts, request.md5)
+        file = await self.files.add_input(
+            owner, wanted.filename, joined, lambda: wanted.expires_after
         )
         try:
             await self._forget(owner, upload_id)
         except NotFoundError:  # Another call was faster: it alone has made a file.
             await self.files.remove(owner, file.id)
             raise
-        return UploadObject.of(upload, wanted, "completed", file)
+        return UploadObject.of(upload, wanted, "completed", FileObject.of(file))
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
         """Delete what is there of an upload.

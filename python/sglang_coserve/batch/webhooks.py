@@ -16,18 +16,20 @@ import hmac
 import json
 import logging
 import os
-import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, Self
 
 import httpx
 
+from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import BatchEvent
-from sglang_coserve.batch.service import BatchService
+from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.config import BatchApiConfig
 from sglang_coserve.errors import ConfigError, CoserveError
-from sglang_coserve.lines.background import Clock, backoff_s
+from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.network import http_address
 
 _SECRET_VARIABLE: Final = "COSERVE_WEBHOOK_SECRET"
@@ -101,59 +103,50 @@ def signed_headers(event_id: str, now_s: float, body: bytes, key: bytes) -> dict
     }
 
 
-class Webhooks:
-    """Delivers the events of a service while it is entered; see the module's docstring."""
+@asynccontextmanager
+async def events_delivered(context: JobContext, target: WebhookTarget) -> AsyncGenerator[None]:
+    """Deliver the ends of batches within this context; see the module's docstring."""
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+        deliveries = _Deliveries(context, target, client)
+        async with context.background.running("webhooks", deliveries.run):
+            yield
 
+
+class _Deliveries:
     def __init__(
-        self,
-        service: BatchService,
-        target: WebhookTarget,
-        *,
-        clock: Clock | None = None,
-        rng: random.Random | None = None,
+        self, context: JobContext, target: WebhookTarget, client: httpx.AsyncClient
     ) -> None:
-        self._service = service
+        self._context = context
         self._target = target
         self._url = httpx.URL(target.url)
-        self._clock = clock or Clock()
-        self._rng = rng or random.Random()
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
-        self._task: asyncio.Task[None] | None = None
+        self._client = client
 
-    async def __aenter__(self) -> Self:
-        self._task = self._service.background.start("webhooks", self._deliver_all)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        await self._client.aclose()
-
-    async def _deliver_all(self) -> None:
+    async def run(self) -> None:
+        store, clock = self._context.store, self._context.clock
         while True:
-            events = await self._service.pending_events(_AT_ONCE)
+            events = await store.run(batch_rows.due_events, clock.now_s(), _AT_ONCE)
             async with asyncio.TaskGroup() as tasks:
                 for event in events:
                     tasks.create_task(self._deliver(event))
             if not events:
-                await self._clock.sleep(_POLL_S)
+                await clock.sleep(_POLL_S)
 
     async def _deliver(self, event: BatchEvent) -> None:
+        context = self._context
         try:
             await self._send(event)
         except Exception as error:  # Whatever it is, the next one may be delivered.
-            now_s = self._clock.now_s()
+            now_s = context.clock.now_s()
             reason = str(error) or type(error).__name__
             if now_s - event.created_at_s > _GIVE_UP_AFTER_S:
                 _log.error("%s of %s given up: %s", event.type, event.batch_id, reason)
             else:
                 _log.warning("%s of %s not delivered: %s", event.type, event.batch_id, reason)
                 failures = event.attempts + 1
-                pause_s = backoff_s(failures, _FIRST_DELAY_S, _MAX_DELAY_S, self._rng)
-                await self._service.retry_event(event.id, now_s + pause_s)
+                pause_s = backoff_s(failures, _FIRST_DELAY_S, _MAX_DELAY_S, context.rng)
+                await context.store.run(batch_rows.postpone_event, event.id, now_s + pause_s)
                 return
-        await self._service.settle_event(event.id)
+        await context.store.run(batch_rows.settle_event, event.id)
 
     async def _send(self, event: BatchEvent) -> None:
         fields = {
@@ -164,7 +157,7 @@ class Webhooks:
             "data": {"id": event.batch_id},
         }
         body = json.dumps(fields, separators=(",", ":")).encode()
-        headers = signed_headers(event.id, self._clock.now_s(), body, self._target.key) | {
+        headers = signed_headers(event.id, self._context.clock.now_s(), body, self._target.key) | {
             "content-type": "application/json",
         }
         # An answer says enough by its status: the rest, however long it is, is not read.

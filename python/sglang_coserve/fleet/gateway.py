@@ -30,7 +30,7 @@ from sglang_coserve.batch.routes.caller import (
 )
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.fleet.engine import follow
@@ -182,10 +182,8 @@ async def _open(
     try:
         target = WebhookTarget.of(options)
         async with AsyncExitStack() as stack:
-            service = await _open_when_free(app, options, fleet, records_events=target is not None)
+            service = await _open_when_free(app, options, fleet, target)
             stack.push_async_callback(_close, app, service)
-            if target is not None:
-                await stack.enter_async_context(Webhooks(service, target))
             keep = partial(keep_remembered, options.data, lambda: fleet.served)
             background = app.state.background
             await stack.enter_async_context(background.running("served_model", keep))
@@ -198,7 +196,7 @@ async def _open(
 
 
 async def _open_when_free(
-    app: FastAPI, options: GatewayOptions, fleet: FleetBackend, *, records_events: bool
+    app: FastAPI, options: GatewayOptions, fleet: FleetBackend, target: WebhookTarget | None
 ) -> BatchService:
     limits, is_standby = BatchLimits.of(options), False
     while True:
@@ -207,7 +205,7 @@ async def _open_when_free(
                 options.data,
                 fleet,
                 limits,
-                record_events=records_events,
+                webhook=target,
                 dies_with_engine=False,
                 background=app.state.background,
             )

@@ -52,7 +52,7 @@ _BYTES: Final[dict[str, Any]] = {
 async def create_file(service: Service, owner: Owner, request: Request) -> FileObject:
     """Upload a file."""
     with service.uploads.one(owner):
-        body = received(request.stream(), service.limits)
+        body = received(request.stream(), service.context.limits)
         form = UploadForm(request.headers.get("content-type", ""), body)
         await form.read_to_file()
         chunks = form.file_chunks()
@@ -117,7 +117,7 @@ async def file_content(
         return DownloadResponse(
             service.read_file(file_id, start, end),
             place=place.pop_all(),
-            limits=service.limits,
+            limits=service.context.limits,
             status_code=206 if span else 200,
             headers=headers,
             media_type="application/octet-stream",
@@ -169,7 +169,7 @@ async def add_upload_part(
 ) -> UploadPart:
     """Add a part."""
     with service.uploads.one(owner):
-        body = received(request.stream(), service.limits)
+        body = received(request.stream(), service.context.limits)
         form = UploadForm(request.headers.get("content-type", ""), body, file_field="data")
         await form.read_to_file()
         return await service.parts.add_part(owner, upload_id, form.file_chunks())

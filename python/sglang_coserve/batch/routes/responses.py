@@ -138,7 +138,7 @@ async def delete_response(
 def _limits(app: Any) -> BodyLimits | None:
     """Return what a response in the background may be; None if there are none."""
     try:
-        return find_service(app).body_limits
+        return find_service(app).context.backend.limits
     except BatchApiNotReadyError:
         return BodyLimits()
     except BatchApiOffError:

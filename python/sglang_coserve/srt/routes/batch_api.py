@@ -19,7 +19,7 @@ from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import add_batch_routes, operator_endpoints
 from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set_service
 from sglang_coserve.batch.service import BatchService
-from sglang_coserve.batch.webhooks import Webhooks, WebhookTarget
+from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.http_lines.line_server import (
     LineServer,
@@ -141,20 +141,19 @@ async def _open_service(
 
     if config.coserve_data_dir is None:
         return
-    target = WebhookTarget.of(config)
     service = await BatchService.open(
         Path(config.coserve_data_dir),
         backend,
         BatchLimits.of(config),
-        record_events=target is not None,
+        webhook=WebhookTarget.of(config),
         background=background,
     )
     set_service(http_server.app, service)
     stack.push_async_callback(_close, http_server.app, service, publish)
-    stack.enter_context(fatal_signals_recorded_in(service.fatal_signal_path))
-    http_server._global_state.tokenizer_manager.coserve_on_death = service.note_engine_death
-    if target is not None:
-        await stack.enter_async_context(Webhooks(service, target))
+    stack.enter_context(fatal_signals_recorded_in(service.context.directory.fatal_signal))
+    http_server._global_state.tokenizer_manager.coserve_on_death = (
+        service.context.engine_lines.note_death
+    )
 
 
 async def _drain_when_stopping(backend: BatchBackend, drain: Drain) -> None:
