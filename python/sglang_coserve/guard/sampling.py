@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
@@ -234,3 +235,29 @@ def give_each_choice_its_seed(tokenized: Any) -> None:
     if shared.n > 1 and shared.sampling_seed is not None:
         tokenized.sampling_params = copy.copy(shared)
         shared.sampling_seed = (shared.sampling_seed + 1) % _NUM_SEEDS
+
+
+def fill_token_ids_logprobs(logits_output: Any) -> None:
+    """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.
+
+    SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
+    scheduler process dies of that (sgl-project/sglang#34719).
+    """
+    values = logits_output.next_token_token_ids_logprobs_val
+    for i, value in enumerate(values or ()):
+        if not torch.is_tensor(value):
+            values[i] = torch.tensor(value)
+
+
+def check_logit_processor(recv_req: Any) -> None:
+    """Make a request's custom logit processor once, which SGLang keeps.
+
+    Raises:
+        ValueError: it cannot be made; in a batch, that would end the scheduler process.
+    """
+    processor = getattr(recv_req, "custom_logit_processor", None)  # Embeddings have none.
+    if processor is not None:
+        try:
+            CustomLogitProcessor.from_str(processor)
+        except Exception as error:
+            raise ValueError(f"custom_logit_processor: {type(error).__name__}: {error}") from error

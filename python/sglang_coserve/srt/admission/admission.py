@@ -38,6 +38,7 @@ from sglang_coserve.srt.compat import refuse, release_aborted
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.safepoint.instrument import Stops
+from sglang_coserve.srt.steps.clocks import RankTime
 from sglang_coserve.srt.steps.engine_parts import EngineParts
 from sglang_coserve.srt.steps.offline_retraction import Prefill
 from sglang_coserve.srt.steps.request_ledger import BatchResults, ending_of
@@ -183,7 +184,6 @@ class Admission:
         The core is asked for a plan, and SGLang admits what that says. ``prefill`` is SGLang's own
         admission of what is in its queue.
         """
-        now_s = self._clock.now_s()
         if self.core is None:
             self._begin_pass()
             return self._unplanned.admit(running_batch, prefill)
@@ -192,8 +192,9 @@ class Admission:
         self.stops = None
         if self._clock.pacer is not None:
             self._clock.pacer.expects(0.0)
-        self._checkpointing.prefetch(now_s)
-        self._learn(self.core, now_s)
+        time = self._clock.read()
+        self._checkpointing.prefetch(time.now_s)
+        self._learn(self.core, time)
         self._begin_pass()
         if not self._is_planned(running_batch):
             self._steps.decided(self._clock.now_s())
@@ -205,7 +206,7 @@ class Admission:
         tried = NotedPass(prefill)
         self._plan = StepPlan()
         try:
-            result = self._admit(self.core, running_batch, tried, now_s)
+            result = self._admit(self.core, running_batch, tried, time)
         except Exception as error:
             self.stops = None
             self._unplanned.failed(error, tried)
@@ -218,19 +219,19 @@ class Admission:
         return result
 
     def _admit(
-        self, core: Core, running_batch: ScheduleBatch, prefill: Prefill, now_s: float
+        self, core: Core, running_batch: ScheduleBatch, prefill: Prefill, time: RankTime
     ) -> Any:
         requests = self._view.requests_with_kv(running_batch)
         in_the_way = self._retraction.rids_blocking_adapters(requests)
         if any(req.rid in in_the_way for req in self._view.suspended):
             self._drop()
         self._retraction.retract(in_the_way, running_batch)
-        plan = self._new_plan(core, running_batch, now_s)
+        plan = self._new_plan(core, running_batch, time)
         # A step that does not go on now would hold what clients have left for as long as it waits.
         has_left = any(req.to_finish is not None for req in self._view.suspended)
         if plan.drops or (has_left and not plan.resumes):
             self._drop()
-            plan = self._new_plan(core, running_batch, now_s)
+            plan = self._new_plan(core, running_batch, time)
         self._plan = plan
         self._steps.decided(self._clock.now_s())
         if math.isfinite(plan.budget_s):
@@ -250,7 +251,7 @@ class Admission:
         if result.batch_to_run is not None:
             self.stops = None
             if plan.lane is Lane.OFFLINE:
-                begins_s = now_s + self._clock.ahead_s()
+                begins_s = time.now_s + time.ahead_s
                 ends_s = min(begins_s + plan.predicted_s, plan.until_s)
                 self.stops = Stops(plan.until_s, partial(core.must_suspend, ends_s))
         elif plan.lane is Lane.SHARED or plan.is_idle:
@@ -262,9 +263,9 @@ class Admission:
                 self.give_up()
         return result
 
-    def _new_plan(self, core: Core, running_batch: ScheduleBatch, now_s: float) -> StepPlan:
+    def _new_plan(self, core: Core, running_batch: ScheduleBatch, time: RankTime) -> StepPlan:
         assert not self._unplanned.are_all, "the core has lost track of what runs"
-        return core.plan(self._parts.snapshot(running_batch, now_s), self)
+        return core.plan(self._parts.snapshot(running_batch, time), self)
 
     def _told(self, call: Callable[..., None], *args: Any) -> None:
         """Tell the core what has become of requests and steps; if it fails, it plans no more.
@@ -323,12 +324,12 @@ class Admission:
         if cached_tokens := self._ledger.match_prefix(self._waiting.reqs[rid]):
             core.cached(rid, cached_tokens)
 
-    def _learn(self, core: Core, now_s: float) -> None:
+    def _learn(self, core: Core, time: RankTime) -> None:
         """Tell the core the results that are complete since the last pass."""
-        results = self._steps.next_pass(now_s, self._clock.take_parts(), self._clock.results_s())
+        results = self._steps.next_pass(time.now_s, time.parts_s, time.results_s)
         if not results and len(core.interference):
             # Nothing ran, but the baseline goes on: it may be behind.
-            results = [StepResult(None, now_s)]
+            results = [StepResult(None, time.now_s)]
         for result in results:
             if self._unplanned.are_all:
                 self._tell("judgement", core.update, replace(result, step=None))

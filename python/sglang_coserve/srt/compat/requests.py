@@ -1,4 +1,4 @@
-"""Mends or refuses requests on which SGLang would fail for all, and releases what they hold."""
+"""Answers requests that are in no batch, releases what they hold, and says which can go on."""
 
 from __future__ import annotations
 
@@ -7,36 +7,6 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from sglang_coserve.srt.compat.by_version import release_kv, set_computed_tokens, slot_of
-
-
-def fill_token_ids_logprobs(logits_output: Any) -> None:
-    """Correct the result of a batch in which only some requests asked for ``token_ids_logprob``.
-
-    SGLang 0.5.17 gives the others a plain list where it then wants a tensor, and its
-    scheduler process dies of that (sgl-project/sglang#34719).
-    """
-    import torch
-
-    values = logits_output.next_token_token_ids_logprobs_val
-    for i, value in enumerate(values or ()):
-        if not torch.is_tensor(value):
-            values[i] = torch.tensor(value)
-
-
-def check_logit_processor(recv_req: Any) -> None:
-    """Make a request's custom logit processor once, which SGLang keeps.
-
-    Raises:
-        ValueError: it cannot be made; in a batch, that would end the scheduler process.
-    """
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
-
-    processor = getattr(recv_req, "custom_logit_processor", None)  # Embeddings have none.
-    if processor is not None:
-        try:
-            CustomLogitProcessor.from_str(processor)
-        except Exception as error:
-            raise ValueError(f"custom_logit_processor: {type(error).__name__}: {error}") from error
 
 
 def refuse(scheduler: Any, request: Any, status: HTTPStatus, message: str) -> None:

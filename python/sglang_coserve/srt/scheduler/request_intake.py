@@ -20,8 +20,9 @@ from typing import Any, Final
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_coserve.core.request import Ending
+from sglang_coserve.guard.sampling import check_logit_processor
 from sglang_coserve.srt.admission.admission import Admission
-from sglang_coserve.srt.compat import check_logit_processor, lowest_priority, refuse, send_abort
+from sglang_coserve.srt.compat import lowest_priority, refuse, send_abort
 from sglang_coserve.srt.marks.offline_marks import restore_generated
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves

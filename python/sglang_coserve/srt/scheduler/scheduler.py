@@ -16,7 +16,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.guard.grammars import grammar_cache
-from sglang_coserve.guard.sampling import end_unusable
+from sglang_coserve.guard.sampling import end_unusable, fill_token_ids_logprobs
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.forward_kind import prefilled
 from sglang_coserve.srt.marks.request_marks import is_offline
@@ -213,7 +213,7 @@ class CoserveScheduler(Scheduler):
         reqs = list(batch.reqs)
         before = [len(req.output_ids) for req in reqs]
         if batch.return_logprob:
-            compat.fill_token_ids_logprobs(result.logits_output)
+            fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
         has_prompts = batch.forward_mode.is_extend()  # Decodes are not looked at.
         self._began_offline_alone = has_prompts and all(map(is_offline, prefilled(batch)))

@@ -17,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -177,7 +177,7 @@ class RankTime:
 
     now_s: float
     parts_s: tuple[float, ...] = ()
-    """Times of the parts of steps that have ended on rank 0 since the last tick."""
+    """Times of the parts of steps that have ended on rank 0 since the last time, in order."""
 
     ahead_s: float = 0.0
     """Predicted rest of the step that runs, in seconds."""
@@ -245,28 +245,16 @@ class RankClock:
             self.pacer.launched(result, began_s)
         return result
 
-    def take_parts(self) -> tuple[float, ...]:
-        """Take out and return the times of the parts of steps that have ended, in order."""
-        if not self._is_shared:
-            return () if self.timer is None else self.timer.take()
+    def read(self) -> RankTime:
+        """Return the time, and what has become known since it was read last."""
+        if self._tick is None:
+            return self.measured(time.perf_counter())
         parts_s, self._parts_s = tuple(self._parts_s), []
-        return parts_s
+        return replace(self._tick, parts_s=parts_s)
 
     def now_s(self) -> float:
         """Return the current time: that of the last tick, if the clock is shared."""
         return time.perf_counter() if self._tick is None else self._tick.now_s
-
-    def ahead_s(self) -> float:
-        """Return the predicted rest of the step that runs, in seconds."""
-        if self._tick is not None:
-            return self._tick.ahead_s
-        return 0.0 if self.pacer is None else self.pacer.ahead_s(time.perf_counter())
-
-    def results_s(self) -> float | None:
-        """Return when the last results came; None if the host has not waited since then."""
-        if self._tick is not None:
-            return self._tick.results_s
-        return None if self.pacer is None else self.pacer.results_s
 
     def arrival_s(self, req: Req, now_s: float) -> float:
         """Return when a request arrived at the server; ``now_s`` if unknown.

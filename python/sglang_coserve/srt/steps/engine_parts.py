@@ -13,7 +13,7 @@ from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
-from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, device_timer
+from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, RankTime, device_timer
 from sglang_coserve.srt.steps.engine_view import EngineView
 from sglang_coserve.srt.steps.kv_pools import KvPools
 from sglang_coserve.srt.steps.offline_lane import OfflineLane
@@ -77,13 +77,13 @@ class EngineParts:
             scheduler, self.view, self.retraction, self.tracker, safepoints, answer_aborted
         )
 
-    def snapshot(self, running_batch: ScheduleBatch, now_s: float) -> EngineSnapshot:
+    def snapshot(self, running_batch: ScheduleBatch, time: RankTime) -> EngineSnapshot:
         """Return the state of SGLang's scheduler. O(requests + waiting online requests)."""
         scheduler, pools, view, ledger = self.scheduler, self.pools, self.view, self.ledger
         admitted = self._admitted(running_batch)
         num_decodes = len(running_batch.reqs) + len(view.paused_requests.paused)
         return EngineSnapshot(
-            now_s=now_s,
+            now_s=time.now_s,
             admitted=admitted,
             waiting=ledger.waiting_requests(view.waiting),
             free_kv_tokens=pools.free_tokens,
@@ -102,7 +102,7 @@ class EngineParts:
             stop_share=self.lane.safepoints.stop_share,
             decodes_stop=self.lane.safepoints.decodes_stop,
             resume_s=_RESUME_S,
-            ahead_s=self.clock.ahead_s(),
+            ahead_s=time.ahead_s,
         )
 
     def _admitted(self, running_batch: ScheduleBatch) -> list[Request]:
