@@ -17,6 +17,7 @@ import pytest
 
 from client.batch_files import line, write_lines
 from client.fault_server import FaultServer
+from sglang_coserve.bench_serving.one_run import make_ready
 from sglang_coserve.client import (
     AsyncCoserveClient,
     ClientOptions,
@@ -25,7 +26,7 @@ from sglang_coserve.client import (
     RetryPolicy,
     read_results,
 )
-from sglang_coserve.errors import ConfigError, InputFileError, ServerGoneError
+from sglang_coserve.errors import ConfigError, InputFileError, ServerError, ServerGoneError
 
 IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_s=0.01))
 
@@ -150,6 +151,8 @@ def test_a_server_with_a_certificate_of_ones_own_authority(
             url = f"https://127.0.0.1:{server.server_port}"
             monkeypatch.setenv("SSL_CERT_FILE", certificate)
             assert not asyncio.run(has_batches(url))
+            with pytest.raises(ServerError, match="did not empty its cache"):
+                make_ready(url, 30.0)
         finally:
             server.shutdown()
             thread.join()

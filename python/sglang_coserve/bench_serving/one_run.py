@@ -98,7 +98,7 @@ def measure(
         # It would look the served name up on Hugging Face, and retry where there is no network.
         common += ["--model", options.model_path]
     limit_s = options.run_timeout_s
-    _make_ready(base_url, limit_s)
+    make_ready(base_url, limit_s)
     with ExitStack() as stack:
 
         def load(name: str, flags: list[str], body: Mapping[str, Any]) -> LoadProcess:
@@ -132,7 +132,7 @@ def measure(
     return figures, {"online": _record(found), "offline": _record(beside)}
 
 
-def _make_ready(base_url: str, limit_s: float) -> None:
+def make_ready(base_url: str, limit_s: float) -> None:
     """Have kernels compiled, every prompt computed, and no full garbage collection in a run.
 
     On a GPU the first prompt that continues a cached one waits for ten seconds of compilation. A
@@ -144,7 +144,10 @@ def _make_ready(base_url: str, limit_s: float) -> None:
     key = os.environ.get("OPENAI_API_KEY")  # As bench_serving has it.
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        with httpx.Client(base_url=base_url, headers=headers, trust_env=False) as client:
+        verify = httpx.create_ssl_context()  # By the environment; its proxies do not count.
+        with httpx.Client(
+            base_url=base_url, headers=headers, verify=verify, trust_env=False
+        ) as client:
             timeout_s = 2 * _IDLE_TIMEOUT_S
             for _ in range(2):  # The second continues the first.
                 client.post("/generate", json=_FIRST_REQUEST, timeout=limit_s)
