@@ -19,12 +19,7 @@ from sglang_coserve.client.output_files import (
     open_input,
 )
 from sglang_coserve.client.progress import JobState, JobStatus, showing
-from sglang_coserve.client.server_batch import (
-    BatchOptions,
-    ServerBatch,
-    SubmissionFile,
-    submission_path,
-)
+from sglang_coserve.client.server_batch import BatchOptions, ServerBatch, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
 from sglang_coserve.lines.background import Clock, WorkerThreads
 from sglang_coserve.lines.engine_lines import EngineLines
@@ -53,11 +48,11 @@ class JobRun(Protocol):
 class AsyncJob:
     """A submitted file. It runs on its own, whether or not anybody waits for it."""
 
-    def __init__(self, run: JobRun, output: Path, errors: Path) -> None:
+    def __init__(self, run: JobRun, output: Path) -> None:
         self.output = output
         """Where results go, in OpenAI's batch output format."""
 
-        self.errors = errors
+        self.errors = errors_path(output)
         """Where failed lines go; not there when no line failed."""
 
         self._run = run
@@ -182,9 +177,11 @@ class AsyncCoserveClient:
         source, output = Path(source), Path(output)
         has_options = batch_options is not None
         if await self._is_for_server(source, output, retry_failed, use_batch, has_options):
-            job = self._follow(source, output, batch_options or BatchOptions())
+            open_input(source).close()
+            run: JobRun = ServerBatch(source, output, self.batches, batch_options or BatchOptions())
         else:
-            job = await self._send_lines(source, output, retry_failed=retry_failed)
+            run = await self._line_run(source, output, retry_failed=retry_failed)
+        job = AsyncJob(run, output)
         self._jobs = [*(each for each in self._jobs if each.is_running), job]
         # A task that is cancelled before its first step would never close its files.
         await asyncio.sleep(0)
@@ -225,13 +222,7 @@ class AsyncCoserveClient:
             )
         return is_on
 
-    def _follow(self, source: Path, output: Path, batch_options: BatchOptions) -> AsyncJob:
-        open_input(source).close()
-        submission = SubmissionFile(output)
-        run = ServerBatch(source, output, self.batches, batch_options, submission)
-        return AsyncJob(run, output, errors_path(output))
-
-    async def _send_lines(self, source: Path, output: Path, *, retry_failed: bool) -> AsyncJob:
+    async def _line_run(self, source: Path, output: Path, *, retry_failed: bool) -> LocalBatch:
         files = ResultFiles(output)
         opening = asyncio.ensure_future(
             asyncio.to_thread(
@@ -251,8 +242,7 @@ class AsyncCoserveClient:
         server = LineServer(
             self._base_url, self._api_key, options.concurrency, options.request_timeout_s
         )
-        run = LocalBatch(source, files, server, self._context_of(backend=server), options)
-        return AsyncJob(run, files.output, files.errors)
+        return LocalBatch(source, files, server, self._context_of(backend=server), options)
 
     async def results(self, job: AsyncJob) -> AsyncGenerator[BatchResult]:
         """Yield every result of ``job``, those of earlier runs too, until it has ended.

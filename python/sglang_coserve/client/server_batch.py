@@ -148,20 +148,19 @@ class ServerBatch:
     """One batch of the server's, as a job of ours: stopping the job leaves the batch alone."""
 
     def __init__(
-        self,
-        source: Path,
-        output: Path,
-        api: BatchApi,
-        batch_options: BatchOptions,
-        submission: SubmissionFile,
+        self, source: Path, output: Path, api: BatchApi, batch_options: BatchOptions
     ) -> None:
-        """Take over an open ``submission``, which is closed when the job ends."""
+        """Lock ``output`` until the job ends.
+
+        Raises:
+            InputFileError: see ``SubmissionFile``.
+        """
         self._source = source
         self._output = output
         self._api = api
         self._batch_options = batch_options
-        self._submission = submission
         self._total_bytes = source.stat().st_size
+        self._submission = SubmissionFile(output)
         self._batch: Batch | None = None
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
