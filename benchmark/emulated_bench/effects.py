@@ -141,7 +141,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
             "prefix order": _ours("hygen", offline_utility_ratio=1.0),
         },
         SloTargets(tpot_s=0.04),
-        flags={"max_total_tokens": hygen.TESTBED.kv_tokens},
+        flags={"max_total_tokens": hygen.TESTBED.kv_capacity_tokens},
     ),
     "hygen_loads": Effect(
         _7B,
@@ -153,7 +153,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
         },
         SloTargets(),
         scale=1.05,
-        flags={"max_total_tokens": hygen.TESTBED.kv_tokens},
+        flags={"max_total_tokens": hygen.TESTBED.kv_capacity_tokens},
     ),
     "ooco": Effect(
         ("qwen2.5-7b", "ascend-910c", 1),

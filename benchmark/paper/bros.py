@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Final
 
@@ -25,7 +26,6 @@ from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload, simulate
@@ -33,7 +33,11 @@ from sglang_coserve.simulator.run import Workload, simulate
 SHAREGPT: Final = Lengths.of_deviation(222.76, 256.36, 234.51, 268.50)
 TTFT, TPOT = SloTargets(ttft_s=0.4), SloTargets(tpot_s=0.2)
 TARGETS: Final = SloTargets(ttft_s=0.4, tpot_s=0.2)
-SWAP_BYTE_PER_S: Final = 20e9
+SWAP_GB_S: Final = 20.0
+SMALL: Final = Testbed(model="qwen2.5-14b", hardware="a100", tp_size=2, kv_capacity_tokens=216_000)
+"""KV of 2 x 40 GB: 90% less 29.5 GB of weights, at 192 KiB a token."""
+
+LARGE: Final = Testbed(model="qwen2.5-32b", hardware="a100", tp_size=4, kv_capacity_tokens=30_000)
 BATCH: Final = 512
 """BE requests of a batch. The text does not state it; Fig. 2 is of so many requests."""
 
@@ -111,9 +115,7 @@ def fig9_10(seconds: float) -> Iterator[Findings]:
 
     Fig. 12, KV that is kept: Qwen2.5-32B on four, with so little memory that RT takes it from BE.
     """
-    machine = SimulatedMachine.named("qwen2.5-14b", "a100", tp_size=2)
-    # KV of 2 x 40 GB: 90% less 29.5 GB of weights, at 192 KiB a token.
-    testbed = Testbed(machine, kv_tokens=216_000, checkpoint_byte_per_s=SWAP_BYTE_PER_S)
+    testbed = replace(SMALL, checkpoint_gb_s=SWAP_GB_S)
     rows: list[tuple[Cell, ...]] = []
 
     def add(name: str, result: SimulationResult) -> None:
@@ -126,7 +128,7 @@ def fig9_10(seconds: float) -> Iterator[Findings]:
     for rate in (4.0, 8.0, 12.0):
         load = hybrid(rate, seconds)
         for policy in policies:
-            result = simulate(load, testbed.setup(TARGETS), policy())
+            result = simulate(load, testbed.with_targets(TARGETS), policy())
             by_policy[policy.name].append(result)
             add(f"{rate:g} req/s {policy.name}", result)
     vllm, rr, bros = (by_policy[name] for name in ("fcfs", "rr", "bros"))
@@ -138,9 +140,10 @@ def fig9_10(seconds: float) -> Iterator[Findings]:
         by_system = [mean(share(r, of) for r in results) for results in (bros, vllm, rr)]
         return "{:.1%} instead of {:.1%}, {:.1%}".format(*by_system)
 
-    small = SimulatedMachine.named("qwen2.5-32b", "a100", tp_size=4)
-    beds = [Testbed(small, per_s, kv_tokens=30_000) for per_s in (0.0, SWAP_BYTE_PER_S)]
-    again, kept = (simulate(hybrid(10.0, seconds), b.setup(TARGETS), BrosPolicy()) for b in beds)
+    again, kept = (
+        simulate(hybrid(10.0, seconds), bed.with_targets(TARGETS), BrosPolicy())
+        for bed in (LARGE, replace(LARGE, checkpoint_gb_s=SWAP_GB_S))
+    )
     add("32B, 10 req/s bros, KV computed again", again)
     add("32B, 10 req/s bros, KV kept", kept)
 

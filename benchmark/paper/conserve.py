@@ -35,7 +35,6 @@ from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.metrics import SloTargets, attainment
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload, simulate
 
@@ -53,16 +52,16 @@ that it gives for Sarathi-P: 375 ms with the small model (§6.5), 212 to 453 wit
 
 Results = Mapping[str, SimulationResult]
 ALONE: Final = "Online-Only"
-PLAIN: Final = Testbed(SimulatedMachine.named("llama-3.1-8b", "h100"), prefix_cache=False)
-FULL: Final = replace(PLAIN, safepoint_layers=4, checkpoint_byte_per_s=37e9)
+PLAIN: Final = Testbed(model="llama-3.1-8b", hardware="h100", prefix_cache=False)
+FULL: Final = replace(PLAIN, safepoint_layers=4, checkpoint_gb_s=37.0)
 """With ConServe's safepoints and checkpoints, as in §6.5."""
 
 Systems = Mapping[str, tuple[Testbed, Callable[[], Policy]]]
 
 
-def systems(machine: SimulatedMachine, chunk_tokens: int) -> Systems:
+def systems(chunk_tokens: int, model: str = PLAIN.model, tp_size: int = 1) -> Systems:
     """Return what is compared; the baselines compute so many tokens in a step."""
-    plain, full = replace(PLAIN, machine=machine), replace(FULL, machine=machine)
+    plain, full = (replace(bed, model=model, tp_size=tp_size) for bed in (PLAIN, FULL))
     return {
         ALONE: (plain, OnlineOnlyPolicy),
         "Non-Preemptive": (plain, partial(NonPreemptivePolicy, chunk_tokens)),
@@ -72,8 +71,8 @@ def systems(machine: SimulatedMachine, chunk_tokens: int) -> Systems:
     }
 
 
-SYSTEMS: Final = systems(PLAIN.machine, CHUNK_TOKENS)
-LARGE: Final = systems(SimulatedMachine.named("llama-3.1-70b", "h100", tp_size=4), CHUNK_TOKENS_70B)
+SYSTEMS: Final = systems(CHUNK_TOKENS)
+LARGE: Final = systems(CHUNK_TOKENS_70B, "llama-3.1-70b", tp_size=4)
 
 GIVEN: Final = SloTargets(ttft_s=0.5, tpot_s=0.07)
 
@@ -99,7 +98,7 @@ def run_system(
 ) -> SimulationResult:
     """Run one of the systems with these targets."""
     testbed, policy = among[name]
-    return simulate(load, testbed.setup(targets), policy())
+    return simulate(load, testbed.with_targets(targets), policy())
 
 
 def compare(
@@ -276,13 +275,13 @@ def ablation(seconds: float) -> Iterator[Findings]:
     cases = {
         "0.1 req/s, offline steps run to their end": (quiet, replace(FULL, safepoint_layers=0)),
         "0.1 req/s, a safepoint every 4 layers": (quiet, FULL),
-        "4 req/s, no checkpoints": (busy, replace(FULL, checkpoint_byte_per_s=0.0)),
+        "4 req/s, no checkpoints": (busy, replace(FULL, checkpoint_gb_s=0.0)),
         "4 req/s, checkpoints": (busy, FULL),
     }
     results = {}
     for name, (load, testbed) in cases.items():
         targets = replace(GIVEN, ttft_s=0.2) if load is quiet else GIVEN
-        setup = replace(testbed.setup(targets), scheduler=SchedulerConfig(headroom_tokens=0))
+        setup = replace(testbed.with_targets(targets), scheduler=SchedulerConfig(headroom_tokens=0))
         results[name] = simulate(load, setup, ConservePolicy())
     before, after, *pair = results.values()
     ttft = p99_ttft_ms(after) / p99_ttft_ms(before) - 1

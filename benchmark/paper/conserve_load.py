@@ -136,7 +136,7 @@ def fig3(seconds: float) -> Iterator[Findings]:
     found = {ALONE: run_system(load, ALONE, SloTargets())}
     claims = []
     for chunk_tokens in (8192, 4096, 2048):
-        among = systems(SYSTEMS[ALONE][0].machine, chunk_tokens)
+        among = systems(chunk_tokens)
         for name in ("Non-Preemptive", "Sarathi-P"):
             found[f"{name}, {chunk_tokens}"] = run_system(load, name, SloTargets(), among)
         free, preemptive = list(found.values())[-2:]
@@ -223,7 +223,7 @@ def fig9(seconds: float) -> Iterator[Findings]:
             azure,
             names,
             {
-                name: (replace(testbed, kv_tokens=MUCH_KV_TOKENS), policy)
+                name: (replace(testbed, kv_capacity_tokens=MUCH_KV_TOKENS), policy)
                 for name, (testbed, policy) in SYSTEMS.items()
             },
         ),

@@ -25,12 +25,11 @@ from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.run import Workload, simulate
 from sglang_coserve.workload.trace import TraceRequest
 
-TESTBED: Final = Testbed(SimulatedMachine.named("llama-2-7b", "a100"), kv_tokens=42_000)
+TESTBED: Final = Testbed(model="llama-2-7b", hardware="a100", kv_capacity_tokens=42_000)
 """KV of 40 GB: 90% less 13.5 GB of weights, at 512 KiB a token."""
 
 OFFLINE: Final = Lengths(2000, 4000, 128, 256)
@@ -67,11 +66,11 @@ def fig6(seconds: float) -> Iterator[Findings]:
     for qps in (0.5, 1.0, 2.0):
         online = azure_online(qps, seconds)
         load = Workload(online, mmlu_like(), 5_000, interval_s=seconds)
-        alone = simulate(load, TESTBED.setup(SloTargets()), OnlineOnlyPolicy())
+        alone = simulate(load, TESTBED.with_targets(), OnlineOnlyPolicy())
         targets = SloTargets(tpot_s=1.5 * p99_itl_ms(alone) / 1e3)
         per_s: list[float] = []
         for name, (is_shared, utility) in orders.items():
-            setup = replace(TESTBED, prefix_cache=is_shared).setup(targets)
+            setup = replace(TESTBED, prefix_cache=is_shared).with_targets(targets)
             result = simulate(load, setup, HygenPolicy(utility_ratio=utility))
             per_s.append(result.offline_throughput.requests_per_s)
             gain = per_s[-1] / per_s[0]
@@ -95,10 +94,10 @@ def fig15(seconds: float) -> Iterator[Findings]:
         load = Workload(
             azure_online(qps, seconds), offline_backlog(partial(OFFLINE.draws, 7)), 256, seconds
         )
-        alone_ms = p99_itl_ms(simulate(load, TESTBED.setup(SloTargets()), OnlineOnlyPolicy()))
+        alone_ms = p99_itl_ms(simulate(load, TESTBED.with_targets(), OnlineOnlyPolicy()))
         for name, limit_ms in (("+5%", 1.05 * alone_ms), ("40 ms", 40.0)):
             targets = SloTargets(tpot_s=limit_ms / 1e3)
-            result = simulate(load, TESTBED.setup(targets), HygenPolicy())
+            result = simulate(load, TESTBED.with_targets(targets), HygenPolicy())
             rows.append(
                 (f"{qps:g} QPS, {name}", limit_ms, p99_itl_ms(result), offline_per_s(result))
             )

@@ -13,13 +13,12 @@ from typing import Final
 
 from paper.experiment import Cell, Findings
 from paper.hygen import TESTBED
-from paper.testbed import offline_per_s
+from paper.testbed import Testbed, offline_per_s
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.metrics import LatencyReport, latency_report
 from sglang_coserve.simulator.find_budget import BudgetSearch
 from sglang_coserve.simulator.observer import RunControl
-from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import simulate
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
@@ -29,7 +28,7 @@ METRICS: Final = ("tbt mean", "tbt p99", "ttft mean", "ttft p99")
 
 
 @dataclass(frozen=True)
-class Half(SimulationOptions):
+class Half(Testbed):
     """The flags of a search, with ``duration`` seconds of the trace from ``begin_s`` on."""
 
     begin_s: float = 0.0
@@ -55,16 +54,13 @@ def half(slo: str, qps: float, seconds: float) -> Half:
     return Half(
         model="llama-2-7b",
         hardware="a100",
-        kv_capacity_tokens=TESTBED.kv_tokens,
+        kv_capacity_tokens=TESTBED.kv_capacity_tokens,
         max_context_tokens=4096,
         offline="2000x128",
         policy="hygen",
         slo=[slo],
         rate=qps,
         duration=seconds,
-        safepoint_layers=0,
-        checkpoint_gb_s=0.0,
-        noise=0.02,
     )
 
 

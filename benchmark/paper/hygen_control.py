@@ -24,11 +24,10 @@ from sglang_coserve.core.planning.step_builder import StepBuilder
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.profiler.shapes import ExecutorLimits, plan_grid
-from sglang_coserve.simulator.assemble import SimulatedMachine
 
 # 90% of 48 GB less 28.3 GB, at 800 KiB a token.
 QWEN: Final = Setting(
-    Testbed(SimulatedMachine.named("qwen-14b", "a40"), kv_tokens=18_000), qps=0.25
+    Testbed(model="qwen-14b", hardware="a40", kv_capacity_tokens=18_000), qps=0.25
 )
 WINDOW_S: Final = 20.0
 LINEAR: Final = LinearModel.of(HYGEN)
@@ -123,7 +122,9 @@ def budget_s(setting: Setting) -> float:
 def fits(setting: Setting, part: tuple[float, float]) -> dict[str, LatencyModel]:
     """Return HyGen's model, fitted on the steps of three kinds of work."""
     real = setting.testbed.machine.roofline()
-    limits = ExecutorLimits(512, setting.context_tokens, 64, setting.testbed.kv_tokens or 0)
+    limits = ExecutorLimits(
+        512, setting.context_tokens, 64, setting.testbed.kv_capacity_tokens or 0
+    )
     grid = [Sample(shape.stats, real.predict(shape.stats)) for shape in plan_grid(limits)]
     short = replace(setting, offline=(500, 64))
     works = {

@@ -30,14 +30,11 @@ from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.metrics import (
     LatencyReport,
     RequestTimeline,
-    SloTargets,
     latency_report,
     throughput,
 )
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
 from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.run import DRAIN_S
 from sglang_coserve.workload.shape import fit_to_context, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
@@ -90,7 +87,7 @@ SETTINGS: Final = {
     "Fig. 9: Yi-34B on A40, TP=2, PP=2": (
         "up to 1.89x",
         Setting(
-            Testbed(SimulatedMachine.named("yi-34b", "a40", 2), kv_tokens=211_000),
+            Testbed(model="yi-34b", hardware="a40", tp_size=2, kv_capacity_tokens=211_000),
             qps=0.5,
             stages=2,
         ),
@@ -99,7 +96,7 @@ SETTINGS: Final = {
     "Fig. 12: Mistral-7B, Mooncake": (
         "higher",
         Setting(
-            Testbed(SimulatedMachine.named("mistral-7b", "a100"), kv_tokens=164_000),
+            Testbed(model="mistral-7b", hardware="a100", kv_capacity_tokens=164_000),
             MOONCAKE,
             qps=0.2,
             context_tokens=32_768,
@@ -188,7 +185,7 @@ def serve(
     ``believed`` is the scheduler's latency model.
     """
     begin_s, seconds = part
-    setup = setting.testbed.setup(SloTargets())
+    setup = setting.testbed.with_targets()
     real, is_paced = setup.model, policy().name == SarathiPolicy.name
     scheduler = SchedulerConfig(iteration_budget_s=None if is_paced else tried or None)
     setup = replace(setup, model=believed or real, scheduler=scheduler)
@@ -207,13 +204,12 @@ def serve(
         if is_paced:
             source = TrafficSource([online, offline])
         own, lane = policy(), Lane(real, source)
-        config = replace(setup.executor, seed=place)
-        lane.engine = SimEngine(
-            setup.make_scheduler(own),
-            SimulatedExecutor(config, cast("LatencyModel", lane)),
-            source,
-            follows_latencies=setup.follows_latencies(own),
+        setup = replace(
+            setup,
+            executor=replace(setup.executor, seed=place),
+            true_model=cast("LatencyModel", lane),
         )
+        lane.engine = setup.make_engine(own, source)
         lanes.append(lane)
     advance(lanes, lambda engine: engine.now_s < seconds and engine.step(seconds))
     for lane in lanes:

@@ -8,22 +8,27 @@ from itertools import count
 from statistics import mean
 from typing import Final
 
-from paper.bros import SHAREGPT, SWAP_BYTE_PER_S, TARGETS, TPOT, TTFT, hybrid, normalized_s, share
+from paper.bros import (
+    LARGE,
+    SHAREGPT,
+    SMALL,
+    SWAP_GB_S,
+    TARGETS,
+    TPOT,
+    TTFT,
+    hybrid,
+    normalized_s,
+    share,
+)
 from paper.experiment import Cell, Findings
-from paper.ooco import MACHINE
+from paper.ooco import MACHINE, TESTBED
 from paper.testbed import Lengths, Testbed, gamma_arriving
 from sglang_coserve.core.latency_model.operators import Operators, kv_capacity_tokens
 from sglang_coserve.core.policies.baselines import FcfsPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.metrics import SloTargets
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload, simulate
-
-SMALL: Final = SimulatedMachine.named("qwen2.5-14b", "a100", tp_size=2)
-KV_TOKENS: Final = 216_000
-"""As in Fig. 9."""
 
 AZURE_2024: Final = Lengths.of_deviation(1512.30, 1512.30, 98.75, 98.75)
 """Means of OOCO's Table 5; it states no deviations."""
@@ -56,8 +61,8 @@ def bros_fig11(seconds: float) -> Iterator[Findings]:
     for rate in (10.0, 20.0, 24.0, 26.0, 28.0):
         load = Workload(gamma_arriving(rate, 1.0, SHAREGPT, seconds), interval_s=seconds)
         for name, (places, policy) in policies.items():
-            testbed = Testbed(SMALL, kv_tokens=KV_TOKENS, max_running_requests=places)
-            result = simulate(load, testbed.setup(TARGETS), policy())
+            setup = replace(SMALL, max_running=places).with_targets(TARGETS)
+            result = simulate(load, setup, policy())
             by_policy[name].append(result)
             add(f"{rate:g} req/s, {name}", result)
 
@@ -75,12 +80,9 @@ def bros_fig11(seconds: float) -> Iterator[Findings]:
         paper = ("-29.36%", "1.08x") if name == "BROS" else ("–", "–")
         claims.append((f"normalized latency against vLLM: {name}", paper[0], latency))
         claims.append((f"throughput, times vLLM's: {name}", paper[1], throughput))
-    large = SimulatedMachine.named("qwen2.5-32b", "a100", tp_size=4)
-    for name, rate, testbed in (
-        ("14B", 8.0, Testbed(SMALL, SWAP_BYTE_PER_S, kv_tokens=KV_TOKENS)),
-        ("32B", 10.0, Testbed(large, SWAP_BYTE_PER_S, kv_tokens=30_000)),
-    ):
-        result = simulate(hybrid(rate, seconds), testbed.setup(TARGETS), BrosPolicy())
+    for name, rate, testbed in (("14B", 8.0, SMALL), ("32B", 10.0, LARGE)):
+        setup = replace(testbed, checkpoint_gb_s=SWAP_GB_S).with_targets(TARGETS)
+        result = simulate(hybrid(rate, seconds), setup, BrosPolicy())
         add(f"{name}, {rate:g} req/s beside BE, BROS", result)
     head = ("RT rate, policy", "ms/token", "req/s", "TTFT SLO %", "TPOT SLO %", "step ms")
     yield Findings("Fig. 11", head, rows, claims)
@@ -145,16 +147,16 @@ def table6(seconds: float) -> Iterator[Findings]:
     """Tokens/s when more requests come than can be served, first come, first served."""
     load = Workload(gamma_arriving(100.0, 1.0, AZURE_2024, seconds), interval_s=seconds)
 
-    def tokens_per_s(machine: SimulatedMachine, gemm_flop_s: float | None = None) -> float:
-        setup = Testbed(machine, max_running_requests=2048).setup(SloTargets())
+    def tokens_per_s(testbed: Testbed, gemm_flop_s: float | None = None) -> float:
+        setup = testbed.with_targets()
         if gemm_flop_s is not None:
-            model = machine.roofline().with_coefficients({"gemm_flop_s": gemm_flop_s})
+            model = testbed.machine.roofline().with_coefficients({"gemm_flop_s": gemm_flop_s})
             setup = replace(setup, model=model)
         return simulate(load, setup, FcfsPolicy()).online_throughput.total_tokens_per_s
 
-    h100 = tokens_per_s(SimulatedMachine.named("qwen2.5-7b", "h100"))
-    ascend = tokens_per_s(MACHINE)
-    as_xllm = tokens_per_s(MACHINE, 1 / (XLLM_COMPUTE * MACHINE.hardware.bf16_flop_per_s))
+    h100 = tokens_per_s(replace(TESTBED, hardware="h100"))
+    ascend = tokens_per_s(TESTBED)
+    as_xllm = tokens_per_s(TESTBED, 1 / (XLLM_COMPUTE * MACHINE.hardware.bf16_flop_per_s))
     ratios = f"{h100 / ascend:.2f}x; {h100 / as_xllm:.2f}x"
     yield Findings(
         "Table 6",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -28,13 +28,11 @@ from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.metrics import RequestTimeline, SloTargets, attainment, throughput
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import TrafficSource
-from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
-from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
+from sglang_coserve.simulator.run import Workload, simulate
 
-MACHINE: Final = SimulatedMachine.named("qwen2.5-7b", "ascend-910c")
+TESTBED: Final = Testbed(model="qwen2.5-7b", hardware="ascend-910c", max_running=2048)
+MACHINE: Final = TESTBED.machine
 OFFLINE: Final = Lengths.of_deviation(1200.52, 1200.52, 671.51, 671.51)
 TARGETS: Final = SloTargets(ttft_s=2.0, tpot_s=0.05)
 ONLINE_QPS: Final = 8.0
@@ -45,7 +43,7 @@ MOST_VIOLATIONS: Final = 0.03
 
 def push_all(pools: Pools) -> list[str]:
     """Move every decoding request: plain disaggregation."""
-    requests = pools.relaxed_executor.admitted
+    requests = pools.relaxed.executor.admitted
     return [rid for rid, request in requests.items() if request.state is RequestState.DECODING]
 
 
@@ -73,34 +71,21 @@ SYSTEMS: Final = (
 )
 
 
-def engine_of(
-    policy: Policy,
-    setup: SimulationSetup,
-    source: TrafficSource,
-    strict_of: SimEngine | None = None,
-) -> tuple[SimEngine, SimulatedExecutor]:
-    """Return one instance."""
-    executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
-    take_back = None if strict_of is None else strict_of.accept
-    return SimEngine(setup.make_scheduler(policy), executor, source, (), take_back), executor
-
-
 def serve(system: OocoSystem, offline_per_s: float, seconds: float) -> tuple[float, float]:
     """Return the online violation rate and the offline tokens a second."""
-    testbed = Testbed(MACHINE, safepoint_layers=system.safepoint_layers, max_running_requests=2048)
-    setup = testbed.setup(TARGETS)
+    setup = replace(TESTBED, safepoint_layers=system.safepoint_layers).with_targets(TARGETS)
     offline = gamma_arriving(
         offline_per_s, 1.0, OFFLINE, seconds, seed=3, request_class=RequestClass.OFFLINE
     )
     source = TrafficSource([azure_online(ONLINE_QPS, seconds)(), offline()])
-    relaxed = engine_of(system.relaxed(), setup, source)
-    strict = engine_of(system.strict(), setup, TrafficSource(), relaxed[0])
+    relaxed = setup.make_engine(system.relaxed(), source)
+    strict = setup.make_engine(system.strict(), TrafficSource(), take_back=relaxed.accept)
     link_tokens_per_s = MACHINE.hardware.link_byte_per_s / kv_bytes_per_token(MACHINE.shape, 1)
     pools = Pools(relaxed, strict, link_tokens_per_s, system.pull)
     while pools.step(seconds):
         pass
     source.close()
-    requests = relaxed[0].requests
+    requests = relaxed.requests
     while not all(r.state.is_final for r in requests if r.info.is_online):
         if not pools.step(seconds + 120.0):
             break
@@ -110,12 +95,12 @@ def serve(system: OocoSystem, offline_per_s: float, seconds: float) -> tuple[flo
 
 def serve_ordinary(offline_per_s: float, seconds: float) -> tuple[float, float]:
     """Return the same of two engines without pools, of which one is simulated."""
-    testbed = Testbed(MACHINE, safepoint_layers=1, max_running_requests=2048)
+    setup = replace(TESTBED, safepoint_layers=1).with_targets(TARGETS)
     offline = gamma_arriving(
         offline_per_s / 2, 1.0, OFFLINE, seconds, seed=3, request_class=RequestClass.OFFLINE
     )
     load = Workload(azure_online(ONLINE_QPS / 2, seconds), offline, interval_s=seconds)
-    result = simulate(load, testbed.setup(TARGETS), CoservePolicy())
+    result = simulate(load, setup, CoservePolicy())
     violations, offline_rate = figures(result.online, result.offline, seconds)
     return violations, 2 * offline_rate
 

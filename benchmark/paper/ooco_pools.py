@@ -11,7 +11,6 @@ from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.migration import preferred_length, requests_to_pull
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.request import SimRequest
 
 Pull = Callable[["Pools"], list[str]]
@@ -28,15 +27,10 @@ class Pools:
     """
 
     def __init__(
-        self,
-        relaxed: tuple[SimEngine, SimulatedExecutor],
-        strict: tuple[SimEngine, SimulatedExecutor],
-        link_tokens_per_s: float,
-        pull: Pull,
+        self, relaxed: SimEngine, strict: SimEngine, link_tokens_per_s: float, pull: Pull
     ) -> None:
         """``strict`` must have been created with ``take_back=relaxed.accept``."""
-        self.relaxed, self.relaxed_executor = relaxed
-        self.strict, self.strict_executor = strict
+        self.relaxed, self.strict = relaxed, strict
         self._link_tokens_per_s = link_tokens_per_s
         self._pull = pull
         self._on_their_way: list[tuple[float, int, SimRequest, int]] = []
@@ -70,15 +64,15 @@ class Pools:
         return True
 
     def _push(self) -> None:
-        for rid, request in list(self.relaxed_executor.admitted.items()):
+        for rid, request in list(self.relaxed.executor.admitted.items()):
             if request.info.is_online and request.state is RequestState.DECODING:
                 self._move(rid)
 
     def _move(self, rid: str) -> None:
-        kv_tokens = self.relaxed_executor.admitted[rid].computed_tokens
-        if not self.strict_executor.has_room_for(kv_tokens + self.coming_tokens):
+        kv_tokens = self.relaxed.executor.admitted[rid].computed_tokens
+        if not self.strict.executor.has_room_for(kv_tokens + self.coming_tokens):
             return
-        request, kv_tokens = self.relaxed_executor.hand_over(rid)
+        request, kv_tokens = self.relaxed.executor.hand_over(rid)
         self.relaxed.forget(request)
         ready_s = self.relaxed.now_s + kv_tokens / self._link_tokens_per_s
         heapq.heappush(self._on_their_way, (ready_s, self._num_moved, request, kv_tokens))
@@ -90,8 +84,8 @@ class Pools:
         while self._on_their_way and self._on_their_way[0][0] <= self.strict.now_s:
             _, _, request, kv_tokens = heapq.heappop(self._on_their_way)
             self.coming_tokens -= kv_tokens
-            if self.strict_executor.has_room_for(kv_tokens):
-                self.strict_executor.adopt(request, kv_tokens)
+            if self.strict.executor.has_room_for(kv_tokens):
+                self.strict.executor.adopt(request, kv_tokens)
             else:
                 self.relaxed.accept(request)
 
@@ -101,7 +95,7 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
     saturated_size = saturated_batch_size(model)
 
     def pull(pools: Pools) -> list[str]:
-        strict = pools.strict_executor
+        strict = pools.strict.executor
         is_whole = all(
             request.state is RequestState.DECODING for request in strict.admitted.values()
         )
@@ -116,7 +110,7 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
         )
         if preference is None:
             return []
-        relaxed = pools.relaxed_executor
+        relaxed = pools.relaxed.executor
         away = relaxed.suspended.requests if relaxed.suspended else ()
         lengths = {
             rid: request.computed_tokens

@@ -21,7 +21,6 @@ from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.run import SimulationSetup, Workload, simulate
 
 DAY_S: Final = 86_400
@@ -43,7 +42,7 @@ def questions(seconds: float) -> Iterator[Findings]:
         ("order", "wait P50 s", "P99", "longest", "longest, rare", "like the one before %"),
         [(name, *day(*order)) for name, order in orders.items()],
     )
-    setup, other = FULL.setup(GIVEN), SimulatedMachine.named("llama-3.1-8b", "a100").roofline()
+    setup, other = FULL.with_targets(GIVEN), replace(FULL, hardware="a100").machine.roofline()
     wrong = replace(setup, model=other, true_model=setup.model)
     refined = replace(wrong, scheduler=SchedulerConfig(refine=True))
     busy = workload(3.0, seconds)

@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
 from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
-from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
+from sglang_coserve.core.policies.coserve import CoservePolicy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets, latency_report
-from sglang_coserve.simulator.assemble import SimulatedMachine
 from sglang_coserve.simulator.binding import from_trace
-from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import SimulationSetup
@@ -107,16 +107,18 @@ def azure_online(qps: float, seconds: float, seed: int = 1) -> Requests:
 
     The beginning of the trace is thinned, and compressed first where it has fewer
     requests than that.
+
+    Raises:
+        ConfigError: the whole trace has fewer.
     """
-    for factor in count(1):
-        whole = scale_rate(read_trace(sample_path("online")), factor)
-        part = list(until(whole, seconds))
-        keep = qps * seconds / len(part)
-        if keep <= 1:
-            break
+    trace, asked = list(read_trace(sample_path("online"))), qps * seconds
+    if asked > len(trace):
+        raise ConfigError(f"{asked:g} requests: the bundled trace has {len(trace)}")
+    whole = (scale_rate(trace, factor) for factor in count(1))
+    part = next(p for p in map(list, map(partial(until, end_s=seconds), whole)) if asked <= len(p))
     # Each request by itself (OOCO §5.1.3): a spike of five minutes stays one of five minutes.
     rng = random.Random(seed)
-    thinned = (request for request in part if rng.random() < keep)
+    thinned = (request for request in part if rng.random() < asked / len(part))
     kept, _ = fit_to_context(thinned, max_context_tokens=4096)
     return partial(from_trace, kept, RequestClass.ONLINE)
 
@@ -135,38 +137,18 @@ def offline_backlog(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Testbed:
+@dataclass(frozen=True)
+class Testbed(SimulationOptions):
     """The paper's machine. ConServe's mechanisms are off unless asked for."""
 
-    machine: SimulatedMachine
-    checkpoint_byte_per_s: float = 0.0
+    checkpoint_gb_s: float = 0.0
     safepoint_layers: int = 0
-    max_running_requests: int = 256
-    kv_tokens: int | None = None
-    prefix_cache: bool = True
+    noise: float = 0.02
+    """Steps on a real device are not all alike."""
 
-    def setup(self, targets: SloTargets) -> SimulationSetup:
-        """Return the machine with these targets."""
-        machine = self.machine
-        capacity = self.kv_tokens or kv_capacity_tokens(
-            machine.shape, machine.hardware, tp_size=machine.tp_size
-        )
-        return SimulationSetup(
-            model=machine.roofline(),
-            targets=targets,
-            executor=ExecutorConfig(
-                kv_capacity_tokens=capacity,
-                max_running_requests=self.max_running_requests,
-                max_batch_tokens=8192,
-                checkpoint_tokens_per_s=machine.copied_tokens_per_s(self.checkpoint_byte_per_s),
-                safepoint=SafepointConfig(machine.shape.num_layers, self.safepoint_layers)
-                if self.safepoint_layers
-                else None,
-                noise_cv=0.02,  # Steps on a real device are not all alike.
-                prefix_cache=self.prefix_cache,
-            ),
-        )
+    def with_targets(self, targets: SloTargets | None = None) -> SimulationSetup:
+        """Return the machine with these targets, the same for every policy."""
+        return replace(self.setup(CoservePolicy.name), targets=targets or SloTargets())
 
 
 def p99_ttft_ms(result: SimulationResult) -> float:

@@ -26,8 +26,6 @@ from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.result_record import Progress, Usage
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
-from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import RequestEvent, SimulationObserver
 from sglang_coserve.simulator.request import SimRequest
@@ -208,11 +206,8 @@ def served(seed: int) -> list[tuple[float, FinishEstimate]]:
         seed=seed,
     )
     setup = SimulationSetup(MODEL, executor, targets=SloTargets(ttft_s=8.0, tpot_s=1.0))
-    policy = make_policy("coserve")
     feed = Feed(random.Random(seed))
-    engine = SimEngine(
-        setup.make_scheduler(policy), SimulatedExecutor(executor, MODEL), feed, (feed,)
-    )
+    engine = setup.make_engine(make_policy("coserve"), feed, (feed,))
     feed.now_s = partial(getattr, engine, "now_s")
     while engine.step():
         pass

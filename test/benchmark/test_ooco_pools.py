@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from paper.ooco_pools import Pools, Pull, length_preference
-from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
-from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies.ooco import OocoPolicy, Role
 from sglang_coserve.core.request import RequestState
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.run import SimulationSetup
 from simulator.engines import offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)
@@ -30,24 +27,16 @@ def pools_of(requests: list[SimRequest], strict_kv_tokens: int, pull: Pull) -> P
     def instance(
         role: Role,
         kv_tokens: int,
-        arriving: list[SimRequest],
+        arriving: Sequence[SimRequest] = (),
         take_back: Callable[[SimRequest], None] | None = None,
-    ) -> tuple[SimEngine, SimulatedExecutor]:
-        executor = SimulatedExecutor(
-            ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64), MODEL
-        )
-        policy = OocoPolicy(role)
-        scheduler = Scheduler(
-            policy,
-            MODEL,
-            deadlines(SloTargets(tpot_s=TPOT_S)),
-            OfflineQueue(policy.queue_config(0)),
-        )
+    ) -> SimEngine:
+        machine = ExecutorConfig(kv_tokens, page_tokens=4, max_batch_tokens=64)
+        setup = SimulationSetup(MODEL, machine, SloTargets(tpot_s=TPOT_S))
         source = TrafficSource([sorted(arriving, key=lambda request: request.info.arrival_s)])
-        return SimEngine(scheduler, executor, source, take_back=take_back), executor
+        return setup.make_engine(OocoPolicy(role), source, take_back=take_back)
 
     relaxed = instance(Role.RELAXED, 400, requests)
-    strict = instance(Role.STRICT, strict_kv_tokens, [], relaxed[0].accept)
+    strict = instance(Role.STRICT, strict_kv_tokens, take_back=relaxed.accept)
     return Pools(relaxed, strict, 1e5, pull)
 
 
@@ -84,10 +73,10 @@ def test_nothing_is_lost_on_the_way(strict_kv_tokens: int) -> None:
     ]
     pools = pools_of(requests, strict_kv_tokens, length_preference(MODEL, TPOT_S))
     while pools.step(100.0):
-        pools.relaxed_executor.check_invariants()
-        pools.strict_executor.check_invariants()
+        pools.relaxed.executor.check_invariants()
+        pools.strict.executor.check_invariants()
     assert all(request.state is RequestState.FINISHED for request in requests)
-    for executor in (pools.relaxed_executor, pools.strict_executor):
+    for executor in (pools.relaxed.executor, pools.strict.executor):
         assert executor.pool.held_tokens == 0
     for request in requests:
         assert request.token_times_s == sorted(request.token_times_s)

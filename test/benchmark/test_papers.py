@@ -12,7 +12,9 @@ import pytest
 from bench_papers import EXPERIMENTS, run
 from paper.experiment import what_runs
 from paper.hygen_settings import SETTINGS, serve
+from paper.testbed import azure_online
 from sglang_coserve.core.policies.hygen import HygenPolicy
+from sglang_coserve.errors import ConfigError
 
 STORED = Path(__file__).parents[2] / "benchmark" / "results" / "paper"
 
@@ -58,6 +60,14 @@ def test_comments_and_docstrings_change_nothing_and_code_does() -> None:
     assert runs('"""Doc."""\nX = 1  # One.\n"""More."""\ndef f(a): return None if a else X') == code
     assert runs("X = 2\n\ndef f(a):\n    return None if a else X\n") != code
     assert runs("X = 1\n\ndef f(a):\n    return X if a else None\n") != code
+
+
+def test_the_bundled_trace_is_sampled_to_the_rate_and_no_further() -> None:
+    online = list(azure_online(58.0, 10.0)())
+    assert len(online) == pytest.approx(580, abs=20)
+    assert online[-1].info.arrival_s < 10
+    with pytest.raises(ConfigError, match="600 requests: the bundled trace has 587"):
+        azure_online(60.0, 10.0)
 
 
 def test_two_batches_in_flight_advance_at_the_pace_of_the_slower() -> None:

@@ -53,8 +53,8 @@ class SimEngine:
         self.requests: list[SimRequest] = []
         """Every request that arrived, in order."""
 
+        self.executor = executor
         self._scheduler = scheduler
-        self._executor = executor
         self._source = source
         self._observers = observers
         self._take_back = take_back
@@ -65,14 +65,14 @@ class SimEngine:
     @property
     def has_online(self) -> bool:
         """True while an online request runs or waits."""
-        return bool(self._executor.waiting or self._executor.num_online)
+        return bool(self.executor.waiting or self.executor.num_online)
 
     def step(self, end_s: float = math.inf) -> bool:
         """Run one step, or advance the time to the next event before ``end_s``.
 
         Returns False, and does nothing, if there is nothing to do before ``end_s``.
         """
-        executor = self._executor
+        executor = self.executor
         self._take_arrivals(self._seen_until_s, self.now_s)
         for request in self._source.refill(len(executor.offline_waiting), self.now_s):
             self._arrive(request, self.now_s)
@@ -111,13 +111,13 @@ class SimEngine:
     def _begin(self, plan: StepPlan) -> RunningStep:
         if not plan.is_idle:
             self._scheduler.start(plan, plan.prefills)
-        batch = self._executor.begin(plan, self.now_s)
+        batch = self.executor.begin(plan, self.now_s)
         self._report_changes(plan, batch)
         return batch
 
     def _drop(self) -> None:
         """Drop the suspended step."""
-        executor, counters = self._executor, self.counters
+        executor, counters = self.executor, self.counters
         assert executor.suspended is not None
         counters.drops += 1
         result = executor.suspended.dropped()
@@ -127,10 +127,10 @@ class SimEngine:
             self._wait_again(request)
 
     def _pass_time(self, end_s: float) -> bool:
-        if self._executor.settle():
+        if self.executor.settle():
             return True
         # With overlap an idle engine plans at once.
-        event_s = min(self._source.next_arrival_s, self._executor.host.next_s)
+        event_s = min(self._source.next_arrival_s, self.executor.host.next_s)
         next_s = max(self.now_s, event_s)
         if not next_s < end_s:
             return False
@@ -146,7 +146,7 @@ class SimEngine:
     def _arrive(self, request: SimRequest, now_s: float) -> None:
         self.requests.append(request)
         self._notify(RequestEvent.ARRIVED, request, now_s)
-        if not self._executor.can_hold(request):
+        if not self.executor.can_hold(request):
             request.move(RequestState.ABORTED)
             self._notify(RequestEvent.SHED, request, now_s)
             return
@@ -154,7 +154,7 @@ class SimEngine:
 
     def accept(self, request: SimRequest) -> None:
         """Add a waiting request, which is new or comes from another engine."""
-        self._executor.submit(request)
+        self.executor.submit(request)
         info = request.info
         if not info.is_online:
             self._scheduler.add_offline(
@@ -168,7 +168,7 @@ class SimEngine:
                 )
             )
         elif self._follows_latencies:
-            self._scheduler.arrived(info, self._executor.kv.cached_tokens(request))
+            self._scheduler.arrived(info, self.executor.kv.cached_tokens(request))
 
     def forget(self, request: SimRequest) -> None:
         """Remove a request that moves to another engine."""
@@ -176,7 +176,7 @@ class SimEngine:
 
     def _run(self, plan: StepPlan, batch: RunningStep) -> None:
         """Advance the time until the step ends or is suspended at a safepoint."""
-        executor, safepoint = self._executor, self._executor.config.safepoint
+        executor, safepoint = self.executor, self.executor.config.safepoint
         start_s, resume_s = self.now_s, 0.0
         if plan.resumes:
             assert safepoint is not None
@@ -233,7 +233,7 @@ class SimEngine:
         self.counters.pauses += len(plan.pause)
         if not self._observers:
             return
-        requests = self._executor.admitted
+        requests = self.executor.admitted
         for rids, event in (
             (plan.pause, RequestEvent.PAUSED),
             (plan.resume, RequestEvent.RESUMED),
@@ -245,13 +245,13 @@ class SimEngine:
     def _wait_again(self, request: SimRequest) -> None:
         self._notify(RequestEvent.RETRACTED, request)
         if self._take_back is not None:
-            self._executor.withdraw(request)
+            self.executor.withdraw(request)
             self._take_back(request)
         elif not request.info.is_online:
             self._scheduler.restore(request.info.rid, request.generated_tokens)
 
     def _report_step(self, plan: StepPlan, batch: RunningStep, start_s: float) -> None:
-        is_suspended = self._executor.suspended is batch
+        is_suspended = self.executor.suspended is batch
         online, offline = (0, 0) if is_suspended else batch.tokens_by_class()
         counters = self.counters
         counters.iterations += 1
@@ -260,7 +260,7 @@ class SimEngine:
         counters.offline_tokens += offline
         if not self._observers:
             return
-        executor = self._executor
+        executor = self.executor
         record = {
             "number": counters.iterations - 1,
             "start_s": start_s,

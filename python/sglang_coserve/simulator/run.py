@@ -73,6 +73,23 @@ class SimulationSetup:
         queue = OfflineQueue(policy.queue_config(self.scheduler.seed))
         return Scheduler(policy, self.model, slos, queue, self.scheduler, engine=engine)
 
+    def make_engine(
+        self,
+        policy: Policy,
+        source: TrafficSource,
+        observers: Sequence[SimulationObserver] = (),
+        take_back: Callable[[SimRequest], None] | None = None,
+    ) -> SimEngine:
+        """Return a new engine with its scheduler; for the arguments see ``SimEngine``."""
+        return SimEngine(
+            self.make_scheduler(policy),
+            SimulatedExecutor(self.executor, self.true_model or self.model),
+            source,
+            observers,
+            take_back,
+            follows_latencies=self.follows_latencies(policy),
+        )
+
     def follows_latencies(self, policy: Policy) -> bool:
         """Return whether plans may depend on what online requests got, and would have got alone.
 
@@ -98,16 +115,13 @@ def simulate(
     ``policy`` is a new one, because policies keep state. ``on_progress`` is called regularly with
     the simulated time; if it returns True, the run ends, and the result covers the time so far.
     """
-    executor = SimulatedExecutor(setup.executor, setup.true_model or setup.model)
-    scheduler = setup.make_scheduler(policy)
     is_backlog = workload.backlog_depth > 0
     source = TrafficSource(
         timed=[workload.online()] if is_backlog else [workload.online(), workload.offline()],
         backlog=workload.offline() if is_backlog else (),
         backlog_depth=workload.backlog_depth,
     )
-    follows = setup.follows_latencies(policy)
-    engine = SimEngine(scheduler, executor, source, observers, follows_latencies=follows)
+    engine = setup.make_engine(policy, source, observers)
     interval_s = workload.interval_s
     is_complete = True
     while engine.step(interval_s):
