@@ -27,13 +27,6 @@ def test_no_variation_is_evenly_spaced():
     assert list(islice(gamma_arrivals(8.0, 0, seed=1), 4)) == [0.125, 0.25, 0.375, 0.5]
 
 
-def test_the_seed_decides():
-    def first(seed: int) -> list[float]:
-        return list(islice(gamma_arrivals(1.0, 0.5, seed), 5))
-
-    assert first(1) == first(1) != first(2)
-
-
 @pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
 def test_refuses_a_rate_that_is_none(rate):
     with pytest.raises(ConfigError, match="arrival rate"):

@@ -1,5 +1,7 @@
 """Synthetic prompts share the prefixes their trace says they share, and no others."""
 
+import hashlib
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,10 +35,6 @@ def test_equal_ids_give_equal_blocks_wherever_they_stand():
     assert same(a[:512], a[512:]) < 0.01
 
 
-def test_a_partial_block_is_the_start_of_the_whole_block():
-    assert np.array_equal(tokens(0, 700, 1, 2), tokens(5, 1024, 1, 2)[:700])
-
-
 def test_tokens_without_an_id_are_shared_with_no_one():
     a, b = tokens(0, 1500, 3), tokens(1, 1500, 3)
     assert np.array_equal(a[:512], b[:512])
@@ -45,24 +43,16 @@ def test_tokens_without_an_id_are_shared_with_no_one():
     assert same(tokens(3, 512), tokens(0, 512, 3)) < 0.01
 
 
-def test_the_seed_changes_everything():
-    assert same(tokens(0, 2000, 1, seed=1), tokens(0, 2000, 1, seed=2)) < 0.01
-    assert np.array_equal(tokens(0, 2000, 1, seed=-1), tokens(0, 2000, 1, seed=-1))
-
-
 def test_known_values():
     """The prompts behind published numbers must not change unnoticed."""
     assert tokens(0, 4, 7).tolist() == [4334, 24836, 18304, 27115]
     assert tokens(1, 4).tolist() == [17900, 3100, 29986, 351]
-
-
-def test_ids_fill_the_range_evenly():
-    request = TraceRequest(0, 0.0, 100_000, 1)
-    ids = prompt_token_ids(request, vocab_size=110, seed=0, first_token_id=10)
-    counts = np.bincount(ids, minlength=110)
-    assert counts[:10].sum() == 0
-    assert counts[10:].min() > 0.8 * 1000
-    assert counts[10:].max() < 1.2 * 1000
+    known = hashlib.sha256()
+    for seed, vocab_size in ((0, VOCAB), (-1, 2**31)):
+        request = TraceRequest(5, 0.0, 1500, 1, (1, 2))
+        ids = prompt_token_ids(request, vocab_size=vocab_size, seed=seed, first_token_id=10)
+        known.update(ids.tobytes())
+    assert known.hexdigest()[:16] == "c97b0b8b88bf8bf4"
 
 
 @given(requests(), st.integers(), st.integers(0, 50), st.integers(1, 10**6))
