@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -19,6 +17,7 @@ import pytest
 from sglang_coserve import __version__, errors
 from sglang_coserve.errors import MissingExtraError
 from sglang_coserve.local_server import free_port
+from waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 INSTALL_S = 300
@@ -82,13 +81,6 @@ def health(port: int) -> str:
         return ""
 
 
-def eventually(is_true: Callable[[], bool], log: Path) -> None:
-    give_up_s = time.monotonic() + COMMAND_S
-    while not is_true():
-        assert time.monotonic() < give_up_s, log.read_text()
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of a fresh environment: the gateway's image, without the image."""
@@ -137,8 +129,7 @@ def test_commands_say_how_they_are_used(base: Path, command: str) -> None:
 def test_a_gateway_answers(base: Path, tmp_path: Path) -> None:
     port = free_port()
     command = ["coserve", "gateway", "--engine", "http://127.0.0.1:9", "--port", str(port)]
-    log = tmp_path / "gateway.log"
-    with log.open("wb") as output:
+    with (tmp_path / "gateway.log").open("wb") as output:
         process = subprocess.Popen(
             [*command, "--coserve-data-dir", str(tmp_path / "data")],
             env=environment(base) | {"COSERVE_ENGINE_ADMIN_KEY": "key"},
@@ -146,7 +137,7 @@ def test_a_gateway_answers(base: Path, tmp_path: Path) -> None:
             stderr=output,
         )
     try:
-        eventually(lambda: health(port) == "{}", log)
+        eventually(lambda: health(port) == "{}")
     finally:
         process.terminate()
         process.wait(COMMAND_S)

@@ -52,34 +52,23 @@ def timelines(draw: st.DrawFn) -> RequestTimeline:
 
 
 class TestOneRequest:
-    def test_four_tokens(self):
-        r = request(1.0, 1.5, 1.75, 2.0, 3.0)
-        assert r.output_tokens == 4
-        assert r.ttft_s == 0.5
-        assert r.itls_s == (0.25, 0.25, 1.0)
-        assert r.tpot_s == 0.5
-        assert r.e2e_s == 2.0
-        assert r.normalized_latency_s == 0.5
-
-    def test_one_token_has_no_tpot(self):
-        r = request(1.0, 3.0)
-        assert (r.ttft_s, r.tpot_s, r.itls_s, r.e2e_s) == (2.0, None, (), 2.0)
-
-    def test_no_token_has_no_latency(self):
-        r = request(1.0)
-        assert r.ttft_s is r.tpot_s is r.e2e_s is r.normalized_latency_s is None
-        assert r.itls_s == ()
-
-    @pytest.mark.parametrize("outcome", [FAILED, UNFINISHED])
-    def test_without_an_end_there_is_no_end_to_end_latency(self, outcome):
-        r = request(0.0, 1.0, 2.0, outcome=outcome)
-        assert (r.ttft_s, r.tpot_s) == (1.0, 1.0)
-        assert r.e2e_s is r.normalized_latency_s is None
-
-    def test_tokens_delivered_together_have_no_gap(self):
-        r = request(0.0, 1.0, 1.0, 1.0, 4.0)
-        assert r.itls_s == (0.0, 0.0, 3.0)
-        assert r.tpot_s == 1.0
+    @pytest.mark.parametrize(
+        ("timeline", "ttft_s", "itls_s", "tpot_s", "e2e_s", "normalized_s"),
+        [
+            (request(1.0, 1.5, 1.75, 2.0, 3.0), 0.5, (0.25, 0.25, 1.0), 0.5, 2.0, 0.5),
+            (request(0.0, 1.0, 1.0, 1.0, 4.0), 1.0, (0.0, 0.0, 3.0), 1.0, 4.0, 1.0),
+            (request(1.0, 3.0), 2.0, (), None, 2.0, 2.0),
+            (request(1.0), None, (), None, None, None),
+            (request(0.0, 1.0, 2.0, outcome=FAILED), 1.0, (1.0,), 1.0, None, None),
+            (request(0.0, 1.0, 2.0, outcome=UNFINISHED), 1.0, (1.0,), 1.0, None, None),
+        ],
+    )
+    def test_every_latency(self, timeline, ttft_s, itls_s, tpot_s, e2e_s, normalized_s):
+        assert timeline.ttft_s == ttft_s
+        assert timeline.itls_s == itls_s
+        assert timeline.tpot_s == tpot_s
+        assert timeline.e2e_s == e2e_s
+        assert timeline.normalized_latency_s == normalized_s
 
     @pytest.mark.parametrize("times", [(2.0, 1.0), (0.5,)])
     def test_time_does_not_run_backwards(self, times):
@@ -119,19 +108,17 @@ class TestSummaries:
         assert s.mean_s == pytest.approx(math.fsum(values) / len(values))
         assert s.p50_s <= s.p90_s <= s.p99_s <= s.max_s == max(values)
 
-    def test_undefined_values_are_left_out(self):
-        assert summarize([None, 2.0, None]) == Summary(1, 2.0, 2.0, 2.0, 2.0, 2.0)
-
-    @pytest.mark.parametrize("values", [[], [None]])
-    def test_nothing_to_summarize(self, values):
-        assert summarize(values).to_dict() == {
-            "n": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None
-        }  # fmt: skip
-
-    def test_dict_is_in_milliseconds(self):
-        assert summarize([0.25, 0.75]).to_dict() == {
-            "n": 2, "mean": 500.0, "p50": 500.0, "p90": 700.0, "p99": 745.0, "max": 750.0
-        }  # fmt: skip
+    @pytest.mark.parametrize(
+        ("values_s", "expected"),
+        [
+            ([None, 0.25, None, 0.75], (2, 500.0, 500.0, 700.0, 745.0, 750.0)),
+            ([], (0, None, None, None, None, None)),
+            ([None], (0, None, None, None, None, None)),
+        ],
+    )
+    def test_dict_is_of_what_is_defined_in_milliseconds(self, values_s, expected):
+        names = ("n", "mean", "p50", "p90", "p99", "max")
+        assert summarize(values_s).to_dict() == dict(zip(names, expected, strict=True))
 
 
 class TestLatencyReport:
@@ -153,10 +140,6 @@ class TestLatencyReport:
         assert list(data) == [
             "n", "finished", "ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "normalized_ms"
         ]  # fmt: skip
-
-    def test_no_requests(self):
-        report = latency_report([])
-        assert (report.n, report.finished, report.ttft) == (0, 0, Summary(0))
 
 
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.5)
@@ -226,14 +209,6 @@ class TestThroughput:
     def test_an_unfinished_request_counts_for_its_tokens(self):
         r = request(0.0, 1.0, 2.0, outcome=UNFINISHED)
         assert throughput([r], 0.0, 2.0) == Throughput(0.0, 1.0, 6.0, 6.0)
-
-    def test_no_requests(self):
-        assert throughput([], 0.0, 1.0).to_dict() == {
-            "requests_per_s": 0.0,
-            "output_tokens_per_s": 0.0,
-            "computed_tokens_per_s": 0.0,
-            "total_tokens_per_s": 0.0,
-        }
 
     def test_an_empty_interval_has_no_rate(self):
         with pytest.raises(AssertionError, match="empty interval"):

@@ -47,13 +47,6 @@ async def engines(found: GatewayOptions) -> list[str]:
     return [url for source in found.sources for url in await source.urls()]
 
 
-async def test_a_gateway_starts_from_a_file_alone(file: str) -> None:
-    found = await options("--settings", file)
-    assert (found.port, found.data, found.engine_admin_key) == (4000, Path("data"), "secret")
-    assert found.batch_max_lines == 7
-    assert await engines(found) == ["http://a:1", "http://b:1"]
-
-
 async def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
     path = tmp_path / "coserve.toml"
@@ -67,6 +60,9 @@ async def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_the_environment_wins_over_the_file_and_flags_win_over_both(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = await options("--settings", file)
+    assert (found.port, found.data, found.batch_max_lines) == (4000, Path("data"), 7)
+    assert await engines(found) == ["http://a:1", "http://b:1"]
     monkeypatch.setenv("COSERVE_SETTINGS", file)
     monkeypatch.setenv("COSERVE_PORT", "5000")
     monkeypatch.setenv("COSERVE_DATA_DIR", "elsewhere")

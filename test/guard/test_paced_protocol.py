@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import Any
+from contextlib import closing
 
 import pytest
-import uvicorn
 from uvicorn.config import HTTP_PROTOCOLS
 
-from sglang_coserve.asgi import send_error
+from body_server import TIMEOUT_S, BodyServer, serving
 from sglang_coserve.guard.bodies import install_paced_protocol
 
-TIMEOUT_S = 30.0
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 FAR_LESS_THAN_RECEIVED_BYTES = 4096
 """Of a body in chunks of one byte, uvicorn alone parses up to 43,690 in one call."""
 
 
-class Server:
-    """Answers each body with its length, and keeps what came of it at a time."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(self._app, interface="asgi3", log_level="error", lifespan="off")
-        self._server = uvicorn.Server(config)
-
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        size_bytes, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            self.parts.append(message.get("body", b""))
-            size_bytes += len(self.parts[-1])
-            more = message.get("more_body", False)
-        await send_error(send, 400, f"{size_bytes} bytes")
-
-    def run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-
-    def ask(self, *pieces: bytes) -> bytes:
-        """Send raw bytes, and return what comes until the server is silent or closes."""
-        with closing(socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S)) as client:
-            for piece in pieces:
-                client.sendall(piece)
-            return read_answers(client, sum(piece.count(END) for piece in pieces) or 1)
+def ask(server: BodyServer, *pieces: bytes, answers: int = 1) -> bytes:
+    """Send raw bytes, and return what comes until so many answers have, or it closes."""
+    with closing(socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)) as client:
+        for piece in pieces:
+            client.sendall(piece)
+        return read_answers(client, answers)
 
 
 def read_answers(client: socket.socket, count: int) -> bytes:
@@ -70,24 +38,11 @@ def read_answers(client: socket.socket, count: int) -> bytes:
     return answer
 
 
-@contextmanager
-def running() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BodyServer]:
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
     install_paced_protocol()
-    with running() as started:
+    with serving() as started:
         yield started
 
 
@@ -102,16 +57,16 @@ def in_chunks(body: bytes, sizes: list[int]) -> bytes:
     return b"".join(chunks)
 
 
-def test_chunks_of_one_byte_are_parsed_in_turns(server: Server) -> None:
+def test_chunks_of_one_byte_are_parsed_in_turns(server: BodyServer) -> None:
     body = bytes(range(256)) * 512
-    answer = server.ask(CHUNKED + in_chunks(body, [1]) + END)
+    answer = ask(server, CHUNKED + in_chunks(body, [1]) + END)
     assert b"131072 bytes" in answer
     assert b"".join(server.parts) == body
     assert max(map(len, server.parts)) < FAR_LESS_THAN_RECEIVED_BYTES
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bodies_arrive_whole_however_they_are_cut(server: Server, seed: int) -> None:
+def test_bodies_arrive_whole_however_they_are_cut(server: BodyServer, seed: int) -> None:
     """Also those of requests that are sent without waiting for an answer."""
     rng = random.Random(seed)
     bodies = [rng.randbytes(rng.choice([1, 5_000, 40_000])) for _ in range(4)]
@@ -121,23 +76,20 @@ def test_bodies_arrive_whole_however_they_are_cut(server: Server, seed: int) -> 
     )
     cuts = sorted(rng.sample(range(len(requests)), 5))
     pieces = [requests[a:b] for a, b in zip([0, *cuts], [*cuts, len(requests)], strict=True)]
-    with closing(socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)) as client:
-        for piece in pieces:
-            client.sendall(piece)
-        answer = read_answers(client, len(bodies))
+    answer = ask(server, *pieces, answers=len(bodies))
     told = [int(size) for size in re.findall(rb"(\d+) bytes", answer)]
     assert told == [len(body) for body in bodies]
     assert b"".join(server.parts) == b"".join(bodies)
 
 
-def test_a_malformed_chunk_is_refused_and_what_follows_is_left(server: Server) -> None:
-    answer = server.ask(CHUNKED + in_chunks(b"x" * 9_000, [1]) + b"zz\r\n" + b"1\r\nx\r\n" * 9_000)
+def test_a_malformed_chunk_is_refused_and_what_follows_is_left(server: BodyServer) -> None:
+    answer = ask(server, CHUNKED + in_chunks(b"x" * 9_000, [1]) + b"zz\r\n" + b"1\r\nx\r\n" * 9_000)
     assert b" 400 " in answer
     assert sum(map(len, server.parts)) <= 9_000
-    assert b"3 bytes" in server.ask(CHUNKED + in_chunks(b"abc", [1]) + END)
+    assert b"3 bytes" in ask(server, CHUNKED + in_chunks(b"abc", [1]) + END)
 
 
-def test_a_client_that_leaves_in_the_middle_is_forgotten(server: Server) -> None:
+def test_a_client_that_leaves_in_the_middle_is_forgotten(server: BodyServer) -> None:
     with closing(socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)) as client:
         client.sendall(CHUNKED + in_chunks(b"x" * 20_000, [1]))
-    assert b"3 bytes" in server.ask(CHUNKED + in_chunks(b"abc", [1]) + END)
+    assert b"3 bytes" in ask(server, CHUNKED + in_chunks(b"abc", [1]) + END)
