@@ -125,6 +125,7 @@ def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
         Console(width=120, file=out).print(as_table(found))
         assert f"{name}, no GPU" in out.getvalue()
         assert sentence(found).startswith(f"{name}, no GPU: ")
+        assert ("--quick" in sentence(found)) == (len(found.systems) == 1)
         assert as_json(found)["emulated"] == name
         with rc_context({"svg.fonttype": "none"}):  # Its text stays text.
             draw(found, tmp_path / "timeline.svg")
