@@ -373,27 +373,3 @@ def test_a_prefill_leaves_its_adapters_place_to_online_requests_and_goes_on_late
     assert_same(results, from_stock(asks))
     assert counts["retracted"] == 1
     assert max(passes["off"]) > max(passes["on clerk"])
-
-
-def run_short_of_memory(
-    engine: ScriptedEngine, asks: Sequence[Ask], arrivals: Sequence[int]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    results, _, _ = run_script(engine, asks, arrivals)
-    return results, {ask.rid: engine.reqs[ask.rid].retraction_count for ask in asks}
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_offline_requests_of_any_kind_give_their_memory_to_online_ones(
-    start: Start, from_stock: Any, overlap: bool
-) -> None:
-    """None of these offline requests can pause; together they outgrow the memory."""
-    kinds = ("logprobs", "regex", "several", "processor", "logprobs")
-    asks = [
-        Ask(f"off{i}", kind, scenarios.prompt(i, 100), 140, True) for i, kind in enumerate(kinds)
-    ]
-    asks += [Ask(f"on{i}", "plain", scenarios.prompt(10 + i, 100), 120, False) for i in range(3)]
-    engine = start(overlap=overlap, page_size=16 if overlap else 1, coserve=LOOSE)
-    results, retractions = engine.call(run_short_of_memory, asks, [0] * 5 + [10, 30, 50])
-    assert_same(results, from_stock(asks))
-    assert [retractions[f"on{i}"] for i in range(3)] == [0, 0, 0]
-    assert sum(retractions.values()) > 0

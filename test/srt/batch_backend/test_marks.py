@@ -28,23 +28,17 @@ def request_with(custom_params: Any, **attributes: Any) -> Any:
 
 
 def test_marks_are_read_as_they_were_made() -> None:
-    req = request_with(offline_marks(due_in_s=-5.5, job="batch_1", generated=(1, 2)))
-    assert deadline_of(req, arrival_s=20.0) == 14.5
-    assert deadline_of(request_with(offline_marks(due_in_s=None, job="batch_1")), 20.0) is None
+    line = offline_marks(due_in_s=-5.5, job="batch_1", generated=(1, 2), expected_output_tokens=7)
+    bare = offline_marks(due_in_s=None, job="batch_1")
+    of_a_client = {"coserve_class": "offline", "coserve_deadline_s": 2.5}
+    for marks, due_s, expected in ((line, 14.5, 7), (bare, None, None), (of_a_client, 22.5, None)):
+        req = request_with(marks)
+        assert deadline_of(req, arrival_s=20.0) == due_s
+        assert expected_tokens_of(req) == expected
+    req = request_with(line)
     restore_generated(req, None)
     restore_generated(req, None)
     assert req.output_ids == [1, 2]
-
-
-def test_a_deadline_of_a_client_counts_from_the_arrival() -> None:
-    req = request_with({"coserve_class": "offline", "coserve_deadline_s": 2.5})
-    assert deadline_of(req, arrival_s=20.0) == 22.5
-
-
-def test_the_expected_length_travels_with_a_line() -> None:
-    req = request_with(offline_marks(due_in_s=1, job="batch_1", expected_output_tokens=7))
-    assert expected_tokens_of(req) == 7
-    assert expected_tokens_of(request_with(offline_marks(due_in_s=1, job="batch_1"))) is None
 
 
 def test_marks_are_attached_only_where_they_were_set() -> None:

@@ -70,18 +70,14 @@ def respond(handlers: Any, text: str, raw: Request) -> Any:
     return handlers.openai_serving_responses.create_responses(request, raw)
 
 
-def message(handlers: Any, text: str, raw: Request, *, is_stream: bool = False) -> Any:
+def message(handlers: Any, text: str, raw: Request) -> Any:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
     messages = [{"role": "user", "content": text}]
     request = AnthropicMessagesRequest(
-        model="small", messages=messages, max_tokens=4, temperature=0, stream=is_stream
+        model="small", messages=messages, max_tokens=4, temperature=0
     )
     return handlers.anthropic_serving.handle_messages(request, raw)
-
-
-def stream_message(handlers: Any, text: str, raw: Request) -> Any:
-    return message(handlers, text, raw, is_stream=True)
 
 
 def count_tokens(handlers: Any, text: str, raw: Request) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import openai
+import pytest
 
 from batch.route_calls import records, text_of, until
 from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
@@ -87,3 +89,16 @@ def test_a_background_response_that_sglang_refuses_has_failed(client: openai.Ope
     error = client.responses.retrieve(begun.id).error
     assert error is not None
     assert "top_p" in error.message
+
+
+def test_a_data_directory_in_use_stops_the_start_of_another_server(
+    deployment: Deployment, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang_coserve.srt.launch import main
+
+    assert deployment.status(), "otherwise it would serve for ever"
+    flags = ["--model-path", str(small_model), "--coserve-data-dir", str(deployment.data)]
+    assert main(flags) == 2
+    said = capsys.readouterr().err.splitlines()
+    (error,) = [line for line in said if line.startswith("error: ")]
+    assert "in use by another server" in error

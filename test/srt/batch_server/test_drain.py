@@ -153,9 +153,3 @@ def test_its_batches_are_not_exported_by_who_does_not_serve_them(
     eventually(lambda: batches_exported(deployment)["paused"] == 1)
     client.batches.cancel(batch.id)
     until(client, batch.id, "cancelled")
-
-
-def test_what_it_waits_is_bounded(deployment: Deployment) -> None:
-    refused = ask(deployment, "POST", "/coserve/drain?wait_s=1e9")
-    assert refused.status_code == 400
-    assert "wait_s" in refused.json()["error"]["message"]

@@ -161,19 +161,6 @@ def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
     engine.assert_consistent()
 
 
-def test_online_work_does_not_wait_for_a_slow_copy() -> None:
-    engine, request = request_with_unsaved_tokens()
-    gate = threading.Event()
-    engine.copy_streams[0].submit(gate.wait)
-    engine.release(request)
-    counts = evict_all(engine)
-    assert (counts["demoted_tokens"], counts["dropped_tokens"]) == (32, 48)
-    gate.set()
-    engine.settle()
-    assert engine.admit(request)
-    engine.assert_consistent()
-
-
 # --- Flags --------------------------------------------------------------------------------
 
 

@@ -86,13 +86,3 @@ def test_asking_what_is_cached_changes_nothing() -> None:
         assert state() == before
     asked.init_next_round_input(made.cache)
     assert 0 < cached_tokens == compat.prefix_tokens(asked)
-
-
-def test_asking_for_host_memory_as_sglang_does_frees_none_and_raises_nothing() -> None:
-    """Only the quotas of the classes reclaim it."""
-    made = engine()
-    retract(made, "a", 1)
-    made.settle()
-    assert made.cache.evict_host(PROMPT_TOKENS) == 0
-    again = new_request("again", [1] * PROMPT_TOKENS, offline=True)
-    assert compat.cached_prefix_tokens(made.cache, again) > 0
