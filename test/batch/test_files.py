@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -28,17 +26,6 @@ def stored(directory: Path) -> list[str]:
 
 def in_doubt(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "in_doubt").iterdir())
-
-
-async def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    async with (scene := await opened(tmp_path)).service as service:
-        content = os.urandom(3_000_000)
-        file = await service.create_file(OWNER, "a b.jsonl", stream(content, 70_000))
-        assert (file.bytes, file.filename, file.purpose) == (3_000_000, "a b.jsonl", "batch")
-        assert await service.retrieve_file(OWNER, file.id) == file
-        assert await scene.content(file.id) == content
-        for path in (tmp_path / "files").iterdir():
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_owners() -> None:

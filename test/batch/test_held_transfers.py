@@ -44,14 +44,6 @@ def held_upload(app: LiveApp, key: str, content: bytes = b"") -> socket.socket:
     return connection
 
 
-def status_of(connection: socket.socket) -> tuple[int, bytes]:
-    """The status of an answer, and all that came until the server hung up."""
-    received = b""
-    while data := connection.recv(1 << 16):
-        received += data
-    return int(received.split(b" ", 2)[1]), received
-
-
 def test_400_held_uploads_block_nobody_and_end(app: LiveApp) -> None:
     assert app.service is not None
     service = app.service
@@ -103,27 +95,6 @@ def test_an_upload_by_drops_is_given_up(tmp_path: Path) -> None:
             except TimeoutError:
                 continue
         assert b" 408 " in head
-
-
-def test_a_slow_upload_is_taken(tmp_path: Path) -> None:
-    """Pauses are allowed, as long as some bytes come."""
-    with LiveApp(tmp_path / "data", transfer_idle_s=5.0) as app:
-        content = lines(2)
-        form = (
-            b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
-            b'content-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
-            + content
-            + b"\r\n--x--\r\n"
-        )
-        with closing(socket.create_connection(("127.0.0.1", app.port), TIMEOUT_S)) as connection:
-            connection.sendall(
-                b"POST /v1/files HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-                b"content-type: multipart/form-data; boundary=x\r\n"
-                b"content-length: " + str(len(form)).encode() + b"\r\n\r\n"
-            )
-            for start in range(0, len(form), 64):
-                connection.sendall(form[start : start + 64])
-            assert status_of(connection)[0] == 200
 
 
 def test_downloads_that_nobody_reads_end(app: LiveApp) -> None:

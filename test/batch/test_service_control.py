@@ -5,47 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from batch.scenarios import NOBODY, OWNER, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
-from sglang_coserve.batch.errors import (
-    ConflictError,
-)
 from sglang_coserve.batch.schemas import BatchObject
-from sglang_coserve.batch.state import BatchAction
 from waiting import GIVE_UP_S
-
-
-async def test_cancelling_keeps_what_is_finished_and_aborts_the_rest(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=3)
-    async with scene.service as service:
-        batch = await scene.create(lines(10))
-        other = await scene.create(lines(1, "other"))
-        await scene.in_flight(3)
-        scene.backend.held("id-1").finish()
-        await scene.clock.until(lambda: len(scene.backend.started) >= 4)
-        cancelling = await service.change_batch(OWNER, batch.id, "cancel")
-        assert cancelling.status == "cancelling"
-        assert cancelling.cancelling_at is not None
-        assert (await service.change_batch(OWNER, batch.id, "cancel")).status in (
-            "cancelling",
-            "cancelled",
-        )
-        done = await scene.ends(batch.id)
-        assert done.status == "cancelled"
-        assert set(await scene.records(done)) == {"id-1"}
-        assert done.request_counts.model_dump() == {"total": 10, "completed": 1, "failed": 0}
-        assert {r.batch_id for r in scene.backend.aborted} == {batch.id}
-        await scene.clock.until(lambda: bool(scene.backend.in_flight))
-        scene.backend.held("other-1").finish()
-        assert (await scene.ends(other.id)).status == "completed"
-        for action in get_args(BatchAction):
-            with pytest.raises(ConflictError, match="it is cancelled"):
-                await service.change_batch(OWNER, batch.id, action)
-        assert (await service.status()).lines_in_flight == 0
 
 
 async def test_a_batch_may_be_paused_before_it_is_checked(tmp_path: Path) -> None:

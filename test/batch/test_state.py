@@ -40,7 +40,7 @@ class LifeOfABatch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batch = a_batch()
+        self.batch = a_batch(forecast_s=1.0)
         self.now_s = 0.0
         self.history = [self.batch.status]
 
@@ -61,6 +61,13 @@ class LifeOfABatch(RuleBasedStateMachine):
         pending = before.status in (Status.VALIDATING, Status.IN_PROGRESS)
         if pending or (before.status is Status.CANCELLING and event == Asked("cancel")):
             self.happens(event)
+            once = self.batch
+            self.happens(event)
+            assert self.batch == once
+            if event != Asked("cancel"):
+                is_paused = event == Asked("pause")
+                forecast_s = None if is_paused else before.forecast_s
+                assert once == replace(before, is_paused=is_paused, forecast_s=forecast_s)
         else:
             with pytest.raises(ConflictError, match=f"it is {before.status}"):
                 transition(before, event, self.now_s)
@@ -143,10 +150,3 @@ class LifeOfABatch(RuleBasedStateMachine):
 
 TestLifeOfABatch = LifeOfABatch.TestCase
 TestLifeOfABatch.settings = settings(deadline=None)
-
-
-def test_pausing_is_idempotent_and_changes_no_status() -> None:
-    batch = transition(a_batch(), Asked("pause"), 1.0)
-    assert transition(batch, Asked("pause"), 2.0) == batch
-    assert batch.status is Status.VALIDATING
-    assert transition(batch, Asked("resume"), 3.0) == a_batch()

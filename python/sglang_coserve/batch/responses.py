@@ -300,9 +300,12 @@ class BackgroundResponses:
         batch_id = batch_id_of(response_id)
         while True:
             is_led = self._runner.leads(batch_id)
-            response = await self.retrieve(owner, response_id)
+            batch = await self._find(owner, response_id)
+            response = await self._shown(batch)
             is_over = has_ended(response)
-            events = chain(opening_events(response), answer_events(response) if is_over else ())
+            # Without the answer, which says more of itself: a replay repeats what was said.
+            begun = response_object(batch, None, is_in_engine=response["status"] != "queued")
+            events = chain(opening_events(begun), answer_events(response) if is_over else ())
             for number, event in enumerate(events):
                 if number > after:
                     after = number
