@@ -105,6 +105,7 @@ def test_keys_are_checked_as_by_a_single_server(server: LocalServer) -> None:
         assert get(server, path).status_code == 401
         assert get(server, path, OPERATOR).status_code == 401
         assert get(server, path, API_KEY).status_code == 200
+    assert get(server, "/coserve/").status_code == 307  # To the page, which needs none.
     assert get(server, "/coserve/batches", API_KEY).status_code == 401
     assert get(server, "/coserve/batches", OPERATOR).status_code == 200
     assert get(server, "/v1/chat/completions", API_KEY).status_code == 404

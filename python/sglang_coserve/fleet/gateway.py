@@ -119,7 +119,7 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return path in _OPEN or path == _OPERATORS or path.startswith(f"{_OPERATORS}/")
+        return path.rstrip("/") in _OPEN or path == _OPERATORS or path.startswith(f"{_OPERATORS}/")
 
 
 def gateway_app(options: GatewayOptions, on_failure: Callable[[CoserveError], None]) -> FastAPI:
