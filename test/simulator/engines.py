@@ -67,7 +67,7 @@ def engine_of(
     targets = targets or SloTargets()
     config = config or ExecutorConfig(kv_capacity_tokens=10_000, page_tokens=1)
     executor = SimulatedExecutor(config, model)
-    chosen = make_policy(policy)
+    chosen = make_policy(policy, scheduler_config)
     scheduler = Scheduler(
         chosen, model, deadlines(targets), OfflineQueue(chosen.queue_config(0)), scheduler_config
     )

@@ -14,15 +14,11 @@ from msgspec.structs import replace as changed
 from typer.testing import CliRunner, Result
 
 from core.scheduler.scenarios import MODEL, queued
-from core.scheduler.tiny_engine import TinyEngine
 from sglang_coserve.cli import app
 from sglang_coserve.config import OFFLINE_POLICIES
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model.profile import LatencyProfile
-from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
-from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.recording.calls import (
@@ -37,7 +33,12 @@ from sglang_coserve.recording.calls import (
     replay,
 )
 from sglang_coserve.recording.file import EventEncoder, encode_setup, read_recording
+from sglang_coserve.simulator.binding import TrafficSource
+from sglang_coserve.simulator.engine import SimEngine
+from sglang_coserve.simulator.executor import SimulatedExecutor
+from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.srt.monitoring.plan_log import recorded
+from simulator.engines import offline, online
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine, Spec
 
@@ -212,18 +213,16 @@ def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) ->
 def busy_recording(path: Path, policy: str = "coserve") -> list[Event]:
     """Random arrivals of both classes on a small engine."""
     rng = random.Random(1)
+    requests = [
+        rng.choice((online, offline))(
+            f"r{number}", rng.randint(1, 600), rng.randint(1, 40), number / 40
+        )
+        for number in range(60)
+    ]
+    config = ExecutorConfig(kv_capacity_tokens=2000, max_running_requests=16, max_batch_tokens=512)
     scheduler = recorded(replace(SETUP, policy=policy), path)
-    engine = TinyEngine(
-        scheduler, MODEL, kv_tokens=2000, page_tokens=16, slots=16, max_batch_tokens=512
-    )
-    for number in range(60):
-        request_class = rng.choice(list(RequestClass))
-        prompt_tokens, new_tokens = rng.randint(1, 600), rng.randint(1, 40)
-        info = RequestInfo(f"r{number}", request_class, prompt_tokens, new_tokens, engine.now_s)
-        engine.arrive(info)
-        if not info.is_online:
-            prompt = pack_tokens([number] * prompt_tokens)
-            scheduler.add_offline(QueuedRequest(info.rid, prompt, engine.now_s, new_tokens))
+    engine = SimEngine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))
+    for _ in range(60):
         engine.step()
     return read(path)[1]
 

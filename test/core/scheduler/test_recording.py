@@ -17,11 +17,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace as changed
 
 from core.scheduler.scenarios import MODEL, NO_CACHE, Cache, offline, online, queued, ran, snapshot
-from core.scheduler.test_scheduler_machine import SchedulerMachine, configs, slo_targets
+from core.scheduler.test_scheduler_machine import SchedulerMachine
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo, deadlines, parse_slo
 from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
@@ -85,30 +85,11 @@ def read(lines: list[str]) -> tuple[SchedulerSetup, list[Event]]:
 class RecordedMachine(SchedulerMachine):
     """The same arbitrary traffic; in the end all that the scheduler was told is replayed."""
 
-    @initialize(
-        config=configs.map(lambda config: replace(config, refine=True)),
-        slo=slo_targets,
-        page_tokens=st.sampled_from([1, 16]),
-        slots=st.sampled_from([2, 16]),
-        max_batch_tokens=st.sampled_from([48, 512]),
-        stop_share=st.sampled_from([1.0, 0.25]),
-    )
-    def start(self, config: SchedulerConfig, slo: SloTargets, **machine: Any) -> None:
-        super().start(config, slo, **machine)
+    def scheduler_of(self, config: SchedulerConfig, slo: SloTargets) -> Scheduler:
+        config = replace(config, refine=True)
         self.setup_made_of = SchedulerSetup(self.policy, deadlines(slo), config, PROFILE)
         self.events: list[Event] = []
-        self.scheduler = RecordingScheduler(self.setup_made_of.make(), self.events.append)
-        self.engine.scheduler = self.scheduler
-
-    @rule(factor=st.floats(0.5, 2.0))
-    def iteration_takes(self, factor: float) -> None:
-        self.engine.slowness = factor
-        self._step()
-
-    def _step(self, **step: Any) -> StepPlan:
-        plan = super()._step(**step)
-        self.engine.model = self.scheduler.model
-        return plan
+        return RecordingScheduler(self.setup_made_of.make(), self.events.append)
 
     def teardown(self) -> None:
         if not hasattr(self, "events"):

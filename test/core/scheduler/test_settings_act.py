@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 
 from core.scheduler.scenarios import MODEL, TARGETS
-from core.scheduler.tiny_engine import TinyEngine
 from sglang_coserve.config import FIELDS_WITHOUT_EFFECT, OFFLINE_POLICIES, CoserveConfig
-from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
-from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.request import RequestClass
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
-from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
+from simulator.engines import engine_of, offline, online
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "iteration_budget_ms": (20.0, {"iteration_budget_s": 0.02}),
@@ -77,41 +72,43 @@ TIGHT = SloTargets(ttft_s=1.0, tpot_s=0.0109)
 @cache
 def decided(
     policy: str,
-    stop_share: float,
+    safepoint: SafepointConfig | None,
     targets: SloTargets,
     online_share: float,
+    gap_s: float,
     settings: tuple[tuple[str, Any], ...],
 ) -> list[StepPlan]:
-    """What is planned while first only offline requests come, then online ones among them. With a
-    share of 0.7 they are more than can be served."""
-    config = SchedulerConfig(**dict(settings))
-    made = make_policy(policy, config)
-    queue = OfflineQueue(made.queue_config(0))
-    scheduler = Scheduler(made, MODEL, deadlines(targets), queue, config)
-    engine = TinyEngine(
-        scheduler,
-        MODEL,
-        kv_tokens=4096,
-        page_tokens=16,
-        slots=16,
-        max_batch_tokens=512,
-        stop_share=stop_share,
-    )
+    """What is planned while first only offline requests come, then online ones among them, one
+    request every ``gap_s``. Every 10 ms they are more than can be served."""
     rng = random.Random(6)
+    requests = []
     for number in range(150):
         is_online = number >= 30 and rng.random() < online_share
-        request_class = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
-        prompt_tokens = rng.randint(50, 400)
-        info = RequestInfo(f"r{number}", request_class, prompt_tokens, 20, engine.now_s)
-        engine.arrive(info)
-        if not is_online:
-            tokens = pack_tokens([number % 3] * 40 + [number] * (prompt_tokens - 40))
-            scheduler.add_offline(QueuedRequest(info.rid, tokens, engine.now_s, 20))
-        if number < 30 or number % 3 == 0:
-            engine.step()
-    for _ in range(60):
+        arrival_s = 0.03 * min(number, 30) + gap_s * max(number - 30, 0)
+        tokens = rng.randint(50, 400)
+        if is_online:
+            requests.append(online(f"r{number}", tokens, 20, arrival_s))
+        else:
+            prompt = [number % 3] * 40 + [1000 + number] * (tokens - 40)
+            requests.append(offline(f"r{number}", prompt, 20, arrival_s))
+    engine, _ = engine_of(
+        *requests,
+        policy=policy,
+        targets=targets,
+        config=ExecutorConfig(
+            kv_capacity_tokens=4096,
+            max_running_requests=16,
+            max_batch_tokens=512,
+            safepoint=safepoint,
+        ),
+        model=MODEL,
+        scheduler_config=SchedulerConfig(**dict(settings)),
+    )
+    plans = []
+    for _ in range(130):
         engine.step()
-    return engine.log
+        plans.append(engine.last_plan)
+    return plans
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -120,8 +117,8 @@ def test_a_setting_acts_or_its_flag_is_refused(policy: str, name: str) -> None:
     value, setting = SETTINGS[name]
     acts = any(
         decided(policy, share, *load, tuple(setting.items())) != decided(policy, share, *load, ())
-        for share in (1.0, 0.25)
-        for load in ((TARGETS, 0.7), (TIGHT, 0.3))
+        for share in (None, SafepointConfig(4, 1))
+        for load in ((TARGETS, 0.7, 0.01), (TIGHT, 0.3, 0.03))
     )
     assert acts != (name in FIELDS_WITHOUT_EFFECT[policy])
     flags: dict[str, Any] = {"offline_policy": policy, name: value}
