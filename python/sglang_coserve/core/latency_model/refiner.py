@@ -6,7 +6,6 @@ A model whose predictions are not linear in its coefficients is fitted by rescal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -18,12 +17,6 @@ M = TypeVar("M", bound=LatencyModel)
 # Weight of the start values, in samples: enough to keep a coefficient that no
 # sample determines, too little to matter for one that a few samples determine.
 _PRIOR_WEIGHT: Final = 1e-3
-# Rows per block, so that the intermediate columns stay in the CPU cache.
-_BLOCK: Final = 4096
-_MAX_ROUNDS: Final = 30
-_MAX_HALVINGS: Final = 5
-# Convergence threshold, in the logarithm of a coefficient: 0.01%.
-_TOLERANCE: Final = 1e-4
 
 
 def rescaled(model: M, log_factors: Floats) -> M:
@@ -40,48 +33,24 @@ def rescaled(model: M, log_factors: Floats) -> M:
 def fit_rescaled(start: M, table: SampleTable) -> M:
     """Return ``start`` rescaled to the least relative squared error on the table.
 
-    Uses Gauss–Newton on the logarithms of the coefficients, which keeps them
-    positive and independent of units; updates that do not improve the loss
-    are halved. A coefficient of zero stays zero.
+    The unknowns are the logarithms of the changes of the coefficients, which keeps them positive
+    and independent of units. A coefficient of zero stays zero.
     """
-    blocks = [
-        table.take(np.arange(first, min(first + _BLOCK, len(table))))
-        for first in range(0, len(table), _BLOCK)
-    ]
-    model = start
-    log_factors: Floats = np.zeros(len(start.coefficients))
-    gram, gradient, loss = _expand(model, blocks, log_factors)
-    for _ in range(_MAX_ROUNDS):
-        step = np.linalg.solve(gram, gradient)
-        if np.abs(step).max() < _TOLERANCE:
-            break
-        for _ in range(_MAX_HALVINGS):
-            candidate = rescaled(start, log_factors + step)
-            expansion = _expand(candidate, blocks, log_factors + step)
-            if expansion[2] < loss:
-                break
-            step /= 2
-        else:
-            break
-        model, log_factors = candidate, log_factors + step
-        gram, gradient, loss = expansion
-    return model
+    # Only fits need scipy, as in ``linear``.
+    from scipy.optimize import least_squares
 
+    size = len(start.coefficients)
+    prior = math.sqrt(_PRIOR_WEIGHT) * np.eye(size)
 
-def _expand(
-    model: LatencyModel, blocks: Iterable[SampleTable], log_factors: Floats
-) -> tuple[Floats, Floats, float]:
-    """Return the Gauss–Newton matrix, the negative gradient and the loss."""
-    gram: Floats = _PRIOR_WEIGHT * np.eye(len(log_factors))
-    gradient: Floats = -_PRIOR_WEIGHT * log_factors
-    loss = _PRIOR_WEIGHT * float(log_factors @ log_factors)
-    for block in blocks:
-        shares = model.contributions(block) / block.seconds[:, np.newaxis]
-        error = 1.0 - shares.sum(axis=1)
-        gram += shares.T @ shares
-        gradient += shares.T @ error
-        loss += float(error @ error)
-    return gram, gradient, loss
+    def shares(logs: Floats) -> Floats:
+        seconds = rescaled(start, logs).contributions(table)
+        return np.vstack([seconds / table.seconds[:, np.newaxis], prior])
+
+    def errors(logs: Floats) -> Floats:
+        relative = shares(logs)[: len(table)].sum(axis=1) - 1.0
+        return np.hstack([relative, prior @ logs])
+
+    return rescaled(start, least_squares(errors, np.zeros(size), jac=shares, method="lm").x)
 
 
 # Prior standard deviations of the change since the profile, as the logarithm of a coefficient:
