@@ -6,7 +6,6 @@ import heapq
 import math
 from collections.abc import Callable
 
-from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.migration import preferred_length, requests_to_pull
 from sglang_coserve.core.request import RequestState
@@ -92,7 +91,6 @@ class Pools:
 
 def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
     """Return a pull function by OOCO's Algorithm 1: offline requests of the preferred length."""
-    saturated_size = saturated_batch_size(model)
 
     def pull(pools: Pools) -> list[str]:
         strict = pools.strict.executor
@@ -105,7 +103,6 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
             pools.strict.last_plan.batch,
             tpot_s,
             room_tokens,
-            saturated_size,
             includes_all=is_whole,
         )
         if preference is None:

@@ -14,7 +14,6 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.migration import preferred_length, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
@@ -220,7 +219,6 @@ def wanted_lines(
         StepStats.of(decodes=(*online, *offline)),
         step_bound_s(model, StepStats.of(decodes=online), tpot_s, gap_share),
         free_kv_tokens,
-        saturated_batch_size(model),
         includes_all=runs_all,
     )
     if preference is None or free_requests < 1:

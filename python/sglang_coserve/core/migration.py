@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
+from sglang_coserve.core.bottleneck import saturated_batch_size
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
 
@@ -17,7 +19,6 @@ def preferred_length(
     batch: StepStats,
     slo_s: float,
     free_kv_tokens: int,
-    saturated_size: int,
     *,
     includes_all: bool,
 ) -> tuple[int, int] | None:
@@ -30,7 +31,6 @@ def preferred_length(
         batch: the decode batch of the last step.
         slo_s: the latency bound of a step, i.e. the TPOT target.
         free_kv_tokens: KV slots left, the paper's 1 − U_mem.
-        saturated_size: ``bottleneck.saturated_batch_size`` of the model.
         includes_all: whether every request of the instance was in that batch.
 
     Requests are pulled only if the instance runs all its requests and has time left (line 2).
@@ -46,7 +46,7 @@ def preferred_length(
     longest = _longest(model, batch, 1, slo_s, free_kv_tokens)
     if longest == 0:
         return None
-    missing = saturated_size - batch.decode_requests
+    missing = saturated_batch_size(model) - batch.decode_requests
     if missing <= 0:
         return longest, longest
     # The paper's "group of requests": as many equal ones as saturation still needs.
@@ -105,19 +105,8 @@ def _longest(
     model: LatencyModel, batch: StepStats, count: int, slo_s: float, limit_tokens: int
 ) -> int:
     """Return the greatest length at which ``count`` more decodes stay within the bound, or 0."""
-    low, high = 0, limit_tokens + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        joined = StepStats(
-            batch.prefill_requests,
-            batch.prefill_tokens,
-            batch.prefill_context_tokens,
-            batch.prefill_attention_pairs,
-            batch.decode_requests + count,
-            batch.decode_context_tokens + count * middle,
-        )
-        if model.predict(joined) <= slo_s:
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def joined_s(length: int) -> float:
+        return model.predict(batch.with_decodes(count, count * (length - 1)))
+
+    return bisect_right(range(1, limit_tokens + 1), slo_s, key=joined_s)

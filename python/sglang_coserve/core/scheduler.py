@@ -98,7 +98,9 @@ class Scheduler:
         before it in which some waited."""
 
         self._next_step = 0
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_flight: dict[int, tuple[StepPlan, float]] = {}
+        """Each with how long an arrival might wait for it when it began."""
+
         self.work = WorkLog()
         """Where the time of the steps went, and what was decided of them."""
 
@@ -197,8 +199,7 @@ class Scheduler:
         planned = {chunk.rid for chunk in plan.prefills}
         assert {chunk.rid for chunk in chunks} <= planned, f"step {plan.step} has other prefills"
         self._next_step += 1
-        self._in_flight[plan.step] = plan
-        self._advisory.tell("work log", self.work.started, plan, self._allowance.arrival_s)
+        self._in_flight[plan.step] = plan, self._allowance.arrival_s
         for chunk in chunks:
             if chunk.rid in self.queue:
                 self.queue.take(chunk.rid)
@@ -214,16 +215,16 @@ class Scheduler:
         Raises:
             InputFileError: the measured time is not positive.
         """
-        plan = None
+        plan, arrival_s = None, math.inf
         if result.step is not None:
-            plan = self._in_flight.pop(result.step, None)
-            assert plan is not None, f"step {result.step} is not in flight"
+            assert result.step in self._in_flight, f"step {result.step} is not in flight"
+            plan, arrival_s = self._in_flight.pop(result.step)
         # Requests are where they are, whatever is learned from here on.
         tell = self._advisory.tell
         online_s, offline_s = self._advisory.ask(
             "latency model", lambda: self._split(plan, result), (0.0, 0.0)
         )
-        tell("work log", self.work.ended, plan, result, online_s, offline_s)
+        tell("work log", self.work.ended, plan, arrival_s, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
         tell("judgement", self._learn_from_tokens, result, online_s, offline_s)
@@ -243,7 +244,7 @@ class Scheduler:
         """
         request = replace(self.queue.running(rid), num_generated_tokens=generated_tokens)
         service_s = self._service_time.predict(request, self.model)
-        self.queue.restore(rid, generated_tokens, service_s)
+        self.queue.restore(replace(request, estimated_service_s=service_s))
         self._policy.retracted()
 
     def finish(self, rid: str, ending: Ending = Ending.COMPLETE) -> None:

@@ -59,7 +59,7 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
     Args:
         plan: Of the step.
         result: What came of it.
-        arrival_s: How long an arrival might wait for a step when it was planned.
+        arrival_s: How long an arrival might wait for it.
     """
     if result.dropped:
         yield Subject.DROPPED, 0.0
@@ -202,26 +202,26 @@ class WorkLog:
     def __init__(self) -> None:
         self.totals = WorkTotals()
         self.decisions = DecisionLog()
-        self._arrival_s: dict[int, float] = {}
-
-    def started(self, plan: StepPlan, arrival_s: float) -> None:
-        """Note a plan that is carried out, and how long an arrival may wait for its step. O(1)."""
-        self._arrival_s[plan.step] = arrival_s
 
     def ended(
-        self, plan: StepPlan | None, result: StepResult, online_s: float, offline_s: float
+        self,
+        plan: StepPlan | None,
+        arrival_s: float,
+        result: StepResult,
+        online_s: float,
+        offline_s: float,
     ) -> None:
         """Note what came of a step. O(requests that were prefilled + online requests).
 
         Args:
             plan: None of a step that the engine took without one.
+            arrival_s: How long an arrival might wait for the step when it began.
             result: What came of it.
             online_s: What of its time, of that of all steps, was online requests'.
             offline_s: What of it was offline requests'.
         """
         totals = self.totals
         if plan is not None:
-            arrival_s = self._arrival_s.pop(plan.step)
             for subject, value in decisions_of(plan, result, arrival_s):
                 self.decisions.note(subject, value, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)

@@ -87,7 +87,7 @@ def test_a_rid_in_use_is_refused_and_free_again_after_removal(is_running: bool) 
 
 def test_an_unknown_rid_is_refused() -> None:
     queue = queue_of(offline("known", "a"))
-    for call in (queue.take, queue.remove, lambda rid: queue.restore(rid, 0)):
+    for call in (queue.take, queue.running, queue.remove):
         with pytest.raises(RequestError, match="no offline request 'unknown'"):
             call("unknown")
     assert pick_all(queue) == ["known"]

@@ -170,14 +170,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.naive.take(number)
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data(), num_tokens=st.integers(0, 3), service_s=st.none() | st.integers(0, 4))
-    def restore(self, data: st.DataObject, num_tokens: int, service_s: int | None) -> None:
+    @rule(data=st.data(), num_tokens=st.integers(0, 3), service_s=st.integers(0, 4))
+    def restore(self, data: st.DataObject, num_tokens: int, service_s: int) -> None:
         number = data.draw(st.sampled_from(self.running()))
-        request = self.naive.requests[number]
-        request = replace(request, num_generated_tokens=request.num_generated_tokens + num_tokens)
-        if service_s is not None:
-            request = replace(request, estimated_service_s=service_s)
-        assert self.queue.restore(request.rid, request.num_generated_tokens, service_s) == request
+        request = self.queue.running(f"r{number}")
+        assert request == self.naive.requests[number]
+        num_tokens += request.num_generated_tokens
+        request = replace(request, num_generated_tokens=num_tokens, estimated_service_s=service_s)
+        self.queue.restore(request)
         self.naive.requests[number] = request
         self.naive.trie.resume(number)
 

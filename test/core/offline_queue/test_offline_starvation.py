@@ -62,7 +62,7 @@ def test_the_stated_bound_holds(
             running.append(request.rid)
         elif event == "preempt" and running:
             rid = running.pop(choice % len(running))
-            queue.restore(rid, num_generated_tokens=0)
+            queue.restore(queue.running(rid))
             let_wait(rid)
         elif event == "cancel" and age:
             rid = list(age)[choice % len(age)]

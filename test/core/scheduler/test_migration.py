@@ -21,7 +21,7 @@ def prefer(
     decodes: int, slo_s: float, *, free: int = 1_000_000, includes_all: bool = True
 ) -> tuple[int, int] | None:
     batch = StepStats.of(decodes=[100] * decodes)
-    return preferred_length(MODEL, batch, slo_s, free, 512, includes_all=includes_all)
+    return preferred_length(MODEL, batch, slo_s, free, includes_all=includes_all)
 
 
 def test_the_saturated_size_is_where_requests_cost_what_all_share() -> None:

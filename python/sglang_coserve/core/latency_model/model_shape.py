@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -147,24 +147,29 @@ class _Dimensions(JsonDocument):
             raise ConfigError(
                 f"{source}: hidden_size: {self.hidden_size} is too small for {heads} heads"
             )
-        expert_size = self.moe_intermediate_size or self.intermediate_size
-        shared_size = (self.n_shared_experts or 0) * expert_size
-        dense_layers = self.first_k_dense_replace if self.num_experts > 1 else 0
-        return ModelShape(
+        dense = ModelShape(
             hidden_size=self.hidden_size,
             num_layers=self.num_hidden_layers,
             num_query_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=self.head_dim or self.hidden_size // heads,
-            intermediate_size=expert_size if self.num_experts > 1 else self.intermediate_size,
+            intermediate_size=self.intermediate_size,
             vocab_size=self.vocab_size,
-            num_experts=self.num_experts,
-            experts_per_token=self.num_experts_per_tok if self.num_experts > 1 else 1,
-            shared_intermediate_size=self.shared_expert_intermediate_size or shared_size,
-            num_dense_layers=dense_layers,
-            dense_intermediate_size=self.intermediate_size if dense_layers else 0,
             weights=weights,
             latent=latent,
+        )
+        if self.num_experts == 1:
+            return dense
+        expert_size = self.moe_intermediate_size or self.intermediate_size
+        shared_size = (self.n_shared_experts or 0) * expert_size
+        return replace(
+            dense,
+            intermediate_size=expert_size,
+            num_experts=self.num_experts,
+            experts_per_token=self.num_experts_per_tok,
+            shared_intermediate_size=self.shared_expert_intermediate_size or shared_size,
+            num_dense_layers=self.first_k_dense_replace,
+            dense_intermediate_size=self.intermediate_size if self.first_k_dense_replace else 0,
         )
 
 

@@ -6,7 +6,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Final
 
 from sortedcontainers import SortedKeyList
@@ -166,30 +165,19 @@ class OfflineQueue:
         self._remove_waiting(leaf)
         return leaf.request
 
-    def restore(
-        self, rid: str, num_generated_tokens: int, estimated_service_s: float | None = None
-    ) -> QueuedRequest:
+    def restore(self, request: QueuedRequest) -> None:
         """Mark a retracted request as waiting, with its progress. O(prompt tokens + log n).
 
-        ``estimated_service_s`` is the time that it still needs; ``None`` keeps the estimate.
-
-        Raises:
-            RequestError: no request has this rid.
+        ``request`` is what ``running`` returns, with more tokens and the time that it still needs.
         """
-        leaf = self._leaf(rid)
+        leaf, rid = self._leaf(request.rid), request.rid
         assert not leaf.is_waiting, f"{rid!r} is restored while it waits"
-        request = leaf.request
-        assert num_generated_tokens >= request.num_generated_tokens, f"{rid!r} lost progress"
-        if estimated_service_s is None:
-            estimated_service_s = request.estimated_service_s
-        leaf.request = replace(
-            request,
-            num_generated_tokens=num_generated_tokens,
-            estimated_service_s=estimated_service_s,
-        )
+        assert request.token_ids is leaf.request.token_ids, f"{rid!r} has another prompt"
+        more = request.num_generated_tokens - leaf.request.num_generated_tokens
+        assert more >= 0, f"{rid!r} lost progress"
+        leaf.request = request
         self._trie.resume(leaf)
         self._add_waiting(leaf)
-        return leaf.request
 
     def nearest(self, token_ids: PackedTokens) -> QueuedRequest | None:
         """Return the waiting request with the longest common prefix, or None if none waits.

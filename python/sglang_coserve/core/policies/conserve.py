@@ -25,7 +25,7 @@ class ConservePolicy(Policy):
     Without online traffic (§4.2, last paragraph) the batch is the one with the
     highest predicted throughput: every decode, and as many prefill tokens as
     give the most tokens per second. Requests that arrive during such a step are left to
-    layer-wise preemption (§4.3), here ``core.lanes``.
+    layer-wise preemption (§4.3), here ``core.planning.lanes``.
 
     Differences from the paper: t_TBT is the strictest target among the online decodes if requests
     bring their own, and a request's own TTFT target also bounds the step that computes it.
