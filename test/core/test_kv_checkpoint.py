@@ -1,4 +1,4 @@
-"""KV checkpointing decides by itself: page states, what to copy, quotas, back-off."""
+"""What is copied of KV and what is reclaimed, and how long it waits for host memory."""
 
 from __future__ import annotations
 
@@ -26,37 +26,35 @@ unsaved = st.lists(st.integers(0, 2000), max_size=12).map(
 )
 
 
-def test_eager_copies_all_full_pages_of_all_requests() -> None:
-    requests = {"a": 40, "b": 16, "c": 15}
-    copies = plan_copies(EAGER, requests, PAGE, used_share=0.1)
-    assert copies == {"a": 32, "b": 16}
-
-
-def test_small_pages_wait_until_a_copy_is_worth_its_cost() -> None:
-    requests = {"a": 17, "b": 16, "c": 15}
-    copies = plan_copies(EAGER, requests, 1, used_share=0.1)
-    assert copies == {"a": 17, "b": 16}
-    at_once = replace(EAGER, least_copy_tokens=1)
-    assert len(plan_copies(at_once, requests, 1, used_share=0.1)) == 3
-
-
-def test_the_requests_admitted_last_are_saved_first() -> None:
-    policy = replace(EAGER, step_tokens=2 * PAGE)
-    requests = {"oldest": PAGE, "middle": PAGE, "newest": PAGE}
-    copies = plan_copies(policy, requests, PAGE, used_share=0.1)
-    assert list(copies) == ["newest", "middle"]
-
-
-@pytest.mark.parametrize(("used_share", "copied"), [(0.79, 0), (0.8, 1), (0.95, 1)])
-def test_pressure_copies_above_the_watermark(used_share: float, copied: int) -> None:
-    requests = {"a": PAGE}
-    assert len(plan_copies(PRESSURE, requests, PAGE, used_share=used_share)) == copied
-
-
-@pytest.mark.parametrize("mode", [CheckpointMode.LAZY, CheckpointMode.OFF])
-def test_lazy_and_off_copy_nothing_ahead(mode: CheckpointMode) -> None:
-    requests = {"a": 1000}
-    assert not plan_copies(CheckpointPolicy(mode), requests, PAGE, used_share=1.0)
+@pytest.mark.parametrize(
+    ("policy", "page", "used_share", "dirty", "copies"),
+    [
+        pytest.param(EAGER, PAGE, 0.1, (40, 16, 15), {"b": 16, "a": 32}, id="full pages"),
+        pytest.param(EAGER, 1, 0.1, (17, 16, 15), {"b": 16, "a": 17}, id="worth a copy"),
+        pytest.param(
+            replace(EAGER, least_copy_tokens=1), 1, 0.1, (1, 2), {"b": 2, "a": 1}, id="at once"
+        ),
+        pytest.param(
+            replace(EAGER, step_tokens=2 * PAGE),
+            *(PAGE, 0.1, (PAGE, PAGE, PAGE), {"c": PAGE, "b": PAGE}),
+            id="the last admitted first",
+        ),
+        pytest.param(PRESSURE, PAGE, 0.79, (PAGE,), {}, id="below the watermark"),
+        pytest.param(PRESSURE, PAGE, 0.8, (PAGE,), {"a": PAGE}, id="at the watermark"),
+        pytest.param(CheckpointPolicy(CheckpointMode.LAZY), PAGE, 1.0, (1000,), {}, id="lazy"),
+        pytest.param(CheckpointPolicy(CheckpointMode.OFF), PAGE, 1.0, (1000,), {}, id="off"),
+    ],
+)
+def test_what_is_copied_and_in_which_order(
+    policy: CheckpointPolicy,
+    page: int,
+    used_share: float,
+    dirty: tuple[int, ...],
+    copies: dict[str, int],
+) -> None:
+    requests = dict(zip("abc", dirty, strict=False))
+    found = plan_copies(policy, requests, page, used_share=used_share)
+    assert list(found.items()) == list(copies.items())
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines, parse_slo
@@ -83,31 +84,15 @@ def queued(
     )
 
 
-def snapshot(
-    *requests: Request,
-    now_s: float = 0.0,
-    free_kv_tokens: int = 100_000,
-    evictable_kv_tokens: int = 0,
-    free_slots: int = 1000,
-    max_batch_tokens: int = 8192,
-    page_tokens: int = 1,
-    keeps_prefixes: bool = True,
-    window_tokens: int = 0,
-    free_window_tokens: int = 0,
-) -> EngineSnapshot:
-    """An engine with these requests; those without KV wait."""
+def snapshot(*requests: Request, now_s: float = 0.0, **engine: Any) -> EngineSnapshot:
+    """An engine with these requests, and room for more; those without KV wait."""
+    room = {"free_kv_tokens": 100_000, "evictable_kv_tokens": 0}
+    limits = {"free_slots": 1000, "max_batch_tokens": 8192}
     return EngineSnapshot(
         now_s=now_s,
         admitted=[request for request in requests if request.state.holds_kv],
         waiting=[request for request in requests if not request.state.holds_kv],
-        free_kv_tokens=free_kv_tokens,
-        evictable_kv_tokens=evictable_kv_tokens,
-        free_slots=free_slots,
-        max_batch_tokens=max_batch_tokens,
-        page_tokens=page_tokens,
-        keeps_prefixes=keeps_prefixes,
-        window_tokens=window_tokens,
-        free_window_tokens=free_window_tokens,
+        **{**room, **limits, **engine},
     )
 
 

@@ -37,7 +37,7 @@ def seen(*requests: Request, done_share: float | None = None, **engine: float) -
     """An engine whose steps have four safepoints."""
     suspended = None if done_share is None else SuspendedStep(7, WORK, done_share)
     settings = {"stop_share": 0.25, "resume_s": 0.001, **engine}
-    return replace(snapshot(*requests), suspended=suspended, **settings)  # type: ignore[arg-type]
+    return snapshot(*requests, suspended=suspended, **settings)
 
 
 def plan_of(core: Scheduler, engine: EngineSnapshot) -> StepPlan:
@@ -207,29 +207,32 @@ def arrived(prompt_tokens: int, arrival_s: float, own_s: float | None = None) ->
     return RequestInfo("on", RequestClass.ONLINE, prompt_tokens, 8, arrival_s, ttft_target_s=own_s)
 
 
-def test_an_arrival_is_late_if_its_prompt_after_the_step_is() -> None:
-    prompt_s = MODEL.predict(StepStats.of([(100, 0)]))
-    one = arrived(100, 1.0)
-    assert not is_late_behind(2.0, [one], 1.9, MODEL, 1.001 + prompt_s)
-    assert is_late_behind(2.0, [one], 1.9, MODEL, 0.999 + prompt_s)
+ONE_S = MODEL.predict(StepStats.of([(100, 0)]))
+BOTH_S = MODEL.predict(StepStats.of([(100, 0), (400, 0)]))
 
 
-def test_all_that_wait_are_computed_together_and_none_may_be_late() -> None:
-    both_s = MODEL.predict(StepStats.of([(100, 0), (400, 0)]))
-    waiting = [arrived(100, 1.0), arrived(400, 1.5)]
-    assert not is_late_behind(2.0, waiting, 1.9, MODEL, 1.001 + both_s)
-    assert is_late_behind(2.0, waiting, 1.9, MODEL, 0.999 + both_s)
+@pytest.mark.parametrize(
+    ("waiting", "now_s", "in_time_s"),
+    [
+        pytest.param([(100, 1.0)], 1.9, 1.0 + ONE_S, id="its prompt is computed after the step"),
+        pytest.param([(100, 1.0), (400, 1.5)], 1.9, 1.0 + BOTH_S, id="all are computed together"),
+        pytest.param([(100, 1.0)], 2.5, 1.5 + ONE_S, id="a step that should have ended ends now"),
+        pytest.param([(100, 1.0, 0.5)], 1.9, math.inf, id="its own target counts"),
+        pytest.param([(100, 1.0, 10.0)], 1.9, 0.0, id="its own target may be looser"),
+    ],
+)
+def test_an_arrival_waits_for_the_end_of_a_step_unless_any_is_late_then(
+    waiting: list[tuple[int, float]], now_s: float, in_time_s: float
+) -> None:
+    """The step ends at 2 s."""
+    infos = [arrived(*each) for each in waiting]
+    assert is_late_behind(2.0, infos, now_s, MODEL, max(in_time_s - 0.001, 0.001)) == (
+        in_time_s > 0
+    )
+    assert is_late_behind(2.0, infos, now_s, MODEL, in_time_s + 0.001) == math.isinf(in_time_s)
 
 
-def test_a_step_that_should_have_ended_ends_now() -> None:
-    prompt_s = MODEL.predict(StepStats.of([(100, 0)]))
-    assert is_late_behind(2.0, [arrived(100, 1.0)], 2.5, MODEL, 1.499 + prompt_s)
-    assert not is_late_behind(2.0, [arrived(100, 1.0)], 2.5, MODEL, 1.501 + prompt_s)
-
-
-def test_its_own_target_counts_and_without_any_target_it_does_not_wait() -> None:
-    assert is_late_behind(2.0, [arrived(100, 1.0, own_s=0.5)], 1.9, MODEL, 10.0)
-    assert not is_late_behind(2.0, [arrived(100, 1.0, own_s=10.0)], 1.9, MODEL, 0.5)
+def test_without_any_target_an_arrival_does_not_wait() -> None:
     assert is_late_behind(2.0, [arrived(100, 1.0)], 1.9, MODEL, None)
 
 

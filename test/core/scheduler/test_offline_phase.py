@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -125,14 +124,13 @@ def test_at_most_one_prompt_is_left_unfinished() -> None:
     assert [chunk.tokens == 700 for chunk in plan.prefills] == [True, False]
 
 
-def test_what_is_cached_is_not_computed() -> None:
-    plan = scheduler("coserve", queued(100, rid="hit")).plan(snapshot(), Cache({"hit": 80}))
-    assert plan.prefills == (PrefillChunk("hit", 20),)
-
-
-def test_a_prompt_cached_as_a_whole_computes_its_last_token() -> None:
-    plan = scheduler("coserve", queued(100, rid="hit")).plan(snapshot(), Cache({"hit": 100}))
-    assert plan.prefills == (PrefillChunk("hit", 1),)
+@pytest.mark.parametrize(("cached_tokens", "tokens"), [(80, 20), (100, 1)])
+def test_what_is_cached_is_not_computed_but_for_the_last_token(
+    cached_tokens: int, tokens: int
+) -> None:
+    cache = Cache({"hit": cached_tokens})
+    plan = scheduler("coserve", queued(100, rid="hit")).plan(snapshot(), cache)
+    assert plan.prefills == (PrefillChunk("hit", tokens),)
 
 
 def test_planning_takes_nothing_and_committing_does() -> None:
@@ -148,39 +146,31 @@ def test_planning_takes_nothing_and_committing_does() -> None:
     assert len(brain.queue) == 0
 
 
-def test_picks_are_bounded() -> None:
-    waiting = [queued(10) for _ in range(9)]
-    plan = scheduler("coserve", *waiting, max_picks=4).plan(snapshot(), NO_CACHE)
+@pytest.mark.parametrize("limit", ["max_picks", "max_offline_requests"])
+def test_picks_and_requests_are_bounded(limit: str) -> None:
+    waiting = [queued(64) for _ in range(9)]
+    plan = scheduler("coserve", *waiting, **{limit: 4}).plan(snapshot(), NO_CACHE)
     assert len(plan.prefills) == 4
 
 
-def test_admission_leaves_running_requests_room_to_grow() -> None:
-    """Two requests with a headroom of 50 each: 100 of the 180 free slots are theirs."""
-    requests = (offline(1000), offline(1000))
-    fits, too_long = queued(70), queued(90)
-    for waiting, admitted in ((fits, 1), (too_long, 0)):
-        plan = scheduler("coserve", waiting, headroom_tokens=50).plan(
-            snapshot(*requests, free_kv_tokens=180), NO_CACHE
-        )
-        assert len(plan.prefills) == admitted
+@pytest.mark.parametrize(
+    ("running", "headroom_tokens", "fitting_tokens"),
+    [
+        pytest.param((1000, 1000), 50, 80, id="so much for each"),
+        pytest.param((310, 310), 500, 80, id="at most an eighth of all, here of 800"),
+        pytest.param((), 50, 180, id="an empty engine needs none"),
+    ],
+)
+def test_admission_leaves_running_requests_room_to_grow(
+    running: tuple[int, ...], headroom_tokens: int, fitting_tokens: int
+) -> None:
+    """180 slots are free."""
+    seen = snapshot(*map(offline, running), free_kv_tokens=180)
+    for tokens in (fitting_tokens - 10, fitting_tokens + 10):
+        brain = scheduler("coserve", queued(tokens), headroom_tokens=headroom_tokens)
+        plan = brain.plan(seen, NO_CACHE)
+        assert len(plan.prefills) == (tokens < fitting_tokens)
         assert not plan.retract
-
-
-def test_headroom_is_at_most_an_eighth_of_all_kv() -> None:
-    """Two requests hold 620 tokens and 180 are free: 100 of 800 stay free, not 1,000."""
-    requests = (offline(310), offline(310))
-    for tokens, admitted in ((70, 1), (90, 0)):
-        plan = scheduler("coserve", queued(tokens), headroom_tokens=500).plan(
-            snapshot(*requests, free_kv_tokens=180), NO_CACHE
-        )
-        assert len(plan.prefills) == admitted
-
-
-def test_an_empty_engine_needs_no_headroom() -> None:
-    plan = scheduler("coserve", queued(90), headroom_tokens=50).plan(
-        snapshot(free_kv_tokens=100), NO_CACHE
-    )
-    assert len(plan.prefills) == 1
 
 
 def test_retracted_requests_are_not_admitted_again_at_once() -> None:
@@ -231,7 +221,7 @@ def test_no_budget_makes_a_step_without_online_work_mostly_fixed_cost(stop_share
     """It takes up to twice its fixed cost, however short arrivals may wait."""
     strict = scheduler("coserve", queued(8000), targets=SloTargets(ttft_s=0.001))
     rows = [offline(100, DECODING)]
-    plan = strict.plan(replace(snapshot(*rows), stop_share=stop_share), NO_CACHE)
+    plan = strict.plan(snapshot(*rows, stop_share=stop_share), NO_CACHE)
     fixed_s = MODEL.predict(StepStats.of([(1, 0)]))
     assert len(plan.prefills) == plan.batch.decode_requests == 1
     assert 1.9 * fixed_s < plan.predicted_s <= 2 * fixed_s
@@ -242,12 +232,6 @@ def test_a_budget_that_nothing_keeps_does_not_stop_an_idle_engine() -> None:
     plan = scheduler("coserve", targets=SloTargets(ttft_s=0.001)).plan(snapshot(*rows), NO_CACHE)
     assert plan.batch.decode_requests == 1
     assert plan.budget_s == math.inf
-
-
-def test_no_more_offline_requests_than_configured() -> None:
-    waiting = [queued(64) for _ in range(4)]
-    plan = scheduler("coserve", *waiting, max_offline_requests=2).plan(snapshot(), NO_CACHE)
-    assert len(plan.prefills) == 2
 
 
 def test_a_request_whose_kv_is_being_loaded_does_not_hold_up_the_others() -> None:
