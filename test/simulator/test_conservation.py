@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_coserve.core.policies import POLICIES
@@ -58,6 +58,12 @@ def requests(seed: int, count: int) -> list[SimRequest]:
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"online_only"}))
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 16), machine=MACHINES, targets=TARGETS)
+# BROS: an online prompt waited for KV that a suspended step held; two offline requests took in turn
+# what each of them gave up for an online one.
+@example(
+    62539, 6, ExecutorConfig(69, 8, 6, 50, False, safepoint=SafepointConfig(8, 2)), SloTargets()
+)
+@example(375419, 12, ExecutorConfig(68, 1, 6, 18, False, noise_cv=0.3), SloTargets())
 def test_every_request_ends_once_and_all_memory_returns(
     policy: str, seed: int, count: int, machine: ExecutorConfig, targets: SloTargets
 ) -> None:

@@ -193,8 +193,6 @@ class _Choice(NamedTuple):
     candidate: _Candidate
     tokens: int
     kv_tokens: int
-    has_retracted: bool
-    """Offline requests were retracted for it."""
 
     @property
     def is_cut(self) -> bool:
@@ -242,26 +240,25 @@ class _Packing:
         kv_tokens = self._kv(candidate)
         if candidate.is_online and candidate.prompt.is_new and not self._lets_grow(kv_tokens):
             return False
-        has_room, memory = self._has_room(candidate, kv_tokens), self._batch.memory
-        if not has_room and not (
+        if not self._has_room(candidate, kv_tokens) and not (
             candidate.is_online
-            and memory.reclaim(
+            and self._batch.memory.reclaim(
                 self._kv_tokens + kv_tokens,
                 self._slots + candidate.prompt.is_new,
                 requests=self._num_chosen + 1,
             )
         ):
             return False
-        self._choose(_Choice(candidate, tokens, kv_tokens, has_retracted=not has_room))
+        self._choose(_Choice(candidate, tokens, kv_tokens))
         return True
 
     def replace_last_online(self, candidate: _Candidate, wait_s: float) -> bool:
         """Replace the online candidate chosen last by another; return whether this was done.
 
-        Done only if that candidate can wait for this step and ``wait_s`` more, and no request was
-        retracted for it.
+        Done only if that candidate can wait for this step and ``wait_s`` more, and nobody is
+        retracted: else offline requests would take in turn what is freed for an online one.
         """
-        if not self._online or self._online[-1].has_retracted:
+        if not self._online or self._batch.memory.retractions:
             return False
         leaving = self._drop_last_online()
         predicted_s = self._batch.model.predict(candidate.joined(self._stats, 1))
@@ -280,7 +277,7 @@ class _Packing:
 
     def _prefill(self, choices: list[_Choice]) -> None:
         batch = self._batch
-        for candidate, tokens, kv_tokens, _ in choices:
+        for candidate, tokens, kv_tokens in choices:
             if candidate.is_decode:
                 continue
             # It may have been retracted for an offline decode meanwhile.
@@ -330,7 +327,9 @@ class _Packing:
         memory = self._batch.memory
         growth_tokens = memory.headroom_tokens(_GROWTH_TOKENS, len(self._batch.online_decodes))
         has_room = memory.has_room(self._kv_tokens + kv_tokens + growth_tokens)
-        return has_room or memory.next_victim() is not None
+        lets_grow = has_room or memory.next_victim() is not None
+        memory.lacks_kv |= not lets_grow  # A suspended step is then dropped for it.
+        return lets_grow
 
     def _kv(self, candidate: _Candidate) -> int:
         if candidate.request is not None and candidate.is_decode:
@@ -338,7 +337,7 @@ class _Packing:
         return self._batch.memory.kv_to_prefill(candidate.prompt)
 
     def _choose(self, choice: _Choice) -> None:
-        candidate, tokens, kv_tokens, _ = choice
+        candidate, tokens, kv_tokens = choice
         (self._online if candidate.is_online else self._offline).append(choice)
         self._stats = candidate.joined(self._stats, tokens)
         self._free_tokens -= tokens
@@ -349,7 +348,7 @@ class _Packing:
 
     def _drop_last_online(self) -> _Choice:
         choice = self._online.pop()
-        candidate, tokens, kv_tokens, _ = choice
+        candidate, tokens, kv_tokens = choice
         sums = zip(self._stats, candidate.joined(StepStats(), tokens), strict=True)
         self._stats = StepStats(*(all_in - its_own for all_in, its_own in sums))
         self._free_tokens += tokens
