@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +85,6 @@ def as_json(result: DemoResult) -> dict[str, Any]:
         "systems": {system.name: _system_json(system, result.targets) for system in result.systems},
         "sentence": sentence(result),
     }
-
-
-def write_json(result: DemoResult, path: Path) -> None:
-    """Write ``as_json`` to ``path``."""
-    path.write_text(json.dumps(as_json(result), indent=2) + "\n")
 
 
 def _system_json(system: SystemResult, targets: SloTargets) -> dict[str, Any]:

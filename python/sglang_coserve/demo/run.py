@@ -24,7 +24,6 @@ from sglang_coserve.demo.servers import (
     OURS,
     STOCK,
     System,
-    has_gpu_pace,
     make_server,
     stock_chunk_tokens,
 )
@@ -149,7 +148,8 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
             results = asyncio.run(measuring.all_of(groups))
     name = None if emulation is None else emulation.name
     result = report.DemoResult(tuple(results), options.targets, name)
-    report.write_json(result, options.out / "report.json")
+    as_text = json.dumps(report.as_json(result), indent=2) + "\n"
+    (options.out / "report.json").write_text(as_text)
     report.draw(result, options.out / "timeline.png")
     return result
 
@@ -239,8 +239,7 @@ class _Run:
         flags += system.server_flags(self.options.targets)
         if system.is_ours:
             return [*flags, *self.options.server_flag]
-        chunk_tokens = stock_chunk_tokens(on_gpu=has_gpu_pace(self.model))
-        return [*flags, "--chunked-prefill-size", str(chunk_tokens)]
+        return [*flags, "--chunked-prefill-size", str(stock_chunk_tokens(self.model))]
 
 
 def _emulation(options: DemoOptions) -> Emulation | None:

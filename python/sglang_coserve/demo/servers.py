@@ -70,13 +70,13 @@ LABELS: Final = {
 }
 
 
-def stock_chunk_tokens(*, on_gpu: bool) -> int:
+def stock_chunk_tokens(model: Path) -> int:
     """Return the chunk size with which stock SGLang's P99 TTFT is best at our offline rate.
 
     With the demo's model on a CPU it is the best of 128 to 2,048 (tag ``measurements-1``), with
     Llama-3.1-8B on an emulated H100 better than 2,048.
     """
-    return 512 if on_gpu else 256
+    return 512 if cpu.has_cuda() or is_emulated(model) else 256
 
 
 def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
@@ -86,11 +86,6 @@ def module_of(flags: Sequence[str], *, is_ours: bool) -> str:
     model_path = model_path_in(flags)
     on_gpu = cpu.has_cuda() and not (model_path and is_emulated(Path(model_path)))
     return "sglang.launch_server" if on_gpu else "sglang_coserve.srt.stock_server"
-
-
-def has_gpu_pace(model: Path) -> bool:
-    """Tell whether a model runs on a GPU, or takes the time of one."""
-    return cpu.has_cuda() or is_emulated(model)
 
 
 def make_server(
