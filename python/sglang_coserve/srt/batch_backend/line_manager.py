@@ -238,17 +238,14 @@ class _TokenFeed:
         self._generated = list(generated)
         self._on_tokens = on_tokens
         self._num_reported = len(self._generated)
-        self._is_checked = False
 
     def update(self, output_ids: list[int]) -> None:
         """Take all output tokens so far; they only ever become more."""
-        if not self._is_checked:
-            self._is_checked = True
-            if output_ids[: len(self._generated)] != self._generated:
-                # The scheduler started over, and what it generates does not follow on these.
-                self._on_tokens = _ignore
+        is_first = self._num_reported == len(self._generated)
+        if is_first and output_ids[: self._num_reported] != self._generated:
+            return  # The scheduler has started over: they do not follow on those before.
         new_ids = output_ids[self._num_reported :]
-        self._num_reported = len(output_ids)
+        self._num_reported += len(new_ids)
         if new_ids:
             self._on_tokens(new_ids)
 
@@ -260,10 +257,6 @@ def _extended(extra_key: Any, cache_key: str) -> Any:
     if isinstance(extra_key, list):
         return [f"{key}|{cache_key}" for key in extra_key]
     return f"{extra_key or ''}|{cache_key}"
-
-
-def _ignore(_token_ids: Sequence[int]) -> None:
-    pass
 
 
 def _raise_if_aborted(output: Any) -> None:

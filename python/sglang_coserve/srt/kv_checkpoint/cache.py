@@ -213,7 +213,7 @@ class CheckpointCache(UnifiedRadixCache):
         """
         req, start, page = checkpoint.req, checkpoint.start_tokens, self.page_size
         kv_end = kv_tokens // page * page
-        end = min(checkpoint.saved_end_tokens, kv_end)
+        end = min(start + checkpoint.saved_tokens, kv_end)
         last_saved = self._node_at(req, end)
         unused = self._bind(last_saved, checkpoint.release(), start)
         self.counts["adopted_tokens"] += checkpoint.saved_tokens - len(unused)

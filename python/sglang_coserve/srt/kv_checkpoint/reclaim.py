@@ -137,14 +137,14 @@ class Reclaimer:
     # --- Host ----------------------------------------------------------------------------
 
     def reclaim_host(self, tokens: int) -> None:
-        """Free host pages until ``tokens`` can be allocated, as far as possible.
+        """Free host pages until ``tokens`` can be allocated, if they ever can.
 
         Only nodes that are on the host only, least recently used first, except those from which a
         waiting request resumes. O(host leaves).
         """
-        tree = self._cache.tree_core
-        shortage = self._cache.space.shortage(tokens)
-        if not shortage:
+        tree, space = self._cache.tree_core, self._cache.space
+        shortage = tokens - space.free_tokens
+        if shortage <= 0 or tokens > space.limit_tokens:
             return
         heap = [(node.last_access_time, node) for node in tree.evictable_host_leaves]
         heapq.heapify(heap)

@@ -48,11 +48,6 @@ class RequestCheckpoint:
         """Computed tokens after the prefix whose copy has not begun."""
         return self._full_tokens - self.sent_tokens
 
-    @property
-    def saved_end_tokens(self) -> int:
-        """Number of the request's first tokens that are saved, provided that its prefix is."""
-        return self.start_tokens + self.saved_tokens
-
     def computed(self, tokens: int) -> None:
         """Record that the request's first ``tokens`` tokens have KV."""
         pages = (tokens - self.start_tokens) // self._page_tokens
@@ -119,16 +114,9 @@ class HostSpace:
         """Return whether this is no back-off after a refusal."""
         return self._backoff.may_try(step)
 
-    def shortage(self, tokens: int) -> int | None:
-        """Return the tokens to free before ``tokens`` can be allocated; None if these exceed the
-        limit."""
-        if tokens > self.limit_tokens:
-            return None
-        return max(0, self.used_tokens + tokens - self.limit_tokens)
-
     def alloc(self, tokens: int, step: int) -> Slots | None:
         """Allocate slots; return None, and back off, if the limit or the pool is exhausted."""
-        slots = self._pool.alloc(tokens) if self.shortage(tokens) == 0 else None
+        slots = self._pool.alloc(tokens) if tokens <= self.free_tokens else None
         if slots is None:
             self._counts["allocation_failures"] += 1
             self._backoff = self._backoff.failed(step)

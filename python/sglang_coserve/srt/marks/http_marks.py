@@ -92,7 +92,7 @@ _TTL: Final = (b"x-llm-d-inference-ttl", b"x-gateway-inference-ttl")
 _TTFT: Final = (b"x-llm-d-slo-ttft-ms", b"x-slo-ttft-ms", b"x-sgl-ttft-slo-ms")
 _TPOT: Final = (b"x-llm-d-slo-tpot-ms", b"x-slo-tpot-ms")
 _TOKENS_PER_S: Final = (b"x-sgl-tps-slo",)
-_DURATION: Final = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:h|ms|us|µs|ns|m|s)", re.ASCII)
+_DURATION: Final = re.compile(r"(\d+\.?\d*|\.\d+)(h|ms|us|µs|ns|m|s)", re.ASCII)
 _UNITS_S: Final = MappingProxyType(
     {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 )
@@ -151,14 +151,10 @@ def _duration_s(name: str, value: bytes) -> float:
     """
     text = value.decode("utf-8", errors="replace").strip()
     parts = _DURATION.findall(text) if len(value) <= _MOST_TTL_BYTES else []
-    seconds = sum(float(part.rstrip("hmsuµn")) * _UNITS_S[_unit(part)] for part in parts)
-    if "".join(parts) != text or not 0 < seconds < math.inf:
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if "".join(map("".join, parts)) != text or not 0 < seconds < math.inf:
         raise RequestError(
             f"{name} is {text[:_MOST_TTL_BYTES]!r}: use a duration above 0 such as 90s, 1m30s or"
             " 1500ms"
         )
     return seconds
-
-
-def _unit(part: str) -> str:
-    return part.lstrip("0123456789.")

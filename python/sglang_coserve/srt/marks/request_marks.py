@@ -128,16 +128,16 @@ def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
             the client asks for a deadline or a target that the server's policy ignores.
     """
     said, hints = _SAID.get()
-    if isinstance(custom_params, dict | None):
-        within = custom_params or {}
-        for key, value in said.items():
-            if within.get(key) is not None and within[key] != value:
-                values = f"{value!r}, and {within[key]!r} in custom_params"
-                raise RequestError(f"contradicting values of {key}: {values}")
-        if said:
-            custom_params = {**within, **said}
-    check_marks(custom_params)
-    marks = _marks_in(custom_params)
+    if not isinstance(custom_params, dict | None):
+        return custom_params  # The guard refuses it.
+    within = custom_params or {}
+    for key, value in said.items():
+        if within.get(key) is not None and within[key] != value:
+            values = f"{value!r}, and {within[key]!r} in custom_params"
+            raise RequestError(f"contradicting values of {key}: {values}")
+    if said:
+        custom_params = {**within, **said}
+    marks = check_marks(custom_params)
     if DEADLINE_KEY in marks and not config.keeps_deadlines:
         raise RequestError(
             f"this server keeps no {DEADLINE_KEY}: its --offline-policy fifo serves offline "
@@ -151,13 +151,12 @@ def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
             )
     request_class = RequestClass.parse(marks.get(CLASS_KEY, RequestClass.ONLINE.value))
     hinted = hints.marks(request_class, config)
-    if hinted and isinstance(custom_params, dict | None):
-        custom_params = {**(custom_params or {}), **hinted}
-    return custom_params
+    return {**(custom_params or {}), **hinted} if hinted else custom_params
 
 
-def check_marks(custom_params: object) -> None:
-    """Check all marks of a request; without any it is online. Null values are ignored.
+def check_marks(custom_params: object) -> dict[str, Any]:
+    """Check all marks of a request, and return them; without any it is online. Null values are
+    ignored.
 
     Raises:
         RequestError: a mark is unknown, may be set by the server only, or has an invalid
@@ -186,14 +185,14 @@ def check_marks(custom_params: object) -> None:
                 f"requests may have {DEADLINE_KEY}, and batches have their completion window"
             )
         check_number(key, marks[key], _BOUNDS[key])
-    if DEADLINE_KEY not in marks:
-        return
-    if request_class is RequestClass.ONLINE:
-        raise RequestError(
-            f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
-            f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
-        )
-    check_number(DEADLINE_KEY, marks[DEADLINE_KEY], _BOUNDS[DEADLINE_KEY])
+    if DEADLINE_KEY in marks:
+        if request_class is RequestClass.ONLINE:
+            raise RequestError(
+                f"{DEADLINE_KEY} is for offline requests, and this one is online: leave it out, or "
+                f"make the request offline; online requests may have {TTFT_KEY} and {TPOT_KEY}"
+            )
+        check_number(DEADLINE_KEY, marks[DEADLINE_KEY], _BOUNDS[DEADLINE_KEY])
+    return marks
 
 
 def check_line_marks(body: Mapping[str, Any]) -> None:
