@@ -54,30 +54,17 @@ def test_a_round_sees_what_it_offers_and_afterwards_the_queue_is_as_it_was() -> 
     engine.view.offer([second, *offered], offered)
     assert engine.queue == ["on1", "off0", "off1", "off2"]
     assert engine.view.has_others_waiting
-    for admitted in (second, offered[1]):
-        engine.waiting_queue.remove(admitted)
+    engine.waiting_queue.remove(offered[1])
     with engine.view.own_queue():
-        engine.waiting_queue.append(late)
-    assert engine.queue == ["late", "off0", "off2"]
-    assert engine.view.withdraw() == [offered[1]]
-    assert engine.queue == ["on0", "bad", "late"]
-    assert engine.view.withdraw() == []
-    assert engine.queue == ["on0", "bad", "late"]
-
-
-def test_whether_the_queue_is_full_is_a_matter_of_what_waits_there() -> None:
-    """Not of what is offered, and also of what is hidden for the round; a victim leaves it."""
-    first, second, late = req("on0", queued_s=0), req("on1", queued_s=1), req("late", queued_s=2)
-    engine = Engine(first, second)
-    offline = [req(f"off{i}", offline=True) for i in range(3)]
-    engine.view.offer([second, *offline], offline)
-    with engine.view.own_queue():
-        assert sorted(engine.queue) == ["on0", "on1"]
+        # Whether it is full is a matter of what waits there, hidden or not, and of no offers.
+        assert engine.queue == ["on1", "on0", "bad"]
         engine.waiting_queue.remove(first)  # For one of a higher priority.
         engine.waiting_queue.append(late)
-    assert engine.queue == ["on1", "late", "off0", "off1", "off2"]
-    assert engine.view.withdraw() == []
-    assert engine.queue == ["on1", "late"]
+    assert engine.queue == ["on1", "late", "off0", "off2"]
+    engine.waiting_queue.remove(second)
+    for admitted in ([offered[1]], []):
+        assert engine.view.withdraw() == admitted
+        assert engine.queue == ["bad", "late"]
 
 
 class Pipelined(Engine):

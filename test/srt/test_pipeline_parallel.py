@@ -14,7 +14,7 @@ import pytest
 from sglang_coserve.recording.calls import Updated, replay
 from sglang_coserve.recording.file import read_recording
 from srt.conftest import KV_POOL_TOKENS, Reference
-from srt.own_engine import is_flushed, own_engine, state
+from srt.own_engine import is_flushed, own_engine, params, state
 from srt.scripted_engine import Spec
 
 TIMEOUT_S = 120
@@ -72,15 +72,8 @@ def specs(seed: int) -> list[Spec]:
 
 async def generate(engine: Any, spec: Spec) -> Any:
     rid, ids, max_new_tokens, offline = spec
-    mark = {"custom_params": {"coserve_class": "offline"}} if offline else {}
-    params = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        **mark,
-    }
-    return await engine.async_generate(input_ids=ids, sampling_params=params, rid=rid)
+    sampling = {**params(max_new_tokens, offline=offline), "skip_special_tokens": False}
+    return await engine.async_generate(input_ids=ids, sampling_params=sampling, rid=rid)
 
 
 def serve(engine: Any, requests: Sequence[Spec]) -> dict[str, list[int]]:

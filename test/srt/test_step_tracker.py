@@ -81,13 +81,11 @@ def test_without_overlap_a_pass_shows_the_time_of_its_own_step() -> None:
     engine = Engine()
     assert engine.run(10.0, 0) == []
     assert times(engine.run(10.5, None)) == [(0, 0.5)]
-    assert times(engine.run(11.0, 1)) == [(None, 0.5)]
-    (result,) = engine.run(11.25, 2)
-    info = engine.ledger["r2"].info
-    stats = StepStats.of([(3, 0)])
-    assert result == StepResult(
-        1, 11.0, 0.25, stats, (PrefillChunk("r2", 3),), (ServedRequest(info, 11.25),)
-    )
+    for number, place, began_s, ends_s in ((None, 1, 10.5, 11.0), (1, 2, 11.0, 11.25)):
+        (result,) = engine.run(ends_s, 1)
+        stats, chunks = StepStats.of([(place + 1, 0)]), (PrefillChunk(f"r{place}", place + 1),)
+        served = ServedRequest(engine.ledger[f"r{place}"].info, ends_s)
+        assert result == StepResult(number, began_s, ends_s - began_s, stats, chunks, (served,))
 
 
 def sizes(result: StepResult) -> list[int]:
@@ -126,22 +124,6 @@ def test_a_result_waits_for_its_tokens() -> None:
     assert result.served[0].token_s == 11.0
 
 
-def test_a_pass_that_nobody_planned_is_a_step_without_a_number() -> None:
-    engine = Engine()
-    engine.run(10.0, None)
-    info = engine.ledger["r0"].info
-    assert engine.run(10.5, None, results=False) == [
-        StepResult(
-            None,
-            10.0,
-            0.5,
-            StepStats.of([(1, 0)]),
-            (PrefillChunk("r0", 1),),
-            (ServedRequest(info, 10.5),),
-        )
-    ]
-
-
 def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> None:
     engine = Engine()
     engine.run(10.0, 0)
@@ -154,11 +136,9 @@ def test_batches_that_sglang_launched_without_a_pass_hold_up_no_results() -> Non
 
 
 def test_a_step_of_which_nothing_ran_has_an_empty_result() -> None:
-    tracker = Engine().tracker
-    tracker.next_pass(1.0)
-    tracker.started(0)
-    tracker.launched(None)
-    assert tracker.next_pass(2.0) == [StepResult(0, 1.0)]
+    engine = Engine()
+    engine.run(1.0, 0, tokens=0)
+    assert engine.run(2.0, tokens=0) == [StepResult(0, 1.0)]
 
 
 def suspended_step() -> tuple[StepTracker, TrackedStep]:
@@ -201,15 +181,6 @@ def test_of_a_suspended_step_that_is_dropped_the_time_is_known_and_nothing_ran()
     assert tracker.next_pass(2.0) == []
 
 
-def test_a_request_that_was_aborted_meanwhile_is_not_told_of() -> None:
-    engine = Engine()
-    engine.run(1.0, 0)
-    engine.ledger.forget("r0")
-    (result,) = engine.run(2.0, 1)
-    assert result.served == ()
-    assert result.chunks == (PrefillChunk("r0", 1),)
-
-
 def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     """Under overlap scheduling a result may come after the end."""
     engine = Engine()
@@ -221,7 +192,7 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     engine.ledger.add(namesake, 1.5)
     engine.tracker.processed([aborted], [True])
     (result,) = engine.tracker.next_pass(2.0)
-    assert result.served == ()
+    assert (result.served, result.chunks) == ((), (PrefillChunk("a", 5),))
     left = engine.ledger.live(namesake)
     assert left is not None
     assert left.last_token_s is None
