@@ -159,7 +159,7 @@ class PartialEngine(SimEngine):
     def _begin(self, plan: StepPlan) -> RunningStep:
         count = len(plan.prefills) if self.admits is None else self.admits
         chunks, left_out = plan.prefills[:count], plan.prefills[count:]
-        executor = self._executor
+        executor = self.executor
         unplanned = StepStats.of((tokens, self._context(rid)) for rid, tokens in left_out)
         batch = StepStats(
             *(all_of - its for all_of, its in zip(plan.batch, unplanned, strict=True))
@@ -174,7 +174,7 @@ class PartialEngine(SimEngine):
         return step
 
     def _context(self, rid: str) -> int:
-        executor = self._executor
+        executor = self.executor
         if rid in executor.admitted:
             return executor.admitted[rid].computed_tokens
         waiting = {one.info.rid: one.view for one in executor.waiting}
