@@ -97,7 +97,7 @@ def length_preference(model: LatencyModel, tpot_s: float) -> Pull:
         is_whole = all(
             request.state is RequestState.DECODING for request in strict.admitted.values()
         )
-        room_tokens = strict.pool.free_pages * strict.pool.page_tokens
+        room_tokens = strict.kv.free_pages * strict.kv.page_tokens
         preference = preferred_length(
             model,
             pools.strict.last_plan.batch,

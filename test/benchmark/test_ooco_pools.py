@@ -17,7 +17,7 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.run import SimulationSetup
-from simulator.engines import offline, online
+from simulator.engines import check_executor, offline, online
 
 MODEL = LinearModel.of(CONSERVE, compute_token_s=1e-3, iteration_s=5e-3)
 TPOT_S = 0.030
@@ -73,11 +73,11 @@ def test_nothing_is_lost_on_the_way(strict_kv_tokens: int) -> None:
     ]
     pools = pools_of(requests, strict_kv_tokens, length_preference(MODEL, TPOT_S))
     while pools.step(100.0):
-        pools.relaxed.executor.check_invariants()
-        pools.strict.executor.check_invariants()
+        check_executor(pools.relaxed.executor)
+        check_executor(pools.strict.executor)
     assert all(request.state is RequestState.FINISHED for request in requests)
     for executor in (pools.relaxed.executor, pools.strict.executor):
-        assert executor.pool.held_tokens == 0
+        assert executor.kv.held_tokens == 0
     for request in requests:
         assert request.token_times_s == sorted(request.token_times_s)
         assert len(request.token_times_s) == request.output_tokens

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
+from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
@@ -20,7 +18,9 @@ from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.observer import SimulationObserver
+from sglang_coserve.simulator.prefix_cache import SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
+from sglang_coserve.simulator.run import SimulationSetup
 
 MS_PER_TOKEN = LinearModel.of(CONSERVE, compute_token_s=1e-3)
 """An step takes one millisecond a token, nothing else."""
@@ -62,20 +62,56 @@ def engine_of(
     model: LatencyModel = MS_PER_TOKEN,
     scheduler_config: SchedulerConfig | None = None,
     observers: Sequence[SimulationObserver] = (),
-) -> tuple[SimEngine, SimulatedExecutor]:
-    """An engine, and its executor, before these requests arrive."""
-    targets = targets or SloTargets()
+) -> SimEngine:
+    """An engine before these requests arrive."""
     config = config or ExecutorConfig(kv_capacity_tokens=10_000, page_tokens=1)
-    executor = SimulatedExecutor(config, model)
-    chosen = make_policy(policy, scheduler_config)
-    scheduler = Scheduler(
-        chosen, model, deadlines(targets), OfflineQueue(chosen.queue_config(0)), scheduler_config
-    )
+    scheduler_config = scheduler_config or SchedulerConfig()
+    setup = SimulationSetup(model, config, targets or SloTargets(), scheduler=scheduler_config)
     ordered = sorted(requests, key=lambda request: request.info.arrival_s)
-    return SimEngine(scheduler, executor, TrafficSource([ordered]), observers), executor
+    return setup.make_engine(
+        make_policy(policy, scheduler_config), TrafficSource([ordered]), observers
+    )
 
 
-def run_out(engine: SimEngine, executor: SimulatedExecutor) -> None:
+def run_out(engine: SimEngine) -> None:
     """Step until nothing is left, checking the invariants between the steps."""
     while engine.step():
-        executor.check_invariants()
+        check_executor(engine.executor)
+
+
+def check_executor(executor: SimulatedExecutor) -> None:
+    """Assert the conservation of KV and of each running request's tokens. O(all)."""
+    kv = executor.kv
+    check_cache(kv.cache)
+    assert kv.free_pages >= 0
+    holders = [*executor.admitted.values(), *executor._ended]
+    private = sum(
+        kv.pages_of(r.computed_tokens) - r.locked_tokens // kv.page_tokens for r in holders
+    )
+    private += executor.suspended.opened_pages if executor.suspended else 0
+    private += executor.host.pages
+    assert kv.private_pages == private, f"{kv.private_pages} private pages, {private} used"
+    for request in (*holders, *executor.waiting, *executor.offline_waiting.values()):
+        kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
+        assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
+        assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
+    assert executor.num_online == sum(r.info.is_online for r in executor.admitted.values())
+    away = executor.suspended.requests if executor.suspended else []
+    assert all(r.state.holds_kv for r in executor.admitted.values())
+    assert all(r.computed_tokens > 0 or r in away for r in executor.admitted.values())
+
+
+def check_cache(cache: SimulatedPrefixCache) -> None:
+    """Assert that the sums match the tree and locks never grow downwards. O(nodes)."""
+    nodes, stack = [], list(cache.root.children.values())
+    while stack:
+        nodes.append(stack.pop())
+        stack.extend(nodes[-1].children.values())
+    assert cache.total_tokens == sum(node.edge_tokens for node in nodes)
+    assert cache.evictable_tokens == sum(node.edge_tokens for node in nodes if not node.locks)
+    for node in nodes:
+        assert node.edge and len(node.edge) % cache._page_bytes == 0
+        assert node.parent is not None
+        assert node.depth_tokens == node.parent.depth_tokens + node.edge_tokens
+        assert node.parent is cache.root or node.parent.locks >= node.locks
+        assert node.parent.children[node.edge[: cache._page_bytes]] is node

@@ -21,7 +21,7 @@ from sglang_coserve.simulator.executor_config import (
 )
 from sglang_coserve.simulator.observer import EventLog
 from sglang_coserve.simulator.request import SimRequest
-from simulator.engines import engine_of, offline, online
+from simulator.engines import check_executor, engine_of, offline, online
 
 MOST_TOKENS = 60
 
@@ -69,7 +69,7 @@ def test_every_request_ends_once_and_all_memory_returns(
 ) -> None:
     log = io.StringIO()
     made = requests(seed, count)
-    engine, executor = engine_of(
+    engine = engine_of(
         *made,
         policy=policy,
         targets=targets,
@@ -78,9 +78,9 @@ def test_every_request_ends_once_and_all_memory_returns(
         observers=[EventLog(log, {})],
     )
     while engine.step():
-        executor.check_invariants()
+        check_executor(engine.executor)
         assert engine.counters.iterations < 20_000, "it never ends"
-    assert executor.pool.held_tokens == 0
+    assert engine.executor.kv.held_tokens == 0
     events = [json.loads(line) for line in log.getvalue().splitlines()]
     times = [event["t_s"] for event in events[1:]]
     assert times == sorted(times)
@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_bytes(policy: str) -> None:
         machine = ExecutorConfig(
             kv_capacity_tokens=160, page_tokens=4, max_running_requests=6, noise_cv=0.2, seed=seed
         )
-        engine, _ = engine_of(
+        engine = engine_of(
             *requests(seed=7, count=40),
             policy=policy,
             targets=SloTargets(ttft_s=0.05, tpot_s=0.02),

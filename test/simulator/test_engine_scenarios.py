@@ -20,14 +20,12 @@ from sglang_coserve.core.step import PrefillChunk, Retraction, StepPlan
 from sglang_coserve.metrics import SloTargets, percentile
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import TrafficSource, from_trace
-from sglang_coserve.simulator.engine import SimEngine
-from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
 from sglang_coserve.simulator.run import SimulationSetup
-from simulator.engines import engine_of, offline, online, run_out
+from simulator.engines import check_executor, engine_of, offline, online, run_out
 
 
 def ms(times_s: list[float]) -> list[float]:
@@ -36,14 +34,14 @@ def ms(times_s: list[float]) -> list[float]:
 
 def test_one_request_is_prefilled_then_decoded() -> None:
     request = online("a", 10, 3, arrival_s=1.0)
-    run_out(*engine_of(request, policy="online_only"))
+    run_out(engine_of(request, policy="online_only"))
     assert ms(request.token_times_s) == [1010, 1011, 1012]
     assert request.worked_tokens == 12
 
 
 def test_an_arrival_waits_for_the_end_of_the_iteration() -> None:
     first, second = online("a", 10, 2), online("b", 5, 1, arrival_s=0.004)
-    run_out(*engine_of(first, second, policy="online_only"))
+    run_out(engine_of(first, second, policy="online_only"))
     # 10 tokens; then b's 5 beside a's one.
     assert ms(first.token_times_s) == [10, 16]
     assert ms(second.token_times_s) == [16]
@@ -52,25 +50,26 @@ def test_an_arrival_waits_for_the_end_of_the_iteration() -> None:
 def test_with_overlap_an_arrival_is_seen_one_iteration_later_and_ends_hold_on() -> None:
     first, second = online("a", 10, 2), online("b", 5, 1, arrival_s=0.004)
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, overlap=True)
-    engine, executor = engine_of(first, second, policy="online_only", config=config)
+    engine = engine_of(first, second, policy="online_only", config=config)
+    executor = engine.executor
     assert engine.step()
     assert engine.step()
     assert ms(first.token_times_s) == [10, 11]
-    assert executor.pool.held_tokens == 11
+    assert executor.kv.held_tokens == 11
     assert engine.step()
     # a has left with the step after its last; b holds its own until the next.
-    assert executor.pool.held_tokens == 5
-    run_out(engine, executor)
+    assert executor.kv.held_tokens == 5
+    run_out(engine)
     # b's 5 tokens beside the one too many of a.
     assert ms(second.token_times_s) == [17]
-    assert executor.pool.held_tokens == 0
+    assert executor.kv.held_tokens == 0
 
 
 def test_late_online_requests_that_overfill_the_kv_do_not_retract_each_other_forever() -> None:
     requests = [online(f"r{number}", 20, 40, arrival_s=number / 20) for number in range(100)]
     config = ExecutorConfig(kv_capacity_tokens=400, page_tokens=1)
     targets = SloTargets(ttft_s=0.1, tpot_s=0.1)
-    run_out(*engine_of(*requests, policy="bros", targets=targets, config=config))
+    run_out(engine_of(*requests, policy="bros", targets=targets, config=config))
     computed_tokens = sum(request.worked_tokens for request in requests)
     assert computed_tokens < 2 * 59 * len(requests)
 
@@ -78,7 +77,7 @@ def test_late_online_requests_that_overfill_the_kv_do_not_retract_each_other_for
 def test_a_shared_prefix_is_computed_once() -> None:
     shared = list(range(100, 108))
     first, second = online("a", [*shared, 1, 2], 1), online("b", [*shared, 3, 4], 1, arrival_s=1.0)
-    run_out(*engine_of(first, second, policy="online_only"))
+    run_out(engine_of(first, second, policy="online_only"))
     assert ms(second.token_times_s) == [1002]
     assert (first.cached_prompt_tokens, second.cached_prompt_tokens) == (0, 8)
 
@@ -86,7 +85,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
 def test_the_same_prompt_again_computes_its_last_token() -> None:
     prompt = list(range(100, 108))
     second = online("b", prompt, 1, arrival_s=1.0)
-    run_out(*engine_of(online("a", prompt, 1), second, policy="online_only"))
+    run_out(engine_of(online("a", prompt, 1), second, policy="online_only"))
     assert ms(second.token_times_s) == [1001]
 
 
@@ -98,7 +97,8 @@ def test_requests_that_share_a_prefix_say_so_while_they_do() -> None:
             [("a", 9, 0.0), ("b", 5, 0.010), ("c", 2, 0.011)]
         )
     ]
-    engine, executor = engine_of(*requests, policy="online_only")
+    engine = engine_of(*requests, policy="online_only")
+    executor = engine.executor
 
     def shared_tokens() -> list[int]:
         return [request.cached_tokens for request in executor.snapshot(engine.now_s).admitted]
@@ -117,13 +117,14 @@ def test_requests_that_share_a_prefix_say_so_while_they_do() -> None:
 def test_the_head_of_a_retracted_request_stays_in_the_prefix_cache() -> None:
     request = offline("f", 20, 10)
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=4)
-    engine, executor = engine_of(request, config=config)
+    engine = engine_of(request, config=config)
+    executor = engine.executor
     while request.computed_tokens < 27:
         assert engine.step()
     executor.begin(StepPlan(retract=(Retraction("f", 2),)))
     # 25 tokens are six whole pages; the last of them holds outputs.
     assert executor.cached_tokens("f") == 24
-    assert executor.pool.held_tokens == 0
+    assert executor.kv.held_tokens == 0
     executor.cache.evict(8)
     assert executor.cached_tokens("f") == 16
 
@@ -138,13 +139,13 @@ def retracted_then_resumed(checkpoint_tokens_per_s: float) -> tuple[float, int, 
         prefix_cache=False,
         checkpoint_tokens_per_s=checkpoint_tokens_per_s,
     )
-    engine, executor = engine_of(
+    engine = engine_of(
         background,
         intruder,
         config=config,
         scheduler_config=SchedulerConfig(headroom_tokens=0),
     )
-    run_out(engine, executor)
+    run_out(engine)
     assert engine.counters.retractions == 1
     assert background.state is RequestState.FINISHED
     return background.token_times_s[-1], background.recomputed_tokens, background.reloaded_tokens
@@ -164,7 +165,8 @@ def test_only_what_the_device_holds_counts_as_cached() -> None:
     """As on the engine, a copy in host memory is planned with once it is back."""
     request = offline("f", 60, 30)
     config = ExecutorConfig(kv_capacity_tokens=200, checkpoint_tokens_per_s=1e6, page_tokens=4)
-    engine, executor = engine_of(request, config=config)
+    engine = engine_of(request, config=config)
+    executor = engine.executor
     while request.computed_tokens < 70:
         assert engine.step()
     executor.begin(StepPlan(retract=(Retraction("f", request.computed_tokens),)))
@@ -177,10 +179,10 @@ def test_only_what_the_device_holds_counts_as_cached() -> None:
     loads = 0
     while executor.cached_tokens("f") is None:
         executor.host.advance(executor.host.next_s)
-        executor.check_invariants()
+        check_executor(executor)
         loads += 1
     assert executor.cached_tokens("f") == on_host
-    assert executor.pool.held_tokens == 0
+    assert executor.kv.held_tokens == 0
     assert loads == 2  # A quarter of the device at a time.
 
 
@@ -202,8 +204,8 @@ def safepoints(**config: float) -> ExecutorConfig:
 def test_an_arrival_suspends_offline_work_and_loses_none_of_it() -> None:
     # 80 ms; the arrival at 20 ms is served from the safepoint after layer 4 on, at 32 ms.
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
-    engine, executor = engine_of(background, request, policy="ooco", config=safepoints())
-    run_out(engine, executor)
+    engine = engine_of(background, request, policy="ooco", config=safepoints())
+    run_out(engine)
     assert engine.counters.suspensions == 1
     assert ms(request.token_times_s) == [42]
     # 48 ms were left, and the resumption takes one.
@@ -219,16 +221,16 @@ def test_under_conserve_an_arrival_waits_if_its_first_token_is_in_time_even_so(
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.020)
     request.info = replace(request.info, ttft_target_s=ttft_s)
     whole = SchedulerConfig(min_chunk_tokens=80)
-    engine, executor = engine_of(background, request, config=safepoints(), scheduler_config=whole)
-    run_out(engine, executor)
+    engine = engine_of(background, request, config=safepoints(), scheduler_config=whole)
+    run_out(engine)
     assert engine.counters.suspensions == suspensions
     assert ms(request.token_times_s) == [token_ms]
 
 
 def test_a_step_that_is_nearly_done_is_not_suspended() -> None:
     background, request = offline("f", 80, 1), online("n", 10, 1, arrival_s=0.062)
-    engine, executor = engine_of(background, request, config=safepoints(resume_s=0.017))
-    run_out(engine, executor)
+    engine = engine_of(background, request, config=safepoints(resume_s=0.017))
+    run_out(engine)
     assert engine.counters.suspensions == 0
     assert ms(request.token_times_s) == [90]
 
@@ -237,7 +239,7 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
     # A decode a millisecond long is due every 20 ms, and the 160 ms of the prompt go on between.
     background, request = offline("f", 160, 1), online("n", 1, 12)
     targets = SloTargets(ttft_s=0.030, tpot_s=0.020)
-    engine, executor = engine_of(
+    engine = engine_of(
         background,
         request,
         policy="coserve",
@@ -245,7 +247,7 @@ def test_an_offline_step_goes_on_between_the_tokens_of_a_decode() -> None:
         targets=targets,
         scheduler_config=SchedulerConfig(),
     )
-    run_out(engine, executor)
+    run_out(engine)
     gaps_s = [b - a for a, b in pairwise(request.token_times_s)]
     assert max(gaps_s) <= 0.020 + 1e-9
     assert background.recomputed_tokens == 0
@@ -259,8 +261,8 @@ def test_a_suspended_step_is_dropped_for_memory_only() -> None:
     # 600 tokens of prompt are in flight when 500 tokens of an online one arrive.
     background, request = offline("f", 600, 1), online("n", 500, 1, arrival_s=0.1)
     config = replace(safepoints(), max_batch_tokens=600, kv_capacity_tokens=1000)
-    engine, executor = engine_of(background, request, policy="ooco", config=config)
-    run_out(engine, executor)
+    engine = engine_of(background, request, policy="ooco", config=config)
+    run_out(engine)
     assert engine.counters.drops == 1
     assert background.state is RequestState.FINISHED
     assert request.token_times_s[0] < 0.1 + 0.12 + 0.5 + 0.001
@@ -269,13 +271,13 @@ def test_a_suspended_step_is_dropped_for_memory_only() -> None:
 def test_what_never_fits_is_refused() -> None:
     request = online("a", 90, 20)
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=10)
-    engine, _ = engine_of(request, config=config)
+    engine = engine_of(request, config=config)
     assert not engine.step()
     assert request.state is RequestState.ABORTED
 
 
 def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
-    engine, _ = engine_of(online("a", 1, 1, arrival_s=5.0))
+    engine = engine_of(online("a", 1, 1, arrival_s=5.0))
     assert not engine.step(5.0)
     assert engine.now_s == 0.0
     assert engine.step(5.1)
@@ -288,7 +290,7 @@ def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> Non
     arrivals = takewhile(lambda time_s: time_s < 120, gamma_arrivals(70.0, 1.0, seed=5))
     requests = list(from_trace(synthesize(arrivals, repeat((1, 1))), RequestClass.ONLINE))
     config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, max_running_requests=1)
-    engine, _ = engine_of(*requests, policy="online_only", config=config, model=model)
+    engine = engine_of(*requests, policy="online_only", config=config, model=model)
     while engine.step():
         pass
     waits = [request.token_times_s[0] - request.info.arrival_s - 0.010 for request in requests]
@@ -303,8 +305,8 @@ def test_the_baseline_finds_the_prefixes_that_the_cache_holds() -> None:
     for lone in (True, False):
         first = [] if lone else [offline("f", prompt, 1)]
         second = online("a", prompt, 1, arrival_s=1.0)
-        engine, executor = engine_of(*first, second, targets=targets)
-        run_out(engine, executor)
+        engine = engine_of(*first, second, targets=targets)
+        run_out(engine)
         scheduler = engine._scheduler
         assert isinstance(scheduler, Scheduler)
         (standing,) = scheduler.interference.monitor.report(engine.now_s).standings
@@ -323,10 +325,9 @@ def test_a_target_that_cannot_be_met_costs_neither_the_others_nor_offline_work()
         setup = SimulationSetup(machine.roofline(), config, slos=tuple(map(parse_slo, slos)))
         requests = list(from_trace(synthesize(arrivals, lengths), RequestClass.ONLINE))
         backlog = offline_requests("2048x128", max_context_tokens=10**5)()
-        scheduler = setup.make_scheduler(make_policy("coserve"))
-        executor = SimulatedExecutor(config, setup.model)
-        engine = SimEngine(scheduler, executor, TrafficSource([requests], backlog, 64))
-        told_s = math.inf
+        source = TrafficSource([requests], backlog, 64)
+        engine = setup.make_engine(make_policy("coserve"), source)
+        scheduler, told_s = engine._scheduler, math.inf
         while engine.step(20.0) and engine.now_s < 20:
             if "ttft" in (scheduler.interference.monitor.warning(engine.now_s) or ""):
                 told_s = min(told_s, engine.now_s)

@@ -20,7 +20,7 @@ from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
-from simulator.engines import MS_PER_TOKEN, sim_request
+from simulator.engines import MS_PER_TOKEN, check_executor, sim_request
 
 PAGE = 4
 CAPACITY = 80
@@ -100,7 +100,8 @@ class Plans(RuleBasedStateMachine):
 
     def end(self, batch: RunningStep) -> None:
         self.computed_tokens += sum(batch.tokens_by_class())
-        ended = self.executor.end(batch, self.now_s, 0.01)
+        batch.spent_s = 0.01
+        ended = self.executor.end(batch, self.now_s)
         self.ended += [request.info.rid for request in ended]
 
     def draw_plan(self, data: st.DataObject, snapshot: EngineSnapshot, lane: Lane) -> StepPlan:
@@ -177,7 +178,7 @@ class Plans(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         executor = self.executor
-        executor.check_invariants()
+        check_executor(executor)
         places = [
             *executor.admitted,
             *(r.info.rid for r in executor.waiting),
@@ -188,7 +189,7 @@ class Plans(RuleBasedStateMachine):
         for request in executor.admitted.values():
             shared = executor.cache.shared_tokens(request.lock) if request.lock else 0
             assert request.view.cached_tokens == (shared if request.computed_tokens else 0)
-        slots = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + executor.pool.held_tokens
+        slots = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + executor.kv.held_tokens
         assert slots == CAPACITY
 
     @invariant()

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
+from simulator.engines import check_cache
 
 PAGE = 2
 A, B, C = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7, 7, 7, 7]
@@ -16,8 +17,7 @@ A, B, C = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7, 7, 7, 7]
 
 def hold(cache: SimulatedPrefixCache, token_ids: list[int]) -> Node:
     tokens = pack_tokens(token_ids)
-    node, _ = cache.extend(cache.lock(tokens, len(token_ids)), tokens, len(token_ids))
-    return node
+    return cache.extend(cache.lock(tokens, len(token_ids)), tokens, len(token_ids))
 
 
 def held(cache: SimulatedPrefixCache, token_ids: list[int]) -> int:
@@ -62,7 +62,7 @@ class Tree(RuleBasedStateMachine):
         node = self.cache.lock(tokens, len(ids))
         assert node.depth_tokens == match
         for length in (max(match, min(split, len(ids))), len(ids)):
-            node, _ = self.cache.extend(node, tokens, length)
+            node = self.cache.extend(node, tokens, length)
         self.heads.update(self.heads_of(tokens))
         self.locked.append((tokens, node))
 
@@ -86,7 +86,7 @@ class Tree(RuleBasedStateMachine):
 
     @invariant()
     def heads_match(self) -> None:
-        self.cache.check_invariants()
+        check_cache(self.cache)
         assert self.cache.total_tokens == PAGE * len(self.heads)
         kept = {head for tokens, _ in self.locked for head in self.heads_of(tokens)}
         assert kept <= self.heads

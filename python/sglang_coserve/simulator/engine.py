@@ -99,7 +99,7 @@ class SimEngine:
             self.counters.suspensions += 1
             self._report_step(plan, batch, start_s)
             return True
-        ended = executor.end(batch, self.now_s, batch.spent_s)
+        ended = executor.end(batch, self.now_s)
         self._scheduler.update(batch.result(self.now_s))
         self._report_step(plan, batch, start_s)
         self._report_tokens(batch)
@@ -275,7 +275,7 @@ class SimEngine:
             "offline_running": len(executor.admitted) - executor.num_online,
             "online_waiting": len(executor.waiting),
             "offline_waiting": len(executor.offline_waiting),
-            "held_kv_tokens": executor.pool.held_tokens,
+            "held_kv_tokens": executor.kv.held_tokens,
             # That only the prefix cache holds.
             "cached_kv_tokens": executor.cache.evictable_tokens,
             "prefills": [(request.info.rid, tokens) for request, tokens in batch.chunks],

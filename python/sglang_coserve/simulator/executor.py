@@ -36,7 +36,7 @@ class SimulatedExecutor:
         """``model`` gives the real step times; the scheduler may use another model."""
         self.config = config
         self.kv = RequestKv(config)
-        self.cache, self.pool = self.kv.cache, self.kv.pool
+        self.cache = self.kv.cache
         self._duration = StepDuration(config, model)
         self.admitted: dict[str, SimRequest] = {}
         """Requests that hold KV, in order of admission."""
@@ -63,7 +63,7 @@ class SimulatedExecutor:
     def can_hold(self, request: SimRequest) -> bool:
         """Return whether the prompt and the longest possible output fit the device at all."""
         length_tokens = request.info.prompt_tokens + request.info.max_new_tokens
-        return self.pool.pages_of(length_tokens) <= self.pool.capacity_pages
+        return self.kv.pages_of(length_tokens) <= self.kv.capacity_pages
 
     def cached_tokens(self, rid: str) -> int | None:
         """Return how many leading tokens of a waiting offline request need not be computed; None
@@ -89,7 +89,7 @@ class SimulatedExecutor:
                 request.match_version = version
                 request.refresh_view(self.kv.cached_tokens(request))
         self.kv.note_sharing(self.admitted.values())
-        pool, config, suspended = self.pool, self.config, self.suspended
+        kv, config, suspended = self.kv, self.config, self.suspended
         admitted: Iterable[SimRequest] = self.admitted.values()
         if suspended:
             away = set(suspended.requests)
@@ -99,11 +99,11 @@ class SimulatedExecutor:
             now_s=now_s,
             admitted=[request.view for request in admitted],
             waiting=[request.view for request in self.waiting],
-            free_kv_tokens=pool.free_pages * pool.page_tokens,
+            free_kv_tokens=kv.free_pages * kv.page_tokens,
             evictable_kv_tokens=self.cache.evictable_tokens,
             free_slots=config.max_running_requests - len(self.admitted) - len(self._ended),
             max_batch_tokens=config.max_batch_tokens,
-            page_tokens=pool.page_tokens,
+            page_tokens=kv.page_tokens,
             keeps_prefixes=config.prefix_cache,
             suspended=suspended.suspended() if suspended else None,
             stop_share=safepoint.stop_share if safepoint else 1.0,
@@ -132,10 +132,10 @@ class SimulatedExecutor:
             retracted=retracted,
             shed=shed,
         )
-        batch.opened_pages = sum([tokens % self.pool.page_tokens == 0 for tokens in contexts])
+        batch.opened_pages = sum([tokens % self.kv.page_tokens == 0 for tokens in contexts])
         for rid, tokens in plan.prefills:
             batch.opened_pages += self._begin_chunk(batch, rid, tokens)
-        self.pool.allocate(batch.opened_pages)
+        self.kv.allocate(batch.opened_pages)
         stats = StepStats.of(
             [(tokens, request.computed_tokens) for request, tokens in batch.chunks], contexts
         )
@@ -143,11 +143,11 @@ class SimulatedExecutor:
         batch.seconds = self._duration.seconds(batch, self._ended)
         return batch
 
-    def end(self, batch: RunningStep, end_s: float, seconds: float) -> list[SimRequest]:
-        """Finish a step that took ``seconds``; return the requests that ended."""
+    def end(self, batch: RunningStep, end_s: float) -> list[SimRequest]:
+        """Finish a step; return the requests that ended."""
         self._release_ended()
         ended: list[SimRequest] = []
-        page_tokens = self.pool.page_tokens
+        page_tokens = self.kv.page_tokens
         saves = self.host.saves
         new_view = tuple.__new__
         decoding = _DECODES_IN[batch.plan.lane]
@@ -171,14 +171,14 @@ class SimulatedExecutor:
         for request in ended:
             self._finish(request)
         if saves:
-            self.host.save(seconds)
+            self.host.save(batch.spent_s)
         return ended
 
     def drop(self) -> list[SimRequest]:
         """Drop the suspended step; return its requests, which wait again."""
         batch, self.suspended = self.suspended, None
         assert batch is not None
-        self.pool.release(batch.opened_pages)
+        self.kv.free(batch.opened_pages)
         # The prefix cache keeps what they had before the step.
         return [self._retract(request, 0) for request in batch.requests]
 
@@ -204,14 +204,12 @@ class SimulatedExecutor:
 
     def has_room_for(self, kv_tokens: int) -> bool:
         """Return whether ``adopt`` has room for a request with so much KV and one more token."""
-        pool = self.pool
-        room_pages = pool.free_pages + self.cache.evictable_tokens // pool.page_tokens
         slots = self.config.max_running_requests - len(self.admitted) - len(self._ended)
-        return slots > 0 and pool.pages_of(kv_tokens + 1) <= room_pages
+        return slots > 0 and self.kv.pages_of(kv_tokens + 1) <= self.kv.room_pages
 
     def adopt(self, request: SimRequest, kv_tokens: int) -> None:
         """Add a decoding request of another executor, with its KV."""
-        self.pool.allocate(self.pool.pages_of(kv_tokens))
+        self.kv.allocate(self.kv.pages_of(kv_tokens))
         request.computed_tokens = kv_tokens
         request.reloaded_tokens += kv_tokens
         request.lock = self.cache.root
@@ -226,30 +224,9 @@ class SimulatedExecutor:
         self._release_ended()
         return has_ended
 
-    def check_invariants(self) -> None:
-        """Assert the conservation of KV and of each running request's tokens. O(all)."""
-        self.cache.check_invariants()
-        pool = self.pool
-        assert pool.free_pages >= 0
-        holders = [*self.admitted.values(), *self._ended]
-        private = sum(
-            pool.pages_of(r.computed_tokens) - r.locked_tokens // pool.page_tokens for r in holders
-        )
-        private += self.suspended.opened_pages if self.suspended else 0
-        private += self.host.pages
-        assert pool.private_pages == private, f"{pool.private_pages} private pages, {private} used"
-        for request in (*holders, *self.waiting, *self.offline_waiting.values()):
-            kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
-            assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
-            assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
-        assert self.num_online == sum(r.info.is_online for r in self.admitted.values())
-        away = self.suspended.requests if self.suspended else []
-        assert all(r.state.holds_kv for r in self.admitted.values())
-        assert all(r.computed_tokens > 0 or r in away for r in self.admitted.values())
-
     def _begin_chunk(self, batch: RunningStep, rid: str, tokens: int) -> int:
         """Add a chunk to the batch; return the pages that it needs."""
-        pages_of = self.pool.pages_of
+        pages_of = self.kv.pages_of
         request = self.admitted.get(rid)
         if request is None:
             request = self._admit(rid)

@@ -49,7 +49,8 @@ class HostKv:
         """Those with unsaved full pages, in order."""
 
         self._credit_tokens = 0.0
-        self._most_pages = kv.pool.pages_in(most_loaded_tokens(kv.pool.capacity_tokens))
+        capacity_tokens = kv.capacity_pages * kv.page_tokens
+        self._most_pages = most_loaded_tokens(capacity_tokens) // kv.page_tokens
         self._held: dict[str, SimRequest] = {}
         """The first of them is being loaded, or is next."""
 
@@ -66,11 +67,11 @@ class HostKv:
 
     def save(self, seconds: float) -> None:
         """Simulate copying for this time. O(requests completed)."""
-        page_tokens = self._kv.pool.page_tokens
+        page_tokens = self._kv.page_tokens
         self._credit_tokens += seconds * self._tokens_per_s
         while self._dirty:
             request = next(iter(self._dirty))
-            full_tokens = request.computed_tokens // page_tokens * page_tokens
+            full_tokens = self._kv.whole_pages_of(request.computed_tokens)
             missing = full_tokens - request.saved_tokens
             if missing > self._credit_tokens:
                 pages = int(self._credit_tokens) // page_tokens
@@ -122,7 +123,7 @@ class HostKv:
             return
         while self._load is not None and self._load.end_s <= now_s:
             load, self._load = self._load, None
-            tokens = load.pages * self._kv.pool.page_tokens
+            tokens = load.pages * self._kv.page_tokens
             self._kv.put(load.node, load.tokens, tokens)
             if self._waits(load.request):
                 load.request.loaded_to_tokens = load.node.depth_tokens + tokens
@@ -143,17 +144,16 @@ class HostKv:
     def _begin(self, request: SimRequest, now_s: float) -> bool:
         """Begin to load what the device lacks, as much as may be on its way and has room; return
         whether that is anything."""
-        kv, pool = self._kv, self._kv.pool
-        wanted = pool.pages_in(kv.tokens_on_host(request))
+        kv = self._kv
+        wanted = kv.tokens_on_host(request) // kv.page_tokens
         if not wanted:
             return False
         node = kv.lock_cached(request)
-        room = pool.free_pages + pool.pages_in(kv.cache.evictable_tokens)
-        pages = min(wanted, room, self._most_pages)
+        pages = min(wanted, kv.room_pages, self._most_pages)
         if not pages:
             kv.cache.unlock(node)
             return False
-        pool.allocate(pages)
-        end_s = now_s + pages * pool.page_tokens / self._tokens_per_s
+        kv.allocate(pages)
+        end_s = now_s + pages * kv.page_tokens / self._tokens_per_s
         self._load = _Load(request, request.tokens, node, pages, end_s)
         return True

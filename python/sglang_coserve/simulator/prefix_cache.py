@@ -7,7 +7,6 @@ inserted; a node on the path of a running request is locked.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES, common_prefix_bytes
@@ -76,13 +75,10 @@ class SimulatedPrefixCache:
         self._add_locks(node, self.root)
         return node
 
-    def extend(self, node: Node, tokens: bytes, length_tokens: int) -> tuple[Node, int]:
-        """Insert a locked request's prefix of whole pages, and move its lock to the new end.
+    def extend(self, node: Node, tokens: bytes, length_tokens: int) -> Node:
+        """Insert a locked request's prefix of whole pages; move its lock to the new end, returned.
 
         ``node`` is the current position of the lock, the end of a shorter prefix.
-
-        Returns:
-            The new end, and how many of the tokens after ``node`` were new.
         """
         stop = self._aligned_bytes(length_tokens)
         assert stop >= node.depth_tokens * TOKEN_BYTES, "the lock is beyond the prefix"
@@ -97,7 +93,7 @@ class SimulatedPrefixCache:
             self.evictable_tokens += new_tokens
             self.version += 1
         self._add_locks(end, node)
-        return end, new_tokens
+        return end
 
     def unlock(self, node: Node) -> None:
         """Remove one lock from ``node``'s path."""
@@ -149,25 +145,6 @@ class SimulatedPrefixCache:
             self.evictable_tokens -= dropped
             self.version += 1
         return evicted
-
-    def check_invariants(self) -> None:
-        """Assert that the sums match the tree and locks never grow downwards. O(nodes)."""
-        nodes = list(self._nodes())
-        assert self.total_tokens == sum(node.edge_tokens for node in nodes)
-        assert self.evictable_tokens == sum(node.edge_tokens for node in nodes if not node.locks)
-        for node in nodes:
-            assert node.edge and len(node.edge) % self._page_bytes == 0
-            assert node.parent is not None
-            assert node.depth_tokens == node.parent.depth_tokens + node.edge_tokens
-            assert node.parent is self.root or node.parent.locks >= node.locks
-            assert node.parent.children[node.edge[: self._page_bytes]] is node
-
-    def _nodes(self) -> Iterator[Node]:
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
 
     def _walk(self, node: Node, tokens: bytes, stop: int) -> tuple[Node, int]:
         """Follow ``tokens`` down from ``node``.

@@ -9,32 +9,27 @@ from sglang_coserve.simulator.prefix_cache import Node, SimulatedPrefixCache
 from sglang_coserve.simulator.request import SimRequest
 
 
-class KvPool:
-    """Whole pages, each free, covered by the prefix cache, or private to one request.
+class RequestKv:
+    """Whole pages, each free, in the prefix cache, or private to one request."""
 
-    Every method is O(1), except for evictions that ``allocate`` makes.
-    """
-
-    def __init__(self, capacity_tokens: int, cache: SimulatedPrefixCache, page_tokens: int) -> None:
-        self.cache = cache
-        self.page_tokens = page_tokens
-        self.capacity_pages = capacity_tokens // page_tokens
+    def __init__(self, config: ExecutorConfig) -> None:
+        self.page_tokens = config.page_tokens
+        self.capacity_pages = config.kv_capacity_tokens // config.page_tokens
         self.private_pages = 0
-
-    @property
-    def capacity_tokens(self) -> int:
-        """KV slots of all pages."""
-        return self.capacity_pages * self.page_tokens
+        self.cache = SimulatedPrefixCache(config.page_tokens)
+        self._keeps_prefixes = config.prefix_cache
+        self._sharing_version = 0
 
     @property
     def free_pages(self) -> int:
         """Unused pages."""
-        return self.capacity_pages - self.private_pages - self.cached_pages
+        cached_pages = self.cache.total_tokens // self.page_tokens
+        return self.capacity_pages - self.private_pages - cached_pages
 
     @property
-    def cached_pages(self) -> int:
-        """Pages in the prefix cache, locked or not."""
-        return self.cache.total_tokens // self.page_tokens
+    def room_pages(self) -> int:
+        """Pages that can be allocated."""
+        return self.free_pages + self.cache.evictable_tokens // self.page_tokens
 
     @property
     def held_tokens(self) -> int:
@@ -46,9 +41,9 @@ class KvPool:
         """Return the number of pages for this many tokens, rounded up."""
         return -(-tokens // self.page_tokens)
 
-    def pages_in(self, tokens: int) -> int:
-        """Return the number of whole pages among this many tokens."""
-        return tokens // self.page_tokens
+    def whole_pages_of(self, tokens: int) -> int:
+        """Return how many of this many tokens are in whole pages."""
+        return tokens // self.page_tokens * self.page_tokens
 
     def allocate(self, pages: int) -> None:
         """Allocate private pages, evicting from the prefix cache if too few are free."""
@@ -60,20 +55,10 @@ class KvPool:
         )
         self.private_pages += pages
 
-    def release(self, pages: int) -> None:
+    def free(self, pages: int) -> None:
         """Free private pages."""
         assert 0 <= pages <= self.private_pages, f"{pages} of {self.private_pages} private pages"
         self.private_pages -= pages
-
-
-class RequestKv:
-    """Moves the KV of requests between the pool and the prefix cache."""
-
-    def __init__(self, config: ExecutorConfig) -> None:
-        self.cache = SimulatedPrefixCache(config.page_tokens)
-        self.pool = KvPool(config.kv_capacity_tokens, self.cache, config.page_tokens)
-        self._keeps_prefixes = config.prefix_cache
-        self._sharing_version = 0
 
     def cached_tokens(self, request: SimRequest) -> int:
         """Return how many leading tokens of a waiting request the device holds."""
@@ -83,8 +68,7 @@ class RequestKv:
         """Return how many tokens after those are only in host memory, and of use; whole pages."""
         if not request.saved_tokens:
             return 0
-        page_tokens = self.pool.page_tokens
-        most = (request.length_tokens - 1) // page_tokens * page_tokens
+        most = self.whole_pages_of(request.length_tokens - 1)
         return max(0, min(request.saved_tokens, most) - self.cached_tokens(request))
 
     def lock_cached(self, request: SimRequest) -> Node:
@@ -95,8 +79,8 @@ class RequestKv:
     def put(self, node: Node, tokens: bytes, count: int) -> None:
         """Move private pages with ``count`` of these tokens behind the locked ``node`` to the
         prefix cache, where nobody holds them."""
-        end, _ = self.cache.extend(node, tokens, node.depth_tokens + count)
-        self.pool.release(count // self.pool.page_tokens)
+        end = self.cache.extend(node, tokens, node.depth_tokens + count)
+        self.free(count // self.page_tokens)
         self.cache.unlock(end)
 
     def admit(self, request: SimRequest) -> None:
@@ -118,17 +102,16 @@ class RequestKv:
 
     def share(self, request: SimRequest, tokens: int) -> None:
         """Move the whole pages of a request's first ``tokens`` tokens to the prefix cache."""
-        page_tokens = self.pool.page_tokens
-        length = tokens // page_tokens * page_tokens
+        length = self.whole_pages_of(tokens)
         locked = request.locked_tokens
         if self._keeps_prefixes and length > locked and request.lock is not None:
-            request.lock, _ = self.cache.extend(request.lock, request.tokens, length)
-            self.pool.release((length - locked) // page_tokens)
+            request.lock = self.cache.extend(request.lock, request.tokens, length)
+            self.free((length - locked) // self.page_tokens)
 
     def release(self, request: SimRequest) -> None:
         """Release a request's KV: private pages become free, shared ones evictable."""
-        locked_pages = request.locked_tokens // self.pool.page_tokens
-        self.pool.release(self.pool.pages_of(request.computed_tokens) - locked_pages)
+        locked_pages = request.locked_tokens // self.page_tokens
+        self.free(self.pages_of(request.computed_tokens) - locked_pages)
         if request.lock is not None:
             self.cache.unlock(request.lock)
         request.lock = None

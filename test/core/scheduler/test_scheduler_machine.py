@@ -35,6 +35,7 @@ from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.simulator.running_step import RunningStep
+from simulator.engines import check_executor
 
 # What the papers and the baselines define otherwise.
 HOLDS_ONLINE_BACK = {"fcfs", "non_preemptive", "bros"}
@@ -277,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def engine_and_queue_agree(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.executor.check_invariants()
+        check_executor(self.executor)
         suspended = self.executor.suspended
         away = suspended.requests if suspended else []
         assert not any(request.info.is_online for request in away)
@@ -297,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.policy == "online_only" or not left, f"never ended: {left}"
         assert len(self.engine.requests) == self.num_arrivals
         assert not self.executor.admitted
-        assert self.executor.pool.held_tokens == 0
+        assert self.executor.kv.held_tokens == 0
         self.scheduler.queue.check_invariants()
         assert self.scheduler.queue.num_running == 0
 

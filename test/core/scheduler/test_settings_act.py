@@ -91,7 +91,7 @@ def decided(
         else:
             prompt = [number % 3] * 40 + [1000 + number] * (tokens - 40)
             requests.append(offline(f"r{number}", prompt, 20, arrival_s))
-    engine, _ = engine_of(
+    engine = engine_of(
         *requests,
         policy=policy,
         targets=targets,
