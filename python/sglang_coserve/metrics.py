@@ -112,14 +112,8 @@ class Summary:
 
     def to_dict(self) -> dict[str, float | int | None]:
         """Return ``{n, mean, p50, p90, p99, max}`` with the latencies in milliseconds."""
-        return {
-            "n": self.n,
-            "mean": _ms(self.mean_s),
-            "p50": _ms(self.p50_s),
-            "p90": _ms(self.p90_s),
-            "p99": _ms(self.p99_s),
-            "max": _ms(self.max_s),
-        }
+        names = ("mean", "p50", "p90", "p99", "max")
+        return {"n": self.n, **{name: _ms(getattr(self, f"{name}_s")) for name in names}}
 
 
 def summarize(values_s: Iterable[float | None]) -> Summary:
@@ -154,15 +148,11 @@ class LatencyReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return ``{n, finished, ttft_ms: {…}, tpot_ms: {…}, …}``, ready for JSON."""
-        return {
-            "n": self.n,
-            "finished": self.finished,
-            "ttft_ms": self.ttft.to_dict(),
-            "tpot_ms": self.tpot.to_dict(),
-            "itl_ms": self.itl.to_dict(),
-            "e2e_ms": self.e2e.to_dict(),
-            "normalized_ms": self.normalized.to_dict(),
+        summaries = {
+            f"{name}_ms": getattr(self, name).to_dict()
+            for name in ("ttft", "tpot", "itl", "e2e", "normalized")
         }
+        return {"n": self.n, "finished": self.finished, **summaries}
 
 
 def latency_report(timelines: Sequence[RequestTimeline]) -> LatencyReport:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.guard.bodies import RequestGateMiddleware, body_bytes, set_body_limits
+from sglang_coserve.guard.bodies import RequestGateMiddleware, body_bytes
 from sglang_coserve.jsonl.body_limits import BodyLimits
 
 LIMITS = BodyLimits(max_bytes=1000, max_values=20, max_objects=5)
@@ -31,10 +30,8 @@ class Call:
         self.body: bytes | None = None
         self.size_bytes = -1
         self.sent: list[dict[str, Any]] = []
-        app = SimpleNamespace(state=SimpleNamespace())
-        set_body_limits(app, LIMITS)
         headers = [(b"content-type", content_type)]
-        scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
 
         async def receive() -> dict[str, Any]:
             self.reads += 1
@@ -53,9 +50,9 @@ class Call:
                 self.body += message["body"]
 
         asyncio.run(
-            RequestGateMiddleware(inner, free_prefixes=("/v1/files", "/v1/batches"))(
-                scope, receive, send
-            )
+            RequestGateMiddleware(
+                inner, limits=lambda: LIMITS, free_prefixes=("/v1/files", "/v1/batches")
+            )(scope, receive, send)
         )
 
 

@@ -19,7 +19,7 @@ follow are answered with 400 instead of 500.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -75,13 +75,7 @@ _FREE_PATHS: Final = frozenset(
 _FORM_PATH: Final = "/v1/audio/transcriptions"
 """Takes a form, which is spooled to a file."""
 
-_STATE: Final = "coserve_body_limits"
 _SIZE: Final = "coserve_body_bytes"
-
-
-def set_body_limits(app: Any, limits: BodyLimits) -> None:
-    """Set the limits of request bodies for ``app``; until then the defaults apply."""
-    setattr(app.state, _STATE, limits)
 
 
 def body_bytes(scope: Scope) -> int:
@@ -91,11 +85,18 @@ def body_bytes(scope: Scope) -> int:
 
 
 class RequestGateMiddleware:
-    """Refuses bodies that are too large; ``free_prefixes`` are of paths whose routes bound by
-    themselves what they read."""
+    """Refuses bodies that are too large."""
 
-    def __init__(self, app: ASGIApp, *, free_prefixes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Callable[[], BodyLimits] = BodyLimits,
+        free_prefixes: tuple[str, ...] = (),
+    ) -> None:
+        """``free_prefixes`` are of paths whose routes bound by themselves what they read."""
         self._app = app
+        self._limits = limits
         self._free_prefixes = free_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,8 +104,7 @@ class RequestGateMiddleware:
         if not self._is_measured(scope):
             await self._app(scope, receive, send)
             return
-        state = getattr(scope.get("app"), "state", None)
-        meter = BodyMeter(getattr(state, _STATE, None) or BodyLimits())
+        meter = BodyMeter(self._limits())
         chunks: list[bytes] = []
         is_complete = False
         while not is_complete:

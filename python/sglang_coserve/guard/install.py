@@ -13,8 +13,8 @@ from sglang_coserve.guard.bodies import (
     install_body_errors,
     install_fail_fast,
     install_paced_protocol,
-    set_body_limits,
 )
+from sglang_coserve.jsonl.body_limits import BodyLimits
 
 
 def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) -> None:
@@ -23,9 +23,13 @@ def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) 
     from sglang_coserve.guard.threaded_handlers import replace_handlers
 
     app = http_server.app
+
+    def limits() -> BodyLimits:
+        return body_limits(http_server._global_state.tokenizer_manager)
+
     install_paced_protocol()
     # The last one runs first.
-    app.add_middleware(RequestGateMiddleware, free_prefixes=free_prefixes)
+    app.add_middleware(RequestGateMiddleware, limits=limits, free_prefixes=free_prefixes)
     app.add_middleware(UnreadBodyMiddleware)
     install_fail_fast(app)
     install_body_errors(app)
@@ -33,7 +37,6 @@ def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) 
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[Any]:
-        set_body_limits(app, body_limits(http_server._global_state.tokenizer_manager))
         async with stock_lifespan(app) as state:
             replace_handlers(app.state)
             yield state

@@ -83,14 +83,9 @@ class LoadReporter:
 
     def load(self, held: HeldKv) -> ReplicaLoad:
         """Return the load as it is now; ``held`` is who holds KV. O(requests with KV)."""
-        load = self._load(held)
-        self._last = ReportedLoad(time.perf_counter(), held.tokens, load)
-        return load
-
-    def _load(self, held: HeldKv) -> ReplicaLoad:
         online, offline, kv = held
         requests = min(self._max_offline, self._max_requests - len(online))
-        return ReplicaLoad(
+        load = ReplicaLoad(
             online=self._class_load(RequestClass.ONLINE, online),
             offline=self._class_load(RequestClass.OFFLINE, offline),
             kv_tokens=self._pools.total_tokens,
@@ -107,6 +102,8 @@ class LoadReporter:
             pool=self._pool,
             wants=self._wants(held),
         )
+        self._last = ReportedLoad(time.perf_counter(), kv, load)
+        return load
 
     def rate_alone_per_s(self) -> float | None:
         """Return the tokens a second that offline work would get of the engine alone, now; None if
