@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,11 +14,10 @@ import aiohttp
 import httpx
 import openai
 import pytest
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from batch.scripted_backend import ScriptedBackend, answer
-from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
+from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet import online_requests
 from sglang_coserve.fleet.gateway import gateway_app
@@ -80,24 +78,6 @@ class RecordingRouter:
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp, *, lifespan: Any = "off") -> AsyncGenerator[str]:
-    """Serve ``app``; yield its address."""
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan=lifespan))  # type: ignore[arg-type]
-    task = asyncio.ensure_future(server._serve(sockets=[sock]))
-    async with asyncio.timeout(READY_S):
-        while not server.started:
-            assert not task.done(), "the server did not start"
-            await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
-        async with asyncio.timeout(READY_S):
-            await task
-
-
-@asynccontextmanager
 async def gateway_before(
     directory: Path, *flags: str, engine: str = "http://127.0.0.1:1", key: str = ADMIN_KEY
 ) -> AsyncGenerator[str]:
@@ -105,11 +85,11 @@ async def gateway_before(
     own = ("--engine", engine, "--engine-admin-key", key)
     options = parse_options((*own, "--coserve-data-dir", str(directory / "data"), *flags))
     failures: list[Exception] = []
-    async with listening(gateway_app(options, failures.append), lifespan="on") as url:
+    async with LiveApp(gateway_app(options, failures.append), lifespan="on") as served:
         async with httpx.AsyncClient() as client, asyncio.timeout(READY_S):
-            while (await client.get(f"{url}/v1/batches")).status_code == 503:
+            while (await client.get(f"{served.url}/v1/batches")).status_code == 503:
                 await asyncio.sleep(0.02)
-        yield url
+        yield served.url
     assert not failures
 
 
@@ -117,8 +97,9 @@ async def gateway_before(
 async def one_address(directory: Path, *flags: str) -> AsyncGenerator[tuple[str, RecordingRouter]]:
     router = RecordingRouter()
     async with AsyncExitStack() as stack:
-        behind = await stack.enter_async_context(listening(router))
-        url = await stack.enter_async_context(gateway_before(directory, "--router", behind, *flags))
+        behind = await stack.enter_async_context(LiveApp(router))
+        gateway = gateway_before(directory, "--router", behind.url, *flags)
+        url = await stack.enter_async_context(gateway)
         yield url, router
 
 
@@ -250,8 +231,8 @@ async def pushing(directory: Path, engine: LiveEngine) -> AsyncGenerator[tuple[s
     router = RecordingRouter()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(engine)
-        behind = await stack.enter_async_context(listening(router))
-        flags = ("--router", behind, "--push-prompts")
+        behind = await stack.enter_async_context(LiveApp(router))
+        flags = ("--router", behind.url, "--push-prompts")
         gateway = gateway_before(directory, *flags, engine=engine.url)
         url = await stack.enter_async_context(gateway)
         async with httpx.AsyncClient() as client:

@@ -112,7 +112,7 @@ async def test_lines_share_one_connection_and_end_one_by_one() -> None:
             for name in names
         }
         await engine.holds(len(names))
-        assert len(engine._server.server_state.connections) == 1
+        assert engine.num_connections == 1
         attempts.pop("7").cancel()
         await engine.holds(len(names) - 1)
         for name in attempts:
