@@ -65,6 +65,7 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
         (LOADS, "either --model-path, to start servers, or --base-url"),
         ([*MODEL, *LOADS, "--base-url", "http://x"], "--offline … --base-url: this program sets"),
         ([*MODEL, *LOADS, "--output-file=x"], "--offline … --output-file=x"),
+        ([*MODEL, *LOADS, "--base", "http://x"], "--offline … --base: this program sets"),
         ([*MODEL, "--systems", "coserve-slo", *LOADS], "needs --slo-ttft-ms"),
         ([*MODEL, "--systems", "coserve", "--slo-scale", "1.2", *LOADS], "from 'alone'"),
         ([*MODEL, "--slo-scale", "0", *LOADS], "--slo-scale 0: it must be a positive number"),

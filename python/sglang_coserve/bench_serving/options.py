@@ -115,7 +115,9 @@ class Options:
             raise ConfigError("no offline load: add --offline and flags of sglang.bench_serving")
         for section, flags in (("--online", self.online), ("--offline", self.offline)):
             for flag in flags:
-                if flag.partition("=")[0] in _OURS:
+                name = flag.partition("=")[0]
+                # SGLang's parser takes the beginning of a flag for the flag.
+                if len(name) > 2 and any(own.startswith(name) for own in _OURS):
                     raise ConfigError(f"{section} … {flag}: this program sets that itself")
         if bool(self.urls) == bool(self.model_path):
             raise ConfigError("give either --model-path, to start servers, or --base-url")
