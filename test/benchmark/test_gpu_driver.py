@@ -16,6 +16,7 @@ import pytest
 
 import bench_gpu
 from gpu.driver import AttemptRecord, StepStatus, read_record
+from gpu.llama_shape import CONFIG, write_llama_shape
 from gpu.steps import STEPS, GpuSetting
 from sglang_coserve.bench_serving.options import parse_options
 from waiting import eventually
@@ -206,3 +207,14 @@ except KeyboardInterrupt:
     driver.wait(TIMEOUT_S)
     eventually(lambda: not is_alive(int(pid.read_text())))
     assert json.loads((pid.parent / "found.json").read_text()) == {"cleaned": True}
+
+
+def test_every_token_of_the_llama_shape_has_a_text(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_llama_shape(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == CONFIG["vocab_size"]
+    for token in (5000, 100_000, CONFIG["vocab_size"] - 1):
+        assert tokenizer.decode([token]).strip() == f"filler{token}"
+    assert tokenizer.decode(tokenizer.encode("Hello, world!")) == "Hello, world!"
