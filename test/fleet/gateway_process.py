@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import openai
+from anyio.from_thread import start_blocking_portal
 
 from batch.scripted_backend import ScriptedBackend
-from http_lines.live_engine import ADMIN_KEY, READY_S, LiveEngine
+from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.local_server import LocalServer
 from waiting import GIVE_UP_S
 
@@ -24,43 +24,27 @@ class EngineThread:
 
     def __init__(self, *, holds: bool = False, port: int = 0) -> None:
         self.backend = ScriptedBackend(holds=holds)
-        self._port = port
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with LiveEngine(self.backend, port=self._port) as engine:
-            self.url, self.port = engine.url, engine.port
-            self._ready.set()
-            await self._stop.wait()
+        self._engine = LiveEngine(self.backend, port=port)
+        self.url, self.port = self._engine.url, self._engine.port
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(READY_S), "the engine did not start"
+        self._ending = ExitStack()
+        self._portal = self._ending.enter_context(start_blocking_portal())
+        engine = self._portal.wrap_async_context_manager(self._engine)
+        self._ending.enter_context(engine)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(READY_S)
-        assert not self._thread.is_alive(), "the engine did not stop"
+        self._ending.close()
 
     def generate_all(self, count: int) -> None:
         """Generate ``count`` more tokens of each line that the engine has."""
-
-        def generate() -> None:
-            for held in self.backend.in_flight:
-                held.generate(count)
-
-        self._loop.call_soon_threadsafe(generate)
+        for held in self.backend.in_flight:
+            self._portal.call(held.generate, count)
 
     def finish_all(self) -> None:
         """Answer what the engine has."""
-
-        def finish() -> None:
-            self.backend.finish_all()
-
-        self._loop.call_soon_threadsafe(finish)
+        self._portal.call(self.backend.finish_all)
 
 
 def gateway(
