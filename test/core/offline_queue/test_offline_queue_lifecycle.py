@@ -1,57 +1,16 @@
-"""Events, the seed, FCFS, and what is refused."""
+"""News to the cache, and what is refused; for the order see ``test_offline_queue_machine``."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from core.offline_queue.offline_requests import PREFIX_ONLY, offline, pick, pick_all, queue_of
-from sglang_coserve.core.offline_queue import OfflineQueueConfig, QueuedRequest
+from core.offline_queue.offline_requests import offline, pick, pick_all, queue_of
+from sglang_coserve.core.offline_queue import OfflineQueueConfig
 from sglang_coserve.errors import ConfigError, RequestError
-
-
-def groups(num_groups: int, size: int) -> list[QueuedRequest]:
-    """Build groups of relatives whose members arrive in turn."""
-    return [
-        offline(f"{group}-{member}", [group, group, member], arrival_s=member * num_groups + group)
-        for member, group in itertools.product(range(size), range(num_groups))
-    ]
-
-
-def test_fcfs_serves_by_arrival_then_by_order_of_add() -> None:
-    queue = queue_of(
-        offline("second", "a x", arrival_s=2),
-        offline("third", "b", arrival_s=2, deadline_s=3000),
-        offline("first", "a y", arrival_s=1),
-        offline("fourth", "a z", arrival_s=5),
-        config=OfflineQueueConfig.fcfs(),
-    )
-    assert pick_all(queue, now_s=9.0) == ["first", "second", "third", "fourth"]
-
-
-def test_fcfs_keeps_deadlines() -> None:
-    queue = queue_of(
-        offline("second", "a", arrival_s=1),
-        offline("first", "b", arrival_s=2, deadline_s=30),
-        config=OfflineQueueConfig.fcfs(),
-    )
-    assert pick_all(queue, now_s=9.0) == ["first", "second"]
-
-
-@pytest.mark.parametrize(("num_others", "goes_first"), [(39, False), (12, True)])
-def test_a_long_request_starts_when_it_would_end_last(num_others: int, goes_first: bool) -> None:
-    """It takes 100 s. On four requests, all together take 490 s / 4, or only 220 s / 4."""
-    others = [offline(f"a-{n}", f"a {n}", estimated_service_s=10.0) for n in range(num_others)]
-    long = offline("long", "z", estimated_service_s=100.0)
-    queue = queue_of(*others, long, config=replace(PREFIX_ONLY, longest_first=True))
-    for number in range(4):
-        queue.add(offline(f"running-{number}", "zz"))
-        queue.take(f"running-{number}")
-    assert (next(queue.candidates(0.0)).rid == "long") == goes_first
 
 
 def test_only_the_first_of_a_branch_is_news_to_the_cache() -> None:
@@ -64,7 +23,7 @@ def test_only_the_first_of_a_branch_is_news_to_the_cache() -> None:
 
 
 def test_changing_the_queue_under_its_candidates_is_a_bug() -> None:
-    queue = queue_of(*groups(2, 2))
+    queue = queue_of(offline("a", "x"), offline("b", "y"))
     candidates = queue.candidates(0.0)
     next(candidates)
     pick(queue, 0.0)
