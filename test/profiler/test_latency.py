@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,20 @@ import pytest
 from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.profiler.fits import choose, fit_all
-from sglang_coserve.profiler.latency import ShapeTiming, measure_grid, quick_samples, repeat_error
-from sglang_coserve.profiler.shapes import ShapeKind, plan_grid
+from sglang_coserve.profiler.latency import LEAST_SHAPES, ShapeTiming, measure_grid, repeat_error
+from sglang_coserve.profiler.shapes import ShapeKind, StepShape, plan_grid
 
 SHAPES = plan_grid(LIMITS, 100)
 
 
-def run(executor: ModelledExecutor, time_limit_s: float) -> list[ShapeTiming]:
-    return list(measure_grid(executor, SHAPES, time_limit_s=time_limit_s, clock=executor.clock))
+def run(
+    executor: ModelledExecutor,
+    time_limit_s: float,
+    shapes: Sequence[StepShape] = SHAPES,
+    **more: int,
+) -> list[ShapeTiming]:
+    limit = {"time_limit_s": time_limit_s, "clock": executor.clock}
+    return list(measure_grid(executor, shapes, **limit, **more))
 
 
 def test_with_time_enough_every_shape_is_measured_and_some_again() -> None:
@@ -37,8 +44,8 @@ def test_the_time_limit_is_kept(time_limit_s: float) -> None:
 
 def test_quick_samples_determine_the_machine() -> None:
     executor = ModelledExecutor(noise=0.01)
-    samples = quick_samples(executor, 10.0, clock=executor.clock)
-    fitted = LinearModel.of(CONSERVE).fit(samples).model
+    measured = run(executor, 10.0, plan_grid(LIMITS))
+    fitted = LinearModel.of(CONSERVE).fit([each.sample for each in measured]).model
     for shape in SHAPES:
         if shape.kind is not ShapeKind.DECODE or len(shape.decodes) < 32:
             exact = POLYNOMIAL.predict(shape.stats)
@@ -49,8 +56,8 @@ def test_quick_samples_determine_the_machine() -> None:
 def test_a_machine_that_is_too_slow_for_the_limit_still_gets_a_model(limit_s: float) -> None:
     others = {"architectures": ["GemmaForCausalLM"]}  # No datasheet model could stand in.
     executor = ModelledExecutor(noise=0.05)
-    samples = quick_samples(executor, limit_s, clock=executor.clock)
-    fit = choose(fit_all(samples, replace(MACHINE, model_config=others)))
+    measured = run(executor, limit_s, plan_grid(LIMITS), at_least=LEAST_SHAPES)
+    fit = choose(fit_all([each.sample for each in measured], replace(MACHINE, model_config=others)))
     for shape in executor.runs:
         assert fit.model.predict(shape.stats) == pytest.approx(
             POLYNOMIAL.predict(shape.stats), rel=0.3

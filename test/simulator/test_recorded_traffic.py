@@ -31,7 +31,7 @@ from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
 from sglang_coserve.simulator.executor import SimulatedExecutor
 from sglang_coserve.simulator.executor_config import ExecutorConfig
-from sglang_coserve.simulator.recorded_traffic import read_traffic
+from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
 from sglang_coserve.workload.trace import read_trace
 from simulator.engines import offline, online
 
@@ -112,7 +112,7 @@ def test_offline_prompts_share_what_they_shared(tmp_path: Path) -> None:
         prompt = pack_tokens([*shared, *[1000 + number] * 600])
         recorder.add_offline(QueuedRequest(f"off{number}", prompt, BEGAN_S + 1 + number, 8))
     recorder.arrived(online("on", 50, 8, BEGAN_S).info)
-    read_traffic(lines, "plans.jsonl").export(tmp_path)
+    RecordedTraffic(lines, "plans.jsonl").export(tmp_path)
     assert [r.arrival_s for r in read_trace(tmp_path / "online.jsonl")] == [0, 0]
     start, first, second = read_trace(tmp_path / "offline.jsonl")
     assert (start.prompt_tokens, first.arrival_s, second.arrival_s) == (0, 1.0, 2.0)
@@ -134,6 +134,6 @@ def test_settings_of_the_server_become_flags_or_are_named(tmp_path: Path) -> Non
 
 def test_what_has_no_traffic_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="no request is in it"):
-        read_traffic([encode_setup(SETUP)], "plans.jsonl")
+        RecordedTraffic([encode_setup(SETUP)], "plans.jsonl")
     with pytest.raises(InputFileError, match="cannot be read"):
         run("replay", str(tmp_path / "none.jsonl"), "--export", str(tmp_path / "traffic"))

@@ -157,11 +157,11 @@ def replay(
 
 def _export(recording: Path, directory: Path) -> None:
     from sglang_coserve.errors import InputFileError, unreadable
-    from sglang_coserve.simulator.recorded_traffic import read_traffic
+    from sglang_coserve.simulator.recorded_traffic import RecordedTraffic
 
     try:
         with recording.open(encoding="utf-8", errors="replace") as lines:
-            traffic = read_traffic(lines, str(recording))
+            traffic = RecordedTraffic(lines, str(recording))
     except OSError as error:
         raise InputFileError(unreadable(recording, error)) from error
     flags = traffic.export(directory)

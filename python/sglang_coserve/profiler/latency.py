@@ -13,7 +13,7 @@ from typing import Final
 
 from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.profiler.shapes import ShapeExecutor, StepShape, plan_grid
+from sglang_coserve.profiler.shapes import ShapeExecutor, StepShape
 
 MIN_RUNS: Final = 3
 """Least number of timed runs of a shape, if its time budget allows them."""
@@ -113,7 +113,7 @@ _SHAPE_SHARE: Final = 1 / 20
 # After this many new shapes, an earlier one is measured again.
 _REVISIT_AFTER: Final = 8
 
-_LEAST_SHAPES: Final = 28
+LEAST_SHAPES: Final = 28
 """Shapes of a quick profile that are measured even when its time is up: four of each ladder of the
 grid, all small. Without them a loaded machine has too few samples to fit any model: a server with
 a model of experts, which has no datasheet model, did not start then."""
@@ -207,18 +207,3 @@ def measure_grid(
             repeated = visit(measured[len(measured) // _REVISIT_AFTER - 1])
             if repeated is not None:
                 yield repeated
-
-
-def quick_samples(
-    executor: ShapeExecutor, time_limit_s: float, *, clock: Callable[[], float] = time.monotonic
-) -> list[Sample]:
-    """Return samples of the default grid, as many as the time allows and enough to fit a model.
-
-    With several ranks, ``clock`` must return the same time on all of them, because the
-    choice of the next shape depends on it.
-    """
-    shapes = plan_grid(executor.limits)
-    measurements = measure_grid(
-        executor, shapes, time_limit_s=time_limit_s, at_least=_LEAST_SHAPES, clock=clock
-    )
-    return [measurement.sample for measurement in measurements]

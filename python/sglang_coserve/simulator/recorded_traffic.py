@@ -23,7 +23,6 @@ from sglang_coserve.recording.calls import (
     Finished,
     OfflineAdded,
     Planned,
-    SchedulerSetup,
     Updated,
 )
 from sglang_coserve.recording.file import read_recording
@@ -49,15 +48,27 @@ class _Request:
 
 
 class RecordedTraffic:
-    """What a server was sent, with the lengths of the outputs that it had."""
+    """What a server was sent, with the lengths of the outputs that it had.
 
-    def __init__(self, setup: SchedulerSetup) -> None:
-        self._setup = setup
-        self._learned = LearnedModel(setup.profile.latency_model, refines=True)
+    Prompts of all offline requests are held in memory.
+    """
+
+    def __init__(self, lines: Iterable[str], source: str) -> None:
+        """Read a recording; messages name its ``source``.
+
+        Raises:
+            InputFileError: a line is not as it was written, or no request is in it.
+        """
+        self._setup, events = read_recording(lines, source)
+        self._learned = LearnedModel(self._setup.profile.latency_model, refines=True)
         self._online: list[_Request] = []
         self._offline: list[_Request] = []
         # A name may be another request's once its first one has ended.
         self._live: dict[str, _Request] = {}
+        for event in events:
+            self._take(event)
+        if not (self._online or self._offline):
+            raise InputFileError(f"{source}: no request is in it")
 
     def export(self, directory: Path) -> list[str]:
         """Write ``online.jsonl``, ``offline.jsonl`` and ``profile.json``.
@@ -106,8 +117,7 @@ class RecordedTraffic:
         names = [each.name for each in fields(config) if each.name != "refine"]
         return [name for name in names if getattr(config, name) != getattr(usual, name)]
 
-    def take(self, event: Event) -> None:
-        """Take the next event of the recording."""
+    def _take(self, event: Event) -> None:
         match event:
             case Arrived(info, _):
                 online = _Request(info.arrival_s, info.prompt_tokens, info.max_new_tokens)
@@ -139,21 +149,6 @@ class RecordedTraffic:
                     # The last token of an offline request came after the last plan.
                     is_offline = ended.token_ids is not None
                     ended.generated_tokens += is_offline and ending is Ending.COMPLETE
-
-
-def read_traffic(lines: Iterable[str], source: str) -> RecordedTraffic:
-    """Return the traffic of a recording; prompts of all offline requests are held in memory.
-
-    Raises:
-        InputFileError: a line is not as it was written, or no request is in it.
-    """
-    setup, events = read_recording(lines, source)
-    traffic = RecordedTraffic(setup)
-    for event in events:
-        traffic.take(event)
-    if not (traffic._online or traffic._offline):
-        raise InputFileError(f"{source}: no request is in it")
-    return traffic
 
 
 def _row(request: _Request, began_s: float, blocks: dict[bytes, int]) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ def test_every_known_model_runs_on_devices_that_hold_it() -> None:
 
 def test_it_is_read_as_it_was_written() -> None:
     one = emulation(tp_size=2, slow_spells=SlowSpells.parse("60:2:3"), seed=3)
-    assert Emulation.from_mapping(json.loads(json.dumps(one.to_mapping())), "here") == one
+    assert Emulation.from_mapping(json.loads(json.dumps(asdict(one))), "here") == one
     assert one.name == "emulated-llama-3.1-8b-2xh100"
 
 
@@ -120,7 +121,7 @@ def test_what_cannot_be_emulated_is_refused(make: Any, says: str) -> None:
 
 
 def test_a_malformed_file_is_named() -> None:
-    values = {**emulation().to_mapping(), "noise": "loud"}
+    values = {**asdict(emulation()), "noise": "loud"}
     with pytest.raises(InputFileError, match="somewhere: noise: "):
         Emulation.from_mapping(values, "somewhere")
     del values["noise"], values["model"]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -86,13 +87,13 @@ class VirtualTime(HostClock):
             else:
                 replaced["sleep"](seconds)
 
-        _set_time({"perf_counter": self, "monotonic": self, "sleep": sleep})
-        return partial(_set_time, replaced)
+        _set(time, {"perf_counter": self, "monotonic": self, "sleep": sleep})
+        return partial(_set, time, replaced)
 
 
-def _set_time(values: Mapping[str, Any]) -> None:
+def _set(module: ModuleType, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        setattr(time, name, value)
+        setattr(module, name, value)
 
 
 _REPLACED: Final = ("Event", "Stream", "StreamContext", "current_stream", "stream", "synchronize")
@@ -239,17 +240,8 @@ def install(emulated: EmulatedDevice) -> Callable[[], None]:
     """
     values = {name: getattr(emulated, name) for name in _REPLACED}
     replaced = {name: getattr(torch.cpu, name) for name in _REPLACED}
-    _set_torch({**values, EMULATED: emulated})
-
-    def undo() -> None:
-        _set_torch({**replaced, EMULATED: None})
-
-    return undo
-
-
-def _set_torch(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(torch.cpu, name, value)
+    _set(torch.cpu, {**values, EMULATED: emulated})
+    return partial(_set, torch.cpu, {**replaced, EMULATED: None})
 
 
 def emulated_device() -> EmulatedDevice:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import MutableMapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,7 @@ def make_emulated_model(directory: Path, emulation: Emulation, *, vocab: int, co
     values = {
         "architectures": ["EmulatedForCausalLM"],
         "model_type": "llama",
-        "emulation": emulation.to_mapping(),
+        "emulation": asdict(emulation),
         "num_hidden_layers": emulation.num_layers,
         "hidden_size": _WIDTH,
         "intermediate_size": _WIDTH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_coserve.core.latency_model.machine import Hardware, find_hardware
@@ -132,17 +132,13 @@ class Emulation:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str) -> Emulation:
-        """Read what ``to_mapping`` returned.
+        """Read the fields as a config.json has them.
 
         Raises:
             InputFileError: it is malformed; ``source`` names the file.
             ConfigError: as above.
         """
         return read_json(cls, json.dumps(values), source)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return asdict(self)
 
     def latency_model(self) -> LatencyModel:
         """Return the model by which steps take time.

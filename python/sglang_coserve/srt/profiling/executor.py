@@ -27,8 +27,8 @@ from sglang.srt.utils.common import DynamicGradMode
 
 from sglang_coserve.core.latency_model.model import Sample
 from sglang_coserve.profiler.fits import ProfiledMachine
-from sglang_coserve.profiler.latency import quick_samples
-from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape
+from sglang_coserve.profiler.latency import LEAST_SHAPES, measure_grid
+from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape, plan_grid
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
@@ -65,8 +65,6 @@ def machine_of(scheduler: Any) -> ProfiledMachine:
 
 def _hardware_name() -> str:
     """Return the name of the GPU, or of the CPU with its cores and compute threads."""
-    import torch
-
     if cpu.has_cuda():
         return str(torch.cuda.get_device_name())
     processor = platform.processor() or platform.machine()
@@ -87,7 +85,7 @@ _NATIVE_MOVES = "use_native_move_kv_cache"
 
 
 class SchedulerExecutor:
-    """Implements ``profiler.Executor`` on an idle scheduler.
+    """Implements ``profiler.shapes.ShapeExecutor`` on an idle scheduler.
 
     The time of a step is that of ``Scheduler.run_batch``: from the prepared
     batch to its sampled tokens on the host, through all stages of a pipeline. All ranks
@@ -104,7 +102,7 @@ class SchedulerExecutor:
         self._device = torch.get_device_module(scheduler.req_to_token_pool.device)
         page = self._allocator.page_size
         chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        self._limits = ExecutorLimits(
+        self.limits = ExecutorLimits(
             max_batch_tokens=min(chunk, scheduler.max_prefill_tokens),
             max_request_tokens=scheduler.max_req_len,
             max_requests=min(
@@ -113,6 +111,8 @@ class SchedulerExecutor:
             kv_capacity_tokens=self._allocator.available_size() // page * page,
             page_tokens=page,
         )
+        """The KV capacity is what was free at the start."""
+
         generator = random.Random(0)
         vocabulary = range(scheduler.model_config.vocab_size)
         self._tokens = array("q", generator.choices(vocabulary, k=scheduler.max_req_len + 1))
@@ -120,14 +120,9 @@ class SchedulerExecutor:
         self._sampling.normalize(None)
         self._fill_kv_pool()
 
-    @property
-    def limits(self) -> ExecutorLimits:
-        """Limits of the scheduler; the KV capacity is what was free at the start."""
-        return self._limits
-
     def run(self, shape: StepShape) -> float:
-        """See ``profiler.Executor.run``."""
-        assert self._limits.allow(shape), f"outside of {self._limits}: {shape}"
+        """See ``ShapeExecutor.run``."""
+        assert self.limits.allow(shape), f"outside of {self.limits}: {shape}"
         reqs: list[Req] = []
         free_tokens = self._allocator.available_size()
         with DynamicGradMode():
@@ -196,7 +191,7 @@ class SchedulerExecutor:
 
     def _allocate(self, tokens: int) -> torch.Tensor:
         """Allocate whole pages for ``tokens`` tokens, and return the slots of these tokens."""
-        page = self._limits.page_tokens
+        page = self.limits.page_tokens
         page_tokens = -(-tokens // page) * page
         if page > 1 and self._scheduler.is_hybrid_swa:
             # Only ``alloc_extend`` takes whole pages from both pools.
@@ -240,7 +235,7 @@ class SchedulerExecutor:
         Contexts then need no prefill. They must not be zeros: a GPU draws less
         power on zeros and clocks higher.
         """
-        limits = self._limits
+        limits = self.limits
         tokens = min(_DONOR_TOKENS, limits.max_batch_tokens, limits.max_request_tokens)
         tokens = min(tokens, limits.kv_capacity_tokens // 2)
         reqs: list[Req] = []
@@ -274,12 +269,20 @@ def _native_moves(pool: Any) -> Iterator[None]:
 
 
 def profile_quickly(scheduler: Any, time_limit_s: float) -> list[Sample]:
-    """Return samples from an idle scheduler; all ranks must call it before the event loop runs."""
+    """Return samples of an idle scheduler, as many as the time allows and enough to fit a model.
 
-    def clock() -> float:
-        return _of_slowest(scheduler, time.monotonic())
-
-    return quick_samples(SchedulerExecutor(scheduler), time_limit_s, clock=clock)
+    All ranks must call it before the event loop runs.
+    """
+    executor = SchedulerExecutor(scheduler)
+    measurements = measure_grid(
+        executor,
+        plan_grid(executor.limits),
+        time_limit_s=time_limit_s,
+        at_least=LEAST_SHAPES,
+        # The choice of the next shape depends on it.
+        clock=lambda: _of_slowest(scheduler, time.monotonic()),
+    )
+    return [measurement.sample for measurement in measurements]
 
 
 def _of_slowest(scheduler: Any, value: float) -> float:

@@ -11,7 +11,7 @@ from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.profiler.fits import ProfiledMachine, choose, fit_all, load_profile, to_profile
-from sglang_coserve.srt.profiling.executor import machine_of
+from sglang_coserve.srt.profiling.executor import machine_of, profile_quickly
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,6 @@ def _measure(
     scheduler: Any, machine: ProfiledMachine, time_limit_s: float
 ) -> LatencyProfile | None:
     """Profile for at most this time; return None, with a warning, if that is not possible."""
-    from sglang_coserve.srt.profiling.executor import profile_quickly
-
     try:
         samples = profile_quickly(scheduler, time_limit_s)
         fit = choose(fit_all(samples, machine))
