@@ -107,7 +107,7 @@ def test_progress_moves_with_its_files(connection: sqlite3.Connection) -> None:
     assert file_rows.find(connection, "o", batch.output_file_id, 5.0).expires_at_s == 3605.0
     assert file_rows.find(connection, "o", batch.error_file_id, 5.0).size_bytes == 70
     (event,) = batch_rows.due_events(connection, 5.0, 10)
-    assert (event.type, event.batch_id, event.owner) == ("batch.completed", batch.id, "o")
+    assert (event.type, event.batch_id) == ("batch.completed", batch.id)
 
 
 def test_responses_whose_time_is_over_go_and_others_stay(connection: sqlite3.Connection) -> None:

@@ -43,7 +43,8 @@ fails."""
 
 
 class JobDriver:
-    """Does the work of a batch's state, and again whenever the state has changed.
+    """Does the work of a batch's state from its construction on, and again whenever the state has
+    changed.
 
     So restarts and full disks need no code of their own: the state alone says what is to be done
     next.
@@ -60,17 +61,27 @@ class JobDriver:
         self._fault: LineFault | None = None
         """Of the latest attempt to make progress; None while there is some."""
 
+        self.task = context.background.start(BATCH_TASK, self._run, record.id)
+        """Ends with the batch; it is cancelled when the service is closed. The next driver goes on
+        from there."""
+
     @property
     def stalled_by(self) -> str | None:
         """Why the batch makes no progress; None while it does."""
-        return self._fault.message if self._fault else None
+        if self._fault is not None:
+            return self._fault.message
+        return self._context.backend.stalled_by if self.record.will_be_served else None
+
+    @property
+    def is_in_engine(self) -> bool:
+        """True while a line of the batch is being served."""
+        return self.share.lines_in_flight > 0
 
     def notice_change(self) -> None:
         """Interrupt the current work, because the state has changed."""
         self._changed.set()
 
-    async def run(self) -> None:
-        """Drive the batch to its end. If cancelled, the next driver continues it."""
+    async def _run(self) -> None:
         while not self.record.status.is_final:
             # Before the state is read: a change after that is noticed.
             self._changed.clear()

@@ -17,7 +17,7 @@ from sglang_coserve.batch.forecast import (
     headroom,
     job_forecasts,
 )
-from sglang_coserve.batch.job_driver import BATCH_TASK, JobDriver
+from sglang_coserve.batch.job_driver import JobDriver
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Event
 from sglang_coserve.batch.store import batch_rows
@@ -44,7 +44,6 @@ class JobSupervisor:
         self._uncounted: set[str] = set()
         """Batches that ran since delays were counted last."""
 
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[JobRecord]] = set()
 
@@ -109,29 +108,9 @@ class JobSupervisor:
     def _rate_per_s(self) -> float | None:
         return self._context.backend.load().offline_tokens_per_s or None
 
-    def stalled_by(self, batch_id: str) -> str | None:
-        """Return why a batch makes no progress; None while it does."""
-        driver = self._drivers.get(batch_id)
-        if driver is None or not driver.record.will_be_served:
-            return driver.stalled_by if driver else None
-        return driver.stalled_by or self._context.backend.stalled_by
-
-    def is_in_engine(self, batch_id: str) -> bool:
-        """Return whether a line of a batch is being served."""
-        driver = self._drivers.get(batch_id)
-        return driver is not None and driver.share.lines_in_flight > 0
-
-    def leads(self, batch_id: str) -> bool:
-        """Return whether a batch has a driver: until it has ended, or the service is closed."""
-        return batch_id in self._drivers
-
-    async def wait(self, batch_id: str, timeout_s: float) -> bool:
-        """Wait until a batch has no driver, or the time is up; False if the service is closed."""
-        task = self._tasks.get(batch_id)
-        if task is None:
-            return True
-        await asyncio.wait({task}, timeout=timeout_s)
-        return not task.cancelled()
+    def driver(self, batch_id: str) -> JobDriver | None:
+        """Return who drives a batch; None once it has ended, or the service is closed."""
+        return self._drivers.get(batch_id)
 
     def unfinished(self) -> list[JobRecord]:
         """Return the batches that are in no final state."""
@@ -140,7 +119,7 @@ class JobSupervisor:
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""
         await asyncio.gather(*self._calls, return_exceptions=True)  # They may begin another.
-        tasks = [*self._tasks.values(), *self._watching]
+        tasks = [*(driver.task for driver in self._drivers.values()), *self._watching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -189,16 +168,12 @@ class JobSupervisor:
         return record
 
     def _lead(self, record: JobRecord) -> None:
-        driver = JobDriver(record, self._context)
-        task = self._context.background.start(BATCH_TASK, driver.run, record.id)
-        self._drivers[record.id] = driver
+        driver = self._drivers[record.id] = JobDriver(record, self._context)
         self._uncounted.add(record.id)
-        self._tasks[record.id] = task
-        task.add_done_callback(lambda _: self._ended(record.id))
+        driver.task.add_done_callback(lambda _: self._ended(record.id))
 
     def _ended(self, batch_id: str) -> None:
         record = self._drivers.pop(batch_id).record
-        del self._tasks[batch_id]
         if record.status.is_final:  # Otherwise the service is being closed.
             self._past.ended(record)
 

@@ -133,7 +133,6 @@ class BatchEvent:
     """``batch.completed``, ``batch.failed``, ``batch.expired`` or ``batch.cancelled``."""
 
     batch_id: str
-    owner: str
     created_at_s: float
     attempts: int = 0
     """Deliveries that have failed."""

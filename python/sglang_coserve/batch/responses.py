@@ -8,6 +8,7 @@ when it is complete.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from hashlib import sha256
@@ -283,8 +284,9 @@ class BackgroundResponses:
         """
         now_s = self._context.clock.now_s()
         batch = await self._find(owner, response_id)
-        if batch.status is Status.CANCELLING:
-            await self._runner.wait(batch.id, _LEAVE_S)
+        driver = self._runner.driver(batch.id)
+        if batch.status is Status.CANCELLING and driver is not None:
+            await asyncio.wait({driver.task}, timeout=_LEAVE_S)
         await self._context.store.run(
             batch_rows.delete_response, batch.id, batch.endpoint, owner, now_s
         )
@@ -297,9 +299,9 @@ class BackgroundResponses:
 
         None where nothing has come for half a second. Ends early when the service is closed.
         """
-        batch_id = batch_id_of(response_id)
         while True:
-            is_led = self._runner.leads(batch_id)
+            # Before the look: what ends after it is looked at once more.
+            driver = self._runner.driver(batch_id_of(response_id))
             batch = await self._find(owner, response_id)
             response = await self._shown(batch)
             is_over = has_ended(response)
@@ -310,7 +312,10 @@ class BackgroundResponses:
                 if number > after:
                     after = number
                     yield {**event, "sequence_number": number}
-            if is_over or not is_led or not await self._runner.wait(batch_id, _LOOK_INTERVAL_S):
+            if is_over or driver is None:
+                return
+            await asyncio.wait({driver.task}, timeout=_LOOK_INTERVAL_S)
+            if driver.task.cancelled():
                 return
             yield None
 
@@ -392,7 +397,9 @@ class BackgroundResponses:
         record = None
         if batch.status is Status.COMPLETED:
             record = await self._context.threads.run(self._record, batch)
-        return response_object(batch, record, is_in_engine=self._runner.is_in_engine(batch.id))
+        driver = self._runner.driver(batch.id)
+        is_in_engine = driver is not None and driver.is_in_engine
+        return response_object(batch, record, is_in_engine=is_in_engine)
 
     def _record(self, batch: JobRecord) -> Any:
         has_failed = batch.progress.failed > 0

@@ -309,10 +309,11 @@ class BatchService:
     def _renderer(self, batches: list[JobRecord]) -> Callable[[JobRecord], BatchObject]:
         """Return what makes objects of ``batches``, in any thread."""
         job_forecasts = self._runner.job_forecasts(batches)
-        stalled = {batch.id: self._runner.stalled_by(batch.id) for batch in batches}
+        drivers = {batch.id: self._runner.driver(batch.id) for batch in batches}
+        stalled = {key: driver.stalled_by for key, driver in drivers.items() if driver}
         model = self.context.backend.model or None  # A gateway may not know it yet.
         return lambda batch: BatchObject.of(
-            batch, job_forecasts.get(batch.id), stalled[batch.id], model
+            batch, job_forecasts.get(batch.id), stalled.get(batch.id), model
         )
 
     async def _expire_regularly(self) -> None:

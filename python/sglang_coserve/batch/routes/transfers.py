@@ -152,10 +152,10 @@ class UploadForm:
 
     def expires_after(self) -> ExpiresAfter | None:
         """Return what the fields read so far say of the file's expiry."""
-        if _ANCHOR not in self._fields and _SECONDS not in self._fields:
-            return None
         names = (("anchor", _ANCHOR), ("seconds", _SECONDS))
         given = {short: self._fields[name] for short, name in names if name in self._fields}
+        if not given:
+            return None
         try:
             return ExpiresAfter.model_validate(given)
         except ValidationError as error:

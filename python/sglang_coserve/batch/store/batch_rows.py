@@ -31,17 +31,17 @@ from sglang_coserve.lines.result_record import Progress, Usage
 
 _NESTED: Final = ("progress", "faults", "metadata", "response")
 _PLAIN: Final = tuple(field.name for field in fields(JobRecord) if field.name not in _NESTED)
-_PROGRESS: Final = (
-    "completed_lines",
-    "failed_lines",
-    "output_bytes",
-    "error_bytes",
-    "finished_estimated_tokens",
-)
+_PROGRESS: Final = {
+    "completed_lines": "completed",
+    "failed_lines": "failed",
+    "output_bytes": "output_bytes",
+    "error_bytes": "error_bytes",
+    "finished_estimated_tokens": "estimated_tokens",
+}
 _USAGE: Final = tuple(field.name for field in fields(Usage))
 _COLUMNS: Final = (*_PLAIN, *_PROGRESS, *_USAGE, "faults", "metadata", "response")
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM batches"
-_EVENT: Final = "id, type, batch_id, owner, created_at_s, attempts"
+_EVENT: Final = "id, type, batch_id, created_at_s, attempts"
 
 
 def create(
@@ -261,8 +261,8 @@ def apply(
         file_rows.expire(connection, (after.input_file_id,), now_s)
     elif after.status.is_final and outbox_id is not None:
         connection.execute(
-            f"INSERT INTO events ({_EVENT}, due_at_s) VALUES (?, ?, ?, ?, ?, 0, ?)",
-            (outbox_id, f"batch.{after.status}", batch_id, after.owner, now_s, now_s),
+            f"INSERT INTO events ({_EVENT}, owner, due_at_s) VALUES (?, ?, ?, ?, 0, ?, ?)",
+            (outbox_id, f"batch.{after.status}", batch_id, now_s, after.owner, now_s),
         )
     return after
 
@@ -391,17 +391,9 @@ def suspects(connection: sqlite3.Connection) -> dict[str, dict[int, int]]:
 
 
 def _row(record: JobRecord) -> dict[str, Any]:
-    progress = record.progress
-    counts = (
-        progress.completed,
-        progress.failed,
-        progress.output_bytes,
-        progress.error_bytes,
-        progress.estimated_tokens,
-    )
     row = {name: getattr(record, name) for name in _PLAIN}
-    row |= zip(_PROGRESS, counts, strict=True)
-    row |= asdict(progress.usage)
+    row |= {column: getattr(record.progress, name) for column, name in _PROGRESS.items()}
+    row |= asdict(record.progress.usage)
     row["faults"] = json.dumps([asdict(fault) for fault in record.faults])
     for name in ("metadata", "response"):
         value = getattr(record, name)
@@ -411,8 +403,8 @@ def _row(record: JobRecord) -> dict[str, Any]:
 
 def _record(values: tuple[Any, ...]) -> JobRecord:
     row = dict(zip(_COLUMNS, values, strict=True))
-    completed, failed, output_bytes, error_bytes, estimated = (row[name] for name in _PROGRESS)
     usage = Usage(**{name: row[name] for name in _USAGE})
+    counts = {name: row[column] for column, name in _PROGRESS.items()}
     plain = {name: row[name] for name in _PLAIN}
     plain |= {
         "status": Status(plain["status"]),
@@ -421,7 +413,7 @@ def _record(values: tuple[Any, ...]) -> JobRecord:
     }
     return JobRecord(
         **plain,
-        progress=Progress(completed, failed, output_bytes, error_bytes, usage, estimated),
+        progress=Progress(usage=usage, **counts),
         faults=msgspec.convert(json.loads(row["faults"]), tuple[LineFault, ...]),
         metadata=None if row["metadata"] is None else json.loads(row["metadata"]),
         response=None if row["response"] is None else json.loads(row["response"]),

@@ -6,8 +6,8 @@ The schema is the steps that lead to it. A released step is never changed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
@@ -172,27 +172,6 @@ def open_database(
     return connection
 
 
-@contextmanager
-def transaction(connection: sqlite3.Connection, path: Path) -> Generator[None]:
-    """Run what is done within it as one transaction.
-
-    Raises:
-        StorageError: the database at ``path`` cannot be read or written.
-    """
-    try:
-        connection.execute("BEGIN")
-        try:
-            yield
-            connection.execute("COMMIT")
-        except BaseException:
-            # A full disk makes SQLite roll back by itself.
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
-    except sqlite3.Error as error:
-        raise StorageError(f"the batch database {path} failed: {error}") from error
-
-
 def _check(connection: sqlite3.Connection, path: Path, newest: int) -> None:
     faults = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if faults != ["ok"]:
@@ -266,18 +245,26 @@ class Store:
             StorageError: the database cannot be read or written.
             Exception: whatever ``work`` raises, after everything it did is undone.
         """
-        return await self._thread.run(lambda: self._transaction(work, *args, **kwargs))
+        bound = partial(work, self._connection, *args, **kwargs)
+        return await self._thread.run(self._transaction, bound)
 
     async def close(self) -> None:
         """Close the database."""
         await self._thread.run(self._connection.close)
         await self._thread.close()
 
-    def _transaction(
-        self,
-        work: Callable[Concatenate[sqlite3.Connection, _P], _T],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> _T:
-        with transaction(self._connection, self._path):
-            return work(self._connection, *args, **kwargs)
+    def _transaction(self, work: Callable[[], _T]) -> _T:
+        connection = self._connection
+        try:
+            connection.execute("BEGIN")
+            try:
+                result = work()
+                connection.execute("COMMIT")
+            except BaseException:
+                # A full disk makes SQLite roll back by itself.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StorageError(f"the batch database {self._path} failed: {error}") from error
+        return result
