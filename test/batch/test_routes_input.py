@@ -228,36 +228,22 @@ def test_a_compressed_body_is_not_unpacked(http: httpx.Client, data: Path, encod
     assert stored(data) == before
 
 
-INPUTS = {
-    "empty": b"",
-    "blank lines": b"\n\r\n  \n",
-    "invalid utf-8": b'{"custom_id": "\xff"}\n',
-    "nested bomb": b"[" * 100_000 + b"\n",
-    "object bomb": b'{"a":' * 100_000 + b"\n",
-    "huge number": b'{"custom_id": ' + b"9" * 100_000 + b"}\n",
-    "huge line": b'{"custom_id": "' + b"x" * MAX_LINE_BYTES + b'"}\n',
-    "endless line": b"x" * (3 * MAX_LINE_BYTES),
-    "value bomb": b'{"custom_id": "a", "body": [' + b"[]," * 1_200_000 + b"[]]}\n",
-    "binary": bytes(range(256)) * 64,
-}
-CODES = {
-    "empty": "empty_file",
-    "blank lines": "empty_file",
-    "huge line": "invalid_request",
-    "value bomb": "invalid_request",
-}
-"""The others are merely no JSON."""
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_hostile_inputs_fail_their_batch_only(client: openai.OpenAI, name: str) -> None:
-    batch = until(client, create(client, INPUTS[name]).id, "failed")
-    assert batch.errors is not None
-    assert batch.errors.data
-    assert {error.code for error in batch.errors.data} <= {
-        CODES.get(name, "invalid_json_line"),
-        "too_many_errors",
-    }
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\n\r\n  \n", "empty_file"),
+        (b'{"custom_id": "' + b"x" * MAX_LINE_BYTES + b'"}\n', "invalid_request"),
+        (b"x" * (3 * MAX_LINE_BYTES), "invalid_json_line"),
+        (b'{"custom_id": "a", "body": [' + b"[]," * 1_200_000 + b"[]]}\n", "invalid_request"),
+    ],
+    ids=["blank lines", "huge line", "endless line", "value bomb"],
+)
+def test_hostile_inputs_fail_their_batch_only(
+    client: openai.OpenAI, content: bytes, code: str
+) -> None:
+    batch = until(client, create(client, content).id, "failed")
+    assert batch.errors is not None and batch.errors.data
+    assert {error.code for error in batch.errors.data} == {code}
 
 
 def test_half_a_surrogate_pair_becomes_a_character(

@@ -19,8 +19,6 @@ from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
 from sglang_coserve.errors import StorageError
-from sglang_coserve.lines.backend import Backend
-from sglang_coserve.lines.background import Clock
 
 
 class Transfers:
@@ -58,27 +56,6 @@ class Transfers:
             self._by_owner += Counter()  # Owners without transfers are removed.
 
 
-class UploadPace:
-    """Holds all uploads together to ``busy_bytes_per_s`` while online requests are served.
-
-    Each piece of an upload takes time of the event loop and the interpreter lock that
-    online requests are read, tokenized and answered with. What is not read waits in
-    the client, by TCP's flow control.
-    """
-
-    def __init__(self, backend: Backend, clock: Clock, busy_bytes_per_s: float) -> None:
-        self._backend = backend
-        self._clock = clock
-        self._busy_bytes_per_s = busy_bytes_per_s
-        self._turn = asyncio.Lock()
-
-    async def taken(self, size_bytes: int) -> None:
-        """Wait until an upload that has just received ``size_bytes`` may continue."""
-        async with self._turn:
-            if self._backend.load().is_online_busy:
-                await self._clock.sleep(size_bytes / self._busy_bytes_per_s)
-
-
 _PIECE_BYTES: Final = 1 << 18
 _EXPIRED_AT_ONCE: Final = 100
 
@@ -99,13 +76,12 @@ class FileStore:
     """Adds, reads and deletes files. Raises ``StorageError`` when the disk is full or failing."""
 
     def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._directory = context.directory
         self._store = context.store
         self._threads = context.threads
-        self._clock = context.clock
-        self._rng = context.rng
-        self._limits = limits = context.limits
-        self._pace = UploadPace(context.backend, context.clock, limits.busy_upload_bytes_per_s)
+        self._limits = context.limits
+        self._turn = asyncio.Lock()
         self._uses: dict[str, _Use] = {}
 
     async def settle(self) -> None:
@@ -125,7 +101,7 @@ class FileStore:
             after = expires_after()
             return now_s + (after.seconds if after else self._limits.input_retention_s)
 
-        file_id = new_id("file-", self._rng)
+        file_id = new_id("file-", self._context.rng)
         return await self.add(owner, file_id, "batch", filename, chunks, expires_at_s)
 
     async def add(
@@ -148,7 +124,7 @@ class FileStore:
         async with self._counted(owner) as count:
             try:
                 size_bytes = await self._receive(file_id, chunks, count)
-                now_s = self._clock.now_s()
+                now_s = self._context.clock.now_s()
                 file = FileRecord(
                     id=file_id,
                     owner=owner,
@@ -216,9 +192,20 @@ class FileStore:
                         param="file",
                     )
                 count(len(piece), await self._threads.run(self._append, fd, piece))
-                await self._pace.taken(len(piece))
+                await self._slowed(len(piece))
             await self._threads.run(self._force, fd)
         return size_bytes
+
+    async def _slowed(self, size_bytes: int) -> None:
+        """Hold all uploads together to ``busy_upload_bytes_per_s`` beside online requests.
+
+        Each piece takes time of the event loop and the interpreter lock that online requests are
+        read, tokenized and answered with. What is not read waits in the client, by TCP's flow
+        control.
+        """
+        async with self._turn:
+            if self._context.backend.load().is_online_busy:
+                await self._context.clock.sleep(size_bytes / self._limits.busy_upload_bytes_per_s)
 
     async def read(self, file_id: str, start: int, end: int) -> AsyncGenerator[bytes]:
         """Yield the bytes [``start``, ``end``) of a file.
