@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from profiler.modelled_executor import LIMITS, MACHINE, POLYNOMIAL, ModelledExecutor
+from profiler.modelled_executor import LIMITS, MACHINE, ModelledExecutor
 from sglang_coserve.core.latency_model.machine import find_hardware
 from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler.fits import (
+    KINDS,
     choose,
     fit_all,
     load_profile,
@@ -23,7 +24,6 @@ from sglang_coserve.profiler.latency import ShapeTiming, measure_grid
 from sglang_coserve.profiler.shapes import StepShape, plan_grid
 
 FIRST = ShapeTiming(StepShape(prefills=((64, 0), (32, 128))), (0.5, 0.25))
-SECOND = ShapeTiming(StepShape(prefills=((8, 1),), decodes=(256, 1)), (1.5,))
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +92,15 @@ def test_of_an_emulated_model_the_datasheet_is_that_of_the_real_one() -> None:
     assert machine.roofline().predict(batch) == real.predict(batch)
 
 
-def test_the_report_shows_errors_beside_the_noise(measurements: list[ShapeTiming]) -> None:
+def test_the_report_shows_errors_beside_the_noise_and_invents_none(
+    measurements: list[ShapeTiming],
+) -> None:
     text = report_text(measurements, fit_all([m.sample for m in measurements], MACHINE))
     head, *rows = text.splitlines()
     assert head.split()[:4] == ["kind", "MAPE", "P99", "bias"]
-    assert [row.split()[0] for row in rows[:4]] == [
-        "polynomial",
-        "linear",
-        "roofline",
-        "split_linear",
-    ]
+    assert [row.split()[0] for row in rows[:4]] == list(KINDS)
     assert rows[4].startswith("repeat error")
     assert f"{len(measurements)} measurements" in rows[5]
-
-
-def test_without_repeats_the_noise_is_not_invented() -> None:
     text = report_text([FIRST], fit_all([FIRST.sample], MACHINE))
     assert "not measured: no shape was repeated" in text
     assert text.count("not fitted") == 4
@@ -135,12 +129,3 @@ def test_what_is_not_a_profile_is_refused(
         path.write_bytes(content)
     with pytest.raises(InputFileError, match=rf"profile.json: .*{message}"):
         load_profile(path)
-
-
-def test_a_roofline_of_the_modelled_machine_comes_close() -> None:
-    executor = ModelledExecutor(model=POLYNOMIAL)
-    shapes = plan_grid(LIMITS, 60)
-    measurements = measure_grid(executor, shapes, time_limit_s=10_000, clock=executor.clock)
-    fit = choose(fit_all([m.sample for m in measurements], MACHINE), "roofline")
-    assert isinstance(fit.model, RooflineModel)
-    assert fit.report.mape < 0.15

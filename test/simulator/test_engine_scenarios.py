@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise, repeat, takewhile
+from itertools import pairwise
 
 import pytest
 
 from common.arrivals import gamma_arrivals, synthesize
 from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -30,13 +29,6 @@ from simulator.engines import check_executor, engine_of, offline, online, run_ou
 
 def ms(times_s: list[float]) -> list[float]:
     return pytest.approx([1e3 * time_s for time_s in times_s])
-
-
-def test_one_request_is_prefilled_then_decoded() -> None:
-    request = online("a", 10, 3, arrival_s=1.0)
-    run_out(engine_of(request, policy="online_only"))
-    assert ms(request.token_times_s) == [1010, 1011, 1012]
-    assert request.worked_tokens == 12
 
 
 def test_an_arrival_waits_for_the_end_of_the_iteration() -> None:
@@ -282,21 +274,6 @@ def test_an_idle_engine_lets_time_pass_only_to_the_limit() -> None:
     assert engine.now_s == 0.0
     assert engine.step(5.1)
     assert engine.now_s == 5.0
-
-
-def test_one_server_with_constant_service_waits_as_queueing_theory_says() -> None:
-    # One slot, one token: an M/D/1 queue with D = 10 ms and 70 arrivals a second.
-    model = LinearModel.of(CONSERVE, iteration_s=0.010)
-    arrivals = takewhile(lambda time_s: time_s < 120, gamma_arrivals(70.0, 1.0, seed=5))
-    requests = list(from_trace(synthesize(arrivals, repeat((1, 1))), RequestClass.ONLINE))
-    config = ExecutorConfig(kv_capacity_tokens=100, page_tokens=1, max_running_requests=1)
-    engine = engine_of(*requests, policy="online_only", config=config, model=model)
-    while engine.step():
-        pass
-    waits = [request.token_times_s[0] - request.info.arrival_s - 0.010 for request in requests]
-    load = 0.7
-    expected_s = load * 0.010 / (2 * (1 - load))  # Pollaczek–Khinchine
-    assert sum(waits) / len(waits) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_the_baseline_finds_the_prefixes_that_the_cache_holds() -> None:

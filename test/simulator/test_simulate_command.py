@@ -59,7 +59,9 @@ def test_slos_bound_what_offline_work_adds_as_they_do_on_a_server(tmp_path: Path
     p99_ms = {}
     for name, arguments in (("bounded", slos), ("free", ())):
         run("--policy", "coserve", *arguments, output=tmp_path / name)
-        report = json.loads((tmp_path / name / "report.json").read_text())
+        made = files(tmp_path / name)
+        assert set(made) == {"report.json", "table.txt"}  # No event log unasked.
+        report = json.loads(made["report.json"])
         (result,) = report["results"]
         latency = result["online"]["latency"]
         p99_ms[name] = [latency[value]["p99"] for value in ("ttft_ms", "itl_ms")]
@@ -76,11 +78,6 @@ def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
     first, second, other = (files(tmp_path / name) for name in "abc")
     assert first == second
     assert first["events-conserve.jsonl"] != other["events-conserve.jsonl"]
-
-
-def test_events_are_written_only_when_asked_for(tmp_path: Path) -> None:
-    run("--policy", "conserve", output=tmp_path / "report")
-    assert set(files(tmp_path / "report")) == {"report.json", "table.txt"}
 
 
 def test_progress_shows_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
