@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,32 +39,25 @@ def test_every_seam_is_in_the_installed_sglang() -> None:
     assert problems(SourceTree.installed(), INSTALLED) == []
 
 
-def modules_of_sglang(nodes: Iterator[ast.AST]) -> set[str]:
-    return {
-        alias.asname or alias.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang"
-        for alias in node.names
-        if alias.name.islower()
-    }
-
-
-def assigned(nodes: Iterator[ast.AST]) -> Iterator[ast.Attribute]:
-    for node in nodes:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        yield from (target for target in targets if isinstance(target, ast.Attribute))
-
-
 def test_modules_of_sglang_are_changed_in_one_place() -> None:
     """Which is told which names there are."""
     found = []
     for path in own_files():
-        parsed = ast.parse(path.read_text(encoding="utf-8"))
-        modules = modules_of_sglang(ast.walk(parsed))
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        names = [
+            alias
+            for node in imports
+            if f"{node.module}.".startswith("sglang.")
+            for alias in node.names
+        ]
+        modules = {alias.asname or alias.name for alias in names if alias.name.islower()}
+        targets = [target for node in nodes for target in getattr(node, "targets", ())]
+        changed = [target.value for target in targets if isinstance(target, ast.Attribute)]
         found += [
-            f"{path.name}:{target.lineno}"
-            for target in assigned(ast.walk(parsed))
-            if isinstance(target.value, ast.Name) and target.value.id in modules
+            f"{path.name}:{module.lineno}"
+            for module in changed
+            if isinstance(module, ast.Name) and module.id in modules
         ]
     assert found == []
 

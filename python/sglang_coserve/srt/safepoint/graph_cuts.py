@@ -60,8 +60,8 @@ class GraphCuts:
 
     @property
     def are_in_use(self) -> bool:
-        """Whether the running batch may stop at a cut, or is a resumed one."""
-        return bool(self._gate.attention[0]) or self._resumption.first > 0
+        """Whether the running batch may stop at a cut, as a resumed one may, too."""
+        return bool(self._gate.attention[0])
 
     def guard(self, runner: Any) -> None:
         """Let SGLang's runner of these graphs leave a batch alone that stopped without a graph.
