@@ -162,14 +162,7 @@ def measure(
 
 
 def as_samples(table: SampleTable) -> list[Sample]:
-    columns = (
-        table.prefill_requests,
-        table.prefill_tokens,
-        table.prefill_context_tokens,
-        table.prefill_attention_pairs,
-        table.decode_requests,
-        table.decode_context_tokens,
-    )
+    columns = [getattr(table, name) for name in StepStats._fields]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [
         Sample(StepStats(*row), seconds)

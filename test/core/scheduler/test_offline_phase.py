@@ -173,6 +173,15 @@ def test_admission_leaves_running_requests_room_to_grow(
         assert not plan.retract
 
 
+def test_who_was_admitted_in_the_same_step_is_left_room_too() -> None:
+    """Two of 480 tokens fit into 1,000 slots, but not with a headroom of 100 for the first."""
+    waiting = [queued(480, first=first) for first in (0, 1000)]
+    seen = snapshot(free_kv_tokens=1000)
+    for headroom_tokens, admitted in ((0, 2), (100, 1)):
+        plan = scheduler("coserve", *waiting, headroom_tokens=headroom_tokens).plan(seen, NO_CACHE)
+        assert len(plan.prefills) == admitted
+
+
 def test_retracted_requests_are_not_admitted_again_at_once() -> None:
     """KV ran out, one request went: its KV covers its own return, but no headroom."""
     requests = [offline(100) for _ in range(4)]
