@@ -239,9 +239,15 @@ class _EventDecoder:
 
         self._numbers: dict[str, int] = {}
         self._num_known = 0
+        self._stale: list[int] = []
+        """Numbers that only the last line may have referred to."""
 
     def decode(self, text: str) -> Event:
         """Return the event of a line."""
+        # Not before: a line may name two requests of one rid, of which one takes the other's place.
+        for number in self._stale:
+            del self._infos[number]
+        self._stale.clear()
         match _LINES.decode(text):
             case Arrived(info) as event:
                 self._introduce([info])
@@ -282,7 +288,7 @@ class _EventDecoder:
 
     def _forget(self, rid: str) -> None:
         if (number := self._numbers.pop(rid, None)) is not None:
-            del self._infos[number]
+            self._stale.append(number)
 
 
 def _read(decode: Callable[[str], T], source: str, line: str) -> T:
