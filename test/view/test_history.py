@@ -39,32 +39,23 @@ def replica(seconds: float = 0.0, *, plans: bool = True, suspended: int = 0) -> 
     return state
 
 
-def test_sums_become_rates() -> None:
+def test_sums_of_replicas_become_rates_and_their_time_is_averaged() -> None:
     history = History()
-    history.add(1000.0, [replica(10.0, suspended=5)])
-    history.add(1002.0, [replica(12.0, suspended=9)])
+    history.add(1000.0, [replica(10.0, suspended=5), replica(20.0)])
+    history.add(1002.0, [replica(12.0, suspended=9), replica(22.0)])
     columns = history.columns()
     assert columns["online_share"] == [None, 0.25]
     assert columns["offline_share"] == [None, 0.5]
     assert columns["granted_share"] == [None, 1.0]
-    assert columns["offline_tokens_per_s"] == [None, 300.0]
+    assert columns["offline_tokens_per_s"] == [None, 600.0]
     assert columns["suspensions_per_s"] == [None, 2.0]
-    assert columns["free_kv_tokens"] == [40, 40]
-
-
-def test_replicas_are_summed_up_and_their_time_is_averaged() -> None:
-    history = History()
-    history.add(1000.0, [replica(10.0), replica(20.0)])
-    history.add(1001.0, [replica(11.0), replica(21.0)])
-    columns = history.columns()
-    assert columns["online_share"][-1] == 0.25
-    assert columns["offline_tokens_per_s"][-1] == 600.0
-    assert columns["online_waiting"][-1] == 2
+    assert columns["free_kv_tokens"] == [80, 80]
+    assert columns["online_waiting"] == [2, 2]
 
 
 def test_the_bill_is_of_what_ended_in_this_time() -> None:
     history = History()
-    assert history.bill() is None
+    assert (history.columns(), history.latest, history.bill()) == ({}, (), None)
     history.add(1000.0, [replica(100.0), replica(50.0)])
     assert history.bill() is None
     history.add(1001.0, [replica(110.0), replica(60.0)])
@@ -101,8 +92,3 @@ def test_a_scheduler_that_began_anew_gives_no_negative_rates() -> None:
     history.add(1000.0, [replica(100.0)])
     history.add(1001.0, [replica(0.0)])
     assert history.columns()["offline_tokens_per_s"][-1] == pytest.approx(0.0)
-
-
-def test_nothing_is_known_before_the_first_sample() -> None:
-    assert History().columns() == {}
-    assert History().latest == ()

@@ -118,14 +118,11 @@ def test_nobody_is_alarmed_by_fewer_values_than_a_percentile_needs(
     assert "is 680 ms, allowed are 500 ms" in found["text"]
 
 
-def test_of_several_replicas_the_worst_counts() -> None:
-    good, bad = replica(slo(), requests=300), replica(slo(measured=680.0), requests=100)
+def test_of_several_replicas_the_worst_counts_and_attainment_is_weighed_by_requests() -> None:
+    good = replica(slo(), requests=300)
+    bad = replica(slo(measured=680.0), requests=100, attainment=0.6)
     for replicas in ([good, bad], [bad, good]):
         found = standing(replicas)
         assert found["slos"][0]["measured_ms"] == 680.0
         assert found["requests"] == 400
-
-
-def test_attainment_is_weighed_by_requests() -> None:
-    found = standing([replica(requests=300), replica(requests=100, attainment=0.6)])
-    assert found["attainment"] == pytest.approx(0.9)
+        assert found["attainment"] == pytest.approx(0.9)

@@ -40,12 +40,17 @@ def shown(of: dict[str, Any], width: int = 100) -> str:
     return out.getvalue()
 
 
-def test_a_server_that_has_just_started_is_shown() -> None:
-    assert "unknown" in as_line(view())
-    assert "\n" not in as_line(view())
-    text = shown(view())
-    assert "has not answered yet" in text
+@pytest.mark.parametrize(
+    ("age_s", "told"),
+    [(None, "has not answered yet"), (90.0, "the engine has not answered for 90 s")],
+)
+def test_a_server_that_has_not_answered_is_shown(age_s: float | None, told: str) -> None:
+    silent = view(sample_age_s=age_s)
+    line, text = as_line(silent), shown(silent, 200)
+    assert "unknown" in line
+    assert "\n" not in line
     assert "--coserve-data-dir" in text
+    assert all(told in each for each in (line, text))
 
 
 USERS = {
@@ -118,12 +123,6 @@ def test_what_others_wrote_stays_text() -> None:
     assert "\x1b[2J" not in text
     assert "[red]m" in text
     assert "batch_1\\x1b[2J" in text
-
-
-def test_an_engine_that_is_silent_is_told() -> None:
-    silent = view(sample_age_s=90.0)
-    for text in (as_line(silent), shown(silent, 200)):
-        assert "the engine has not answered for 90 s" in text
 
 
 def test_values_are_shown() -> None:

@@ -58,6 +58,11 @@ def body_limits(manager: Any) -> BodyLimits:
     )
 
 
+def served_limits(http_server: Any) -> BodyLimits:
+    """Return them for the model of SGLang's module ``http_server``, which serves by now."""
+    return body_limits(http_server._global_state.tokenizer_manager)
+
+
 def max_tokens(manager: Any) -> int:
     """Return the longest prompt of the model of a tokenizer manager, in tokens."""
     # The limit of the KV pool is known once the scheduler is running.
