@@ -108,6 +108,13 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> N
         list(from_jsonl(path))
 
 
+def test_a_batch_file_is_read_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(f"{batch_line('fine')}\n{{\n")
+    with pytest.raises(WorkloadError, match=r"batch\.jsonl:2: "):
+        SimulationOptions(offline=str(path)).workload()
+
+
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     empty, broken = tmp_path / "empty.jsonl", tmp_path / "broken.json"
     empty.write_text("\n")

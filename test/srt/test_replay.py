@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from dataclasses import replace
@@ -210,7 +209,7 @@ def test_a_file_that_cannot_be_opened_is_refused_at_the_start(tmp_path: Path) ->
 # --- The command --------------------------------------------------------------------------
 
 
-def busy_recording(path: Path, policy: str = "coserve") -> list[Event]:
+def busy_recording(path: Path) -> list[Event]:
     """Random arrivals of both classes on a small engine."""
     rng = random.Random(1)
     requests = [
@@ -220,8 +219,9 @@ def busy_recording(path: Path, policy: str = "coserve") -> list[Event]:
         for number in range(60)
     ]
     config = ExecutorConfig(kv_capacity_tokens=2000, max_running_requests=16, max_batch_tokens=512)
-    scheduler = recorded(replace(SETUP, policy=policy), path)
-    engine = SimEngine(scheduler, SimulatedExecutor(config, MODEL), TrafficSource([requests]))
+    engine = SimEngine(
+        recorded(SETUP, path), SimulatedExecutor(config, MODEL), TrafficSource([requests])
+    )
     for _ in range(60):
         engine.step()
     return read(path)[1]
@@ -272,8 +272,6 @@ def test_a_plan_that_differs_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "cannot be read: No such file"),
-        ("", "nothing is recorded"),
-        ('{"rid": "a"}\n', ":1: format: expected 'coserve plans'"),
         (encode_setup(SETUP) + "\xff\n", ":2: not valid JSON"),
     ],
 )
@@ -283,9 +281,3 @@ def test_what_cannot_be_replayed_is_named(tmp_path: Path, text: str | None, mess
         path.write_text(text, encoding="latin-1")
     with pytest.raises(InputFileError, match=message):
         run(path)
-
-
-def test_a_recording_without_plans_has_nothing_to_compare(tmp_path: Path) -> None:
-    path = tmp_path / "plans.jsonl"
-    path.write_text(json.dumps(json.loads(encode_setup(SETUP))) + "\n")
-    assert run(path).output.splitlines()[1] == "0 plans, 0 differ"

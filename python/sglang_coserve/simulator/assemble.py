@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +110,7 @@ def offline_requests(
         )
     path = Path(source)
     if _is_batch_file(path):
+        deque(from_jsonl(path), maxlen=0)  # A bad line is named now, not in the middle of a run.
         return partial(from_jsonl, path)
     trace, _ = fit_to_context(read_trace(path), max_context_tokens)
     return lambda: make(trace)
