@@ -18,7 +18,7 @@ from batch.live_app import LiveApp
 from batch.route_calls import engine_has, finish, refused
 from batch.scenarios import NOBODY, OWNER, Scene, opened
 from batch.scripted_backend import ScriptedBackend, failure, tokens_of
-from sglang_coserve.batch.errors import NotFoundError
+from sglang_coserve.batch.errors import NotFoundError, QuotaError
 from sglang_coserve.batch.responses import has_ended
 from sglang_coserve.batch.schemas import CreateResponse
 from waiting import GIVE_UP_S, eventually
@@ -268,6 +268,16 @@ async def ended(scene: Scene, response_id: str) -> dict[str, Any]:
         return response if has_ended(response) else None
 
     return await scene.eventually(look)
+
+
+async def test_a_repeated_call_is_answered_also_by_who_has_no_room(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_stored_bytes_per_owner=150)
+    async with scene.service as service:
+        request = CreateResponse(background=True, input="one")
+        first, again = [await service.responses.create(OWNER, request, "key") for _ in range(2)]
+        assert first["id"] == again["id"]
+        with pytest.raises(QuotaError):
+            await service.responses.create(OWNER, request, "another key")
 
 
 async def test_it_expires_and_so_do_its_files(tmp_path: Path) -> None:

@@ -377,6 +377,10 @@ class BackgroundResponses:
         )
 
     async def _create(self, wanted: JobRecord, line: bytes) -> dict[str, Any]:
+        # Before its line is stored: who has no room for another is answered, too.
+        earlier = await self._context.store.run(batch_rows.find_repeated, wanted)
+        if earlier is not None:
+            return await self._shown(earlier)
         await self._files.add(
             wanted.owner,
             wanted.input_file_id,

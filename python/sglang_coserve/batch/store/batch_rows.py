@@ -79,13 +79,9 @@ def find_earlier(
         QuotaError: the owner has too much on the disk.
         StorageError: the disk is full.
     """
-    if record.idempotency_key is not None:
-        row = connection.execute(
-            f"{_SELECT} WHERE owner = ? AND idempotency_key = ?",
-            (record.owner, record.idempotency_key),
-        ).fetchone()
-        if row is not None:
-            return _same_request(_record(row), record)
+    earlier = find_repeated(connection, record)
+    if earlier is not None:
+        return earlier
     file = file_rows.find(connection, record.owner, record.input_file_id, record.created_at_s)
     is_batch = record.response is None
     if file.purpose != ("batch" if is_batch else "response"):
@@ -114,6 +110,29 @@ def find_earlier(
     # Results are files, too: two of each batch at the most.
     limits.check_stored(used_bytes, files + 2, free_bytes)
     return None
+
+
+def find_repeated(connection: sqlite3.Connection, record: JobRecord) -> JobRecord | None:
+    """Return the batch with the idempotency key of ``record``; None without one.
+
+    Raises:
+        ConflictError: the key was used for another request.
+    """
+    row = connection.execute(
+        f"{_SELECT} WHERE owner = ? AND idempotency_key = ?",
+        (record.owner, record.idempotency_key),
+    ).fetchone()
+    if row is None:
+        return None
+    earlier = _record(row)
+    if earlier.fingerprint != record.fingerprint:
+        raise ConflictError(
+            f"the idempotency key {record.idempotency_key!r} was used for another request,"
+            f" batch {earlier.id}: use a new key",
+            code="idempotency_conflict",
+            param="Idempotency-Key",
+        )
+    return earlier
 
 
 def find(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> JobRecord:
@@ -296,17 +315,6 @@ def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float)
                     expires_at_s=expires_at_s,
                 ),
             )
-
-
-def _same_request(earlier: JobRecord, record: JobRecord) -> JobRecord:
-    if earlier.fingerprint != record.fingerprint:
-        raise ConflictError(
-            f"the idempotency key {record.idempotency_key!r} was used for another request,"
-            f" batch {earlier.id}: use a new key",
-            code="idempotency_conflict",
-            param="Idempotency-Key",
-        )
-    return earlier
 
 
 def past_forecasts(
