@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import InputFileError, WorkloadError
-from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
 
 @pytest.fixture
@@ -222,19 +220,3 @@ class TestUnusableFiles:
         for path in (tmp_path / "missing.csv", tmp_path):
             with pytest.raises(InputFileError, match="cannot be read"):
                 read_trace(path)
-
-
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not on this machine")
-class TestPublicTraces:
-    def test_azure_2023_conversations(self):
-        requests = list(read_trace(TRACES / "AzureLLMInferenceTrace_conv.csv"))
-        assert len(requests) == 19366
-        assert requests[0] == TraceRequest(0, 0.0, 374, 44)
-        assert requests[-1] == TraceRequest(19365, 3501.721937, 197, 183)
-
-    def test_mooncake_conversations(self):
-        requests = list(read_trace(TRACES / "mooncake_conversation_trace.jsonl"))
-        assert len(requests) == 12031
-        assert requests[0].hash_ids == tuple(range(14))
-        assert requests[-1].arrival_s == 3536.999
-        assert all(len(r.hash_ids) == -(-r.prompt_tokens // BLOCK_TOKENS) for r in requests)
