@@ -110,28 +110,18 @@ async def test_whoever_is_cancelled_holds_up_nobody(seed: int) -> None:
     await asyncio.wait_for(engine.batch("s-last"), 5)
 
 
-def test_lines_with_a_like_limit_are_alike() -> None:
+def test_lines_with_a_like_limit_are_alike_and_others_as_the_mean_of_all() -> None:
+    lengths = OutputLengths()
+    lengths.add(-1, 10)
+    assert lengths.expected(-1) == 0
+    assert lengths.expected(output_limit({"max_tokens": "many"})) == 10
     lengths = OutputLengths()
     for _ in range(50):
         lengths.add(100, 10)
         lengths.add(1000, 400)
     assert lengths.expected(120) == round((500 + 205) / 51)
     assert lengths.expected(1000) == round((20_000 + 205) / 51)
-
-
-def test_another_limit_is_expected_to_be_as_the_mean_of_all() -> None:
-    lengths = OutputLengths()
-    lengths.add(100, 10)
-    lengths.add(100, 30)
-    assert lengths.expected(None) == 20
-    assert lengths.expected(5) == 5
-
-
-def test_limits_of_no_use_are_taken_as_they_are() -> None:
-    lengths = OutputLengths()
-    lengths.add(-1, 10)
-    assert lengths.expected(-1) == 0
-    assert lengths.expected(output_limit({"max_tokens": "many"})) == 10
+    assert (lengths.expected(None), lengths.expected(5)) == (205, 5)
 
 
 def test_the_rate_is_that_of_the_time_with_work() -> None:
