@@ -63,7 +63,7 @@ class SafepointStats:
         last ones, as some are refused before they become requests."""
 
     def suspended(self, kind: ForwardKind, arrivals: Sequence[RequestInfo], now_s: float) -> None:
-        """Record that a step was suspended.
+        """Record that a step was suspended; ``now_s`` is ``time.perf_counter``.
 
         ``arrivals`` are who it was suspended for: nobody at its deadline, and on ranks that do not
         receive requests.
@@ -198,10 +198,6 @@ class Safepoints:
             yield
         finally:
             self.gate.disarm()
-
-    def suspended(self, kind: ForwardKind, now_s: float) -> None:
-        """Record that the batch armed last was suspended; ``now_s`` is ``time.perf_counter``."""
-        self.stats.suspended(kind, self.gate.stops_for, now_s)
 
     def state(self) -> dict[str, Any]:
         """Return what the status says of safepoints; empty if none were asked for."""

@@ -41,11 +41,12 @@ def core_setup(
 
     ``engine`` has the limits for the no-interference baseline.
     """
+    budget_ms = config.iteration_budget_ms
     return SchedulerSetup(
         policy=config.offline_policy,
         slos=config.slos(),
         config=SchedulerConfig(
-            iteration_budget_s=_seconds(config.iteration_budget_ms),
+            iteration_budget_s=None if budget_ms is None else budget_ms / 1e3,
             max_offline_requests=config.offline_max_running,
             overload=Overload(config.overload),
             utility_ratio=config.offline_utility_ratio,
@@ -57,10 +58,6 @@ def core_setup(
         profile=profile,
         engine=engine,
     )
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
 
 
 class CoserveParts(EngineParts):

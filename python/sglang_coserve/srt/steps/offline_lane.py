@@ -201,7 +201,7 @@ class OfflineLane:
             if stop.layer > layer:
                 layer, outputs = stop.layer, resumption.outputs
             kind = self._keep(batch, layer, outputs)
-            safepoints.suspended(kind, time.perf_counter())
+            safepoints.stats.suspended(kind, safepoints.gate.stops_for, time.perf_counter())
             return SUSPENDED
         finally:
             resumption.outputs = None
