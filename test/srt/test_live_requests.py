@@ -240,6 +240,36 @@ def test_all_that_is_aborted_at_once_is_forgotten(engine: EngineProcess) -> None
     engine.call(run_abort_all)
 
 
+def run_abort_one(engine: ScriptedEngine, when: int) -> dict[str, str]:
+    """Abort one of several requests whose names begin alike; return how all have ended."""
+    names = {"r-1": False, "r-10": False, "r-1000": False, "r-11": True, "r-12": True}
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [
+                engine.request(name, scenarios.prompt(place, 90), 12, offline=offline)
+                for place, (name, offline) in enumerate(names.items())
+            ]
+        if iteration > when:
+            raise StopIteration
+        return [engine.abort("r-1")] if iteration == when else []
+
+    engine.run(script)
+    engine.assert_nothing_leaked()
+    parts = engine.scheduler.parts
+    assert (len(parts.ledger), parts.live.num_unnoticed) == (0, 0)
+    return {name: type(engine.reqs[name].finished_reason).__name__ for name in names}
+
+
+@pytest.mark.parametrize("when", [1, 4])
+def test_a_request_is_aborted_alone_though_the_names_of_others_begin_with_its_name(
+    engine: EngineProcess, when: int
+) -> None:
+    ended = engine.call(run_abort_one, when)
+    assert ended.pop("r-1") != "FINISH_LENGTH"
+    assert set(ended.values()) == {"FINISH_LENGTH"}, ended
+
+
 def run_lost(engine: ScriptedEngine) -> tuple[int, int, int]:
     """Take a request out of SGLang's queue behind everybody's back, beside an endless backlog."""
     scheduler, live = engine.scheduler, engine.scheduler.parts.live

@@ -54,7 +54,7 @@ class LiveRequests:
         """
         self._scheduler = scheduler
         self._ledger = ledger
-        self._kept = kept
+        self.kept = kept
         self._tell = tell
         self._answered: list[tuple[Req, Ending]] = []
         """Aborted requests that the parts have not been told of."""
@@ -116,7 +116,7 @@ class LiveRequests:
         """Forget the requests that are nowhere any more. O(requests)."""
         self.settle()
         self._rounds = 0
-        here = set(map(id, self._kept()))
+        here = set(map(id, self.kept()))
         gone = [live.req for live in self._ledger if id(live.req) not in here]
         for req in gone:
             logger.warning("request %s has left the engine, and nobody has said so", req.rid)
@@ -215,12 +215,24 @@ class RequestIntake:
 
     def abort(self, recv_req: AbortReq, abort: Callable[[AbortReq], None]) -> None:
         """Abort requests in any state: SGLang's with ``abort``, the waiting offline ones here."""
-        deferred = self._take_deferred(recv_req)
-        abort(recv_req)
 
         def is_meant(req: Req) -> bool:
-            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+            return bool(recv_req.abort_all or req.rid == recv_req.rid)
 
+        deferred = self._take_deferred(recv_req)
+        # SGLang takes every request whose name begins like that for one that is meant.
+        others = {
+            id(req): (req, req.rid)
+            for req in self._live.kept()
+            if req.rid.startswith(recv_req.rid) and not is_meant(req)
+        }
+        for req, _ in others.values():
+            req.rid = ""
+        try:
+            abort(recv_req)
+        finally:
+            for req, rid in others.values():
+                req.rid = rid
         aborted = self._admission.remove(is_meant) + self._moves.remove(is_meant)
         for req in aborted:
             self._live.forget(req)
@@ -231,5 +243,5 @@ class RequestIntake:
 
     def _take_deferred(self, recv_req: AbortReq) -> list[Req]:
         """Remove and return the deferred requests that are to be aborted."""
-        rids = [r for r in self._deferred if recv_req.abort_all or r.startswith(recv_req.rid)]
-        return [req for rid in rids for req in self._deferred.pop(rid)]
+        rids = list(self._deferred) if recv_req.abort_all else [recv_req.rid]
+        return [req for rid in rids for req in self._deferred.pop(rid, ())]
