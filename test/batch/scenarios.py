@@ -124,7 +124,7 @@ class Scene:
         if file_id is None:
             return b""
         end = (await self.service.retrieve_file(OWNER, file_id)).bytes
-        return b"".join([chunk async for chunk in self.service.read_file(file_id, 0, end)])
+        return b"".join([chunk async for chunk in self.service.files.read(file_id, 0, end)])
 
     async def records(self, batch: BatchObject) -> dict[str, dict[str, Any]]:
         """Every record of a batch by its custom id; fails when a line has two."""

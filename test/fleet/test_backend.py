@@ -323,7 +323,7 @@ async def test_a_batch_on_engines_that_come_and_go_has_one_record_for_each_line(
                     break
             assert batch.request_counts.completed == 151
             output = await service.retrieve_file(OWNER, str(batch.output_file_id))
-            chunks = service.read_file(output.id, 0, output.bytes)
+            chunks = service.files.read(output.id, 0, output.bytes)
             records = b"".join([chunk async for chunk in chunks]).decode().splitlines()
             assert len(records) == 151
             for name in (*(f"id-{n}" for n in range(1, 151)), "last"):

@@ -26,7 +26,7 @@ from sglang_coserve.jsonl.request_line import (
     parse_request_line,
 )
 from sglang_coserve.lines.backend import LineResult
-from sglang_coserve.lines.background import WorkerThreads, run_module
+from sglang_coserve.lines.background import run_module
 from sglang_coserve.lines.fair_slots import JobShare
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_run import LineRun, UnservedLine
@@ -113,11 +113,10 @@ class JobLines:
                     *(self.id, num_foreign),
                 )
             unfinished = {line for line in suspects if line not in finished}
-            lines = LineSource(
-                *self._source(lambda line: line not in finished and line not in unfinished),
-                self._order,
+            lines = self._source(
+                lambda line: line not in finished and line not in unfinished, self._order
             )
-            alone = LineSource(*self._source(unfinished.__contains__)) if unfinished else None
+            alone = self._source(unfinished.__contains__) if unfinished else None
             run = LineRun(self, self._context, writer, self._journal)
             await run.serve(lines, alone)
 
@@ -125,7 +124,7 @@ class JobLines:
         """Write an error record for every unfinished line."""
         result = LineResult.unserved(code, message)
         async with self._open() as (finished, writer):
-            async for line in LineSource(*self._source(lambda line: line not in finished)):
+            async for line in self._source(lambda line: line not in finished):
                 await writer.room()
                 custom_id = await self._custom_id(line)
                 record = encode_record(self._tag, line.number, custom_id, result)
@@ -231,11 +230,9 @@ class JobLines:
         self._log.scan(add, batch.progress, mean_estimate_tokens)
         self._log.cut()
 
-    def _source(
-        self, is_wanted: Callable[[int], bool]
-    ) -> tuple[Path, int, Callable[[int], bool], WorkerThreads]:
-        context = self._context
-        return self._input, context.backend.limits.max_bytes, is_wanted, context.threads
+    def _source(self, is_wanted: Callable[[int], bool], order: Path | None = None) -> LineSource:
+        max_bytes, threads = self._context.backend.limits.max_bytes, self._context.threads
+        return LineSource(self._input, max_bytes, is_wanted, threads, order)
 
     def _delete_order(self) -> None:
         try:

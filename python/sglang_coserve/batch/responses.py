@@ -71,11 +71,6 @@ def endpoint_of(response_id: str) -> str:
     return CHATS if response_id.startswith(ID_PREFIXES[CHATS]) else RESPONSES
 
 
-def repeated_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the object repeats of a request's body."""
-    return {name: body[name] for name in _REPEATED if body.get(name) is not None}
-
-
 def response_object(
     batch: JobRecord, record: Mapping[str, Any] | None, *, is_in_engine: bool
 ) -> dict[str, Any]:
@@ -358,6 +353,7 @@ class BackgroundResponses:
     ) -> JobRecord:
         now_s, rng = self._context.clock.now_s(), self._context.rng
         within_s = request.coserve_deadline_s or _WINDOW_S
+        body = request.model_dump(include=set(_REPEATED), exclude_none=True, exclude_unset=True)
         return JobRecord(
             id=new_id("batch_", rng),
             owner=owner,
@@ -373,7 +369,7 @@ class BackgroundResponses:
             expires_at_s=now_s + within_s,
             in_progress_at_s=now_s,
             total_lines=1,
-            response=repeated_fields(request.model_dump(exclude_unset=True)),
+            response=body,
         )
 
     async def _create(self, wanted: JobRecord, line: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final, Self
@@ -59,7 +59,7 @@ class BatchService:
         """Made by ``open``."""
         self.context = context
         self._opened = AsyncExitStack()
-        self._files = files = FileStore(context)
+        self.files = files = FileStore(context)
         self._runner = runner = JobSupervisor(context)
         self.parts = Uploads(context, files)
         """Files that come in parts."""
@@ -145,7 +145,7 @@ class BatchService:
                 )
                 service = cls(context)
                 opened.push_async_callback(service._runner.close)
-                await service._files.settle()
+                await service.files.settle()
                 await service._runner.start()
             except StorageError as error:
                 raise StartupError(str(error)) from error
@@ -182,7 +182,7 @@ class BatchService:
             QuotaError: the owner has too much on the disk.
         """
 
-        file = await self._files.add_input(owner, filename, chunks, expires_after)
+        file = await self.files.add_input(owner, filename, chunks, expires_after)
         return FileObject.of(file)
 
     async def list_files(
@@ -211,20 +211,13 @@ class BatchService:
         """Return one file."""
         return FileObject.of(await self._find_file(owner, file_id))
 
-    def read_file(self, file_id: str, start: int, end: int) -> AsyncGenerator[bytes]:
-        """Yield the bytes [``start``, ``end``) of a file that was retrieved.
-
-        Iterate to its end, or ``aclose`` it.
-        """
-        return self._files.read(file_id, start, end)
-
     async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
         """Delete a file.
 
         Raises:
             ConflictError: an unfinished batch reads or writes it.
         """
-        await self._files.remove(owner, file_id)
+        await self.files.remove(owner, file_id)
         return FileDeleted(id=file_id)
 
     async def create_batch(
@@ -319,5 +312,5 @@ class BatchService:
     async def _expire_regularly(self) -> None:
         while True:
             await self.responses.remove_expired()
-            await self._files.remove_expired(self.context.clock.now_s())
+            await self.files.remove_expired(self.context.clock.now_s())
             await self.context.clock.sleep(_EXPIRY_INTERVAL_S)

@@ -115,7 +115,7 @@ async def file_content(
     with ExitStack() as place:
         place.enter_context(service.downloads.one(owner))
         return DownloadResponse(
-            service.read_file(file_id, start, end),
+            service.files.read(file_id, start, end),
             place=place.pop_all(),
             limits=service.context.limits,
             status_code=206 if span else 200,
