@@ -11,6 +11,7 @@ from sglang_coserve.core.offline_queue import (
     QueuedRequest,
     pack_tokens,
 )
+from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 
 PREFIX_ONLY = OfflineQueueConfig(
     utility_ratio=1.0, max_overtakes=None, deadline_slack_s=None, longest_first=False
@@ -68,3 +69,20 @@ def pick_all(queue: OfflineQueue, now_s: float = 0.0) -> list[str]:
     while request := pick(queue, now_s):
         rids.append(request.rid)
     return rids
+
+
+def check_trie(trie: PrefixTrie) -> None:
+    """Assert that all nodes, links and positions are consistent, and no node is left over."""
+    stack = [trie._root]
+    while stack:
+        node = stack.pop()
+        assert node.parent is None or len(node.children) >= 2, "a node without a fork"
+        for branch, child in node.children.items():
+            assert child.parent is node
+            assert child.branch(node.depth_bytes) == branch
+            assert child.tokens[: node.depth_bytes] == node.tokens[: node.depth_bytes]
+            if not isinstance(child, TrieLeaf):
+                assert child.depth_bytes > node.depth_bytes
+                stack.append(child)
+        waiting = {branch: one for branch, one in node.children.items() if one.is_waiting}
+        assert dict(node.waiting) == waiting

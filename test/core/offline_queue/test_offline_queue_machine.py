@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from core.offline_queue.naive_trie import NaiveTrie, Prompt
-from core.offline_queue.offline_requests import num_shared_tokens, offline, pick
+from core.offline_queue.offline_requests import check_trie, num_shared_tokens, offline, pick
 from sglang_coserve.core.offline_queue import (
     OfflineQueue,
     OfflineQueueConfig,
@@ -223,7 +223,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.queue.check_invariants()
+        check_trie(self.queue._trie)
+        assert {leaf.number for leaf in self.queue._no_room} == self.naive.without_room
         waiting, running = self.waiting(), self.running()
         assert len(self.queue) == len(waiting)
         assert self.queue.num_running == len(running)

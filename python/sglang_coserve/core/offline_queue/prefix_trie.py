@@ -176,22 +176,6 @@ class PrefixTrie:
             node = child
         return node
 
-    def check_invariants(self) -> None:
-        """Assert that all nodes, links and positions are consistent. O(trie)."""
-        stack: list[_Node] = [self._root]
-        while stack:
-            node = stack.pop()
-            assert node.parent is None or len(node.children) >= 2, "a node without a fork"
-            for branch, child in node.children.items():
-                assert child.parent is node
-                assert child.branch(node.depth_bytes) == branch
-                assert child.tokens[: node.depth_bytes] == node.tokens[: node.depth_bytes]
-                if isinstance(child, _Node):
-                    assert child.depth_bytes > node.depth_bytes
-                    stack.append(child)
-            waiting = {branch: one for branch, one in node.children.items() if one.is_waiting}
-            assert dict(node.waiting) == waiting
-
 
 def _waiting_below(top: _Child, done: _Child | None) -> Iterator[TrieLeaf]:
     """Yield the waiting leaves below ``top`` in list order, except those below ``done``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -61,7 +60,7 @@ class OfflineQueue:
     that skips the first candidate for lack of room gets it first again the next time, or once
     another one is taken (``no_room``).
 
-    No method except ``check_invariants`` takes time proportional to the number of requests.
+    No method takes time proportional to the number of requests.
     """
 
     def __init__(self, config: OfflineQueueConfig) -> None:
@@ -242,23 +241,6 @@ class OfflineQueue:
         self._trie.remove(leaf)
         del self._leaves[rid]
         return leaf.request
-
-    def check_invariants(self) -> None:
-        """Assert that all orders contain the same waiting requests. O(n)."""
-        self._trie.check_invariants()
-        waiting = {leaf for leaf in self._leaves.values() if leaf.is_waiting}
-        assert all(rid == leaf.request.rid for rid, leaf in self._leaves.items())
-        assert sorted(leaf.number for leaf in self._trie.near(b"")) == sorted(
-            leaf.number for leaf in waiting
-        )
-        assert set(self._by_age) == waiting
-        assert set(self._longest_first) == waiting
-        assert self._no_room < waiting or not self._no_room
-        service_s = sum(leaf.request.estimated_service_s for leaf in waiting)
-        assert math.isclose(self._service_s, service_s, rel_tol=1e-6, abs_tol=1e-6)
-        assert set(self._by_latest_start) == {
-            leaf for leaf in waiting if leaf.request.deadline_s is not None
-        }
 
     def _in_order(self, now_s: float) -> Iterator[TrieLeaf]:
         num_changes = self._num_changes
