@@ -304,6 +304,7 @@ class Scheduler:
             step=self._next_step,
             prompt_s=max(self._allowance.arrival_s - self._added_s, 0.0),
             resume_s=max(resume_s.value, 0.0) if resume_s.count else snapshot.resume_s,
+            decodes_alone=self.interference.decodes_alone,
             timely=1 / (1 + self._learned.error.reserve),
             is_plain=self._allowance.is_relative
             and not self.queue.num_running

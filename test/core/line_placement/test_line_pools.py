@@ -157,7 +157,7 @@ class PoolsMachine(RuleBasedStateMachine):
         coming = [line for line, to in self.asked.items() if to == name]
         coming += [line for line in self.silent if self.where[line] == name]
         moves = self.pools.look(name, wants if has_room else None, waiting, self.now_s)
-        begins = [each for each in self.open if self.names[each] == "relaxed"]
+        begins = [each for each in self.open if self.names[each] != "strict"]
         if moves:
             assert name in self.open and self.names[name] == "strict" and begins
         for line, to in moves:

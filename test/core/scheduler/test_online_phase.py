@@ -215,9 +215,32 @@ def test_what_others_share_frees_nothing() -> None:
     assert plan.retract == ((shared.info.rid, 100), (own.info.rid, 90))
 
 
+@pytest.mark.parametrize(("prompt_tokens", "joins"), [(600, True), (1200, False)])
+def test_offline_work_gives_way_where_more_online_decodes_than_alone_crowd_the_kv(
+    prompt_tokens: int, joins: bool
+) -> None:
+    """Ten of them have 6,000 or 12,000 of 16,000 or 22,000 tokens."""
+    requests = [online(prompt_tokens, DECODING) for _ in range(10)]
+    seen = snapshot(*requests, free_kv_tokens=10_000)
+    brain = scheduler("coserve", queued())
+    plan = brain.plan(seen, NO_CACHE)
+    assert bool(plan.prefills) is joins
+    assert plan.batch.decode_requests == 10
+
+    for request in requests:
+        brain.arrived(request.info)
+    ran(brain, plan, seen)
+    now_s = 2.0  # The baseline has computed their prompts by then.
+    later = [request._replace(last_token_s=now_s) for request in requests]
+    seen = replace(seen, admitted=later, now_s=now_s)
+    ran(brain, brain.plan(seen, NO_CACHE), seen)
+    brain.add_offline(queued())
+    assert brain.plan(seen, NO_CACHE).prefills, "alone as many would decode"
+
+
 def test_nobody_is_retracted_in_vain() -> None:
     """The prompt needs more than all offline requests hold."""
-    requests = (online(1000, DECODING), offline(100))
+    requests = (online(100, DECODING), offline(100))
     plan = scheduler("coserve", queued()).plan(
         snapshot(*requests, online(500), free_kv_tokens=50), NO_CACHE
     )

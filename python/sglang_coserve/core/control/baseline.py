@@ -145,6 +145,11 @@ class Baseline(Generic[R]):
     def __len__(self) -> int:
         return self._num_requests
 
+    @property
+    def num_decodes(self) -> int:
+        """How many of its requests decode."""
+        return len(self._decoding)
+
     def arrived(self, request: R, cached_tokens: int = 0) -> None:
         """Add an online request, a new one; to be called in order of arrival. O(1).
 

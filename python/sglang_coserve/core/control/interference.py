@@ -98,6 +98,11 @@ class Interference:
         """How much later than alone requests were; None without a baseline."""
         return self._bill if self._baselines else None
 
+    @property
+    def decodes_alone(self) -> int:
+        """How many online requests decode in the baseline, which is a little behind."""
+        return sum(baseline.num_decodes for baseline in self._baselines)
+
     def __len__(self) -> int:
         return len(self._watched)
 

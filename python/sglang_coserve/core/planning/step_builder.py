@@ -45,6 +45,9 @@ class PlanContext:
     resume_s: float
     """What it costs to suspend a step and resume it."""
 
+    decodes_alone: int
+    """How many online requests would decode without offline work."""
+
     timely: float
     """Share of a time until which a step must be predicted to end, to end in that time."""
 

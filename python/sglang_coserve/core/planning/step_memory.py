@@ -119,10 +119,11 @@ class StepMemory:
     def headroom_tokens(self, per_request: int, requests: int) -> int:
         """Return the KV to keep free for running requests: so much for each, up to an eighth of
         all KV. O(requests) the first time."""
-        return min(per_request * requests, self._all_kv_tokens // _HEADROOM_OF)
+        return min(per_request * requests, self.all_kv_tokens // _HEADROOM_OF)
 
     @cached_property
-    def _all_kv_tokens(self) -> int:
+    def all_kv_tokens(self) -> int:
+        """All KV but that of a suspended step and of other micro-batches. O(requests)."""
         seen = self._snapshot
         held_tokens = sum([request.computed_tokens for request in seen.admitted])
         return seen.free_kv_tokens + seen.evictable_kv_tokens + held_tokens
