@@ -22,8 +22,9 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from sglang_coserve.simulator.compare import compare
 from sglang_coserve.simulator.observer import RunControl
-from sglang_coserve.simulator.options import SimulationOptions, compare
+from sglang_coserve.simulator.options import SimulationOptions
 
 ROOT: Final = Path(__file__).parents[1]
 IMAGES: Final = ROOT / "docs" / "images"

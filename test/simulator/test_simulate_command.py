@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from sglang_coserve.cli.simulate import simulate
 from sglang_coserve.errors import CoserveError
+from sglang_coserve.simulator.compare import compare
 from sglang_coserve.simulator.observer import RunControl
-from sglang_coserve.simulator.options import SimulationOptions, compare
+from sglang_coserve.simulator.options import SimulationOptions
 
 app = typer.Typer()
 app.command()(simulate)

@@ -52,8 +52,9 @@ def simulate(
     used, with 130 after Ctrl-C.
     """
     from sglang_coserve.errors import ConfigError
+    from sglang_coserve.simulator.compare import compare
     from sglang_coserve.simulator.observer import RunControl
-    from sglang_coserve.simulator.options import SimulationOptions, compare
+    from sglang_coserve.simulator.options import SimulationOptions
     from sglang_coserve.simulator.report import table_text, write_report
 
     options = SimulationOptions(**vars(flags))

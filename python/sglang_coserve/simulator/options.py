@@ -1,17 +1,15 @@
-"""The options of a simulation, i.e. the flags of ``coserve simulate``, and its runs."""
+"""The options of a simulation: the flags of ``coserve simulate``, and what they stand for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 from sglang_coserve.core.control.slo import parse_slo
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
-from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.scheduler_config import SchedulerConfig
@@ -22,9 +20,7 @@ from sglang_coserve.simulator.assemble import LENGTHS, SimulatedMachine, offline
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
 from sglang_coserve.simulator.flags import SimulationFlags
-from sglang_coserve.simulator.observer import EventLog, RunControl, SimulationObserver
-from sglang_coserve.simulator.result import SimulationResult
-from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload, simulate
+from sglang_coserve.simulator.run import BASELINES, SimulationSetup, Workload
 from sglang_coserve.workload.shape import fit_to_context, scale_rate, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace, sample_path
 
@@ -144,42 +140,3 @@ class SimulationOptions(SimulationFlags):
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def compare(
-    options: SimulationOptions,
-    directory: Path,
-    control: RunControl,
-    *,
-    event_log: bool = False,
-) -> list[SimulationResult]:
-    """Run every policy of ``options``; event logs go to files in ``directory``.
-
-    Returns:
-        The results in the order of the policies, of which the last may be incomplete;
-        empty if there was no time for any.
-
-    Raises:
-        CoserveError: an option or a file cannot be used.
-        OSError: the directory cannot be written.
-    """
-    setups = [(name, options.setup(name)) for name in options.policies]
-    runs = [(make_policy(name, setup.scheduler), setup) for name, setup in setups]
-    workload = options.workload()
-    directory.mkdir(parents=True, exist_ok=True)
-    results: list[SimulationResult] = []
-    for policy, setup in runs:
-        if control.should_stop:
-            break
-        control.begin(policy.name, workload.interval_s)
-        with ExitStack() as files:
-            observers: list[SimulationObserver] = []
-            if event_log:
-                log = files.enter_context((directory / f"events-{policy.name}.jsonl").open("w"))
-                observers.append(
-                    EventLog(log, {"policy": policy.name, "settings": options.to_dict()})
-                )
-            results.append(
-                simulate(workload, setup, policy, observers=observers, on_progress=control.tick)
-            )
-    return results
