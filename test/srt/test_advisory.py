@@ -27,7 +27,7 @@ EVERYWHERE = {
 PLANNED = {
     "judgement": ("admission.interference", ("arrived", "worked", "produced", "ended", "advance")),
     "latency model": ("admission.core._learned", ("observe", "predict_now")),
-    "work log": ("admission.core.work", ("started", "ended")),
+    "work log": ("admission.core.work", ("ended",)),
     "service time": ("admission.core._service_time", ("observe",)),
     "policy": ("admission.core._policy", ("update",)),
     "shared prefixes": ("admission", ("_report_left",)),

@@ -287,7 +287,8 @@ def test_a_profile_of_another_model_is_taken_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "profile.json"
-    profile = LatencyProfile(LinearModel.of(HYGEN), None, "cpu", "llama", 1, "0.5.23")
+    model = LinearModel.of(HYGEN, iteration_s=0.01)
+    profile = LatencyProfile(model, None, "cpu", "llama", 1, "0.5.23")
     file.write_text(profile.to_json())
     machine: Any = SimpleNamespace(hardware="cpu", model="qwen", tp_size=1, sglang_version="0.5.23")
     assert latency_source._load(file, machine) == profile

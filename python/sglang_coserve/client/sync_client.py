@@ -102,7 +102,7 @@ class CoserveClient:
             has_ended = not job._job.is_running
             while results := stream.read_new():
                 yield from results
-            if not has_ended:
+            if not has_ended and job._job.is_running:  # It may have ended, and this been closed.
                 self._run(partial(job._job.ended, POLL_S))
         job.wait()
 

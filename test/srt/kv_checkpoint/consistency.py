@@ -64,7 +64,7 @@ def _assert_saved(cache: Any, checkpoint: Any) -> None:
 
     start = checkpoint.start_tokens
     assert start + checkpoint.sent_tokens <= compat.computed_tokens(checkpoint.req)
-    end = checkpoint.saved_end_tokens
+    end = checkpoint.start_tokens + checkpoint.saved_tokens
     device_slots = cache.req_to_token_pool.req_to_token[
         compat.slot_of(checkpoint.req), start:end
     ].tolist()
