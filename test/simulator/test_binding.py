@@ -18,12 +18,13 @@ from sglang_coserve.simulator.assemble import (
     offline_requests,
 )
 from sglang_coserve.simulator.binding import from_jsonl, from_trace
+from sglang_coserve.simulator.compare import compare
 from sglang_coserve.simulator.executor_config import (
     ExecutorConfig,
     SafepointConfig,
 )
 from sglang_coserve.simulator.observer import RunControl
-from sglang_coserve.simulator.options import SimulationOptions, compare
+from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.workload.trace import BLOCK_TOKENS, TraceRequest
 
 

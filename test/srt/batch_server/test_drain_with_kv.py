@@ -110,17 +110,17 @@ async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, direct
     """Its penalties are more than its tokens, so none are reported."""
     async with asyncio.timeout(GIVE_UP_S):
         async with EngineConnection(server.base_url, ADMIN_KEY) as connection:
-            penalised = request(7, frequency_penalty=0.5, max_tokens=1200)
+            penalised = request(7, frequency_penalty=0.5, max_tokens=400)
             model = (await connection.describe()).model
             attempt = asyncio.ensure_future(connection.run(penalised, model, lambda _: None))
-            heard, moved = await drained(server, connection, [request(8, max_tokens=1200)])
+            heard, moved = await drained(server, connection, [request(8, max_tokens=400)])
             with pytest.raises(LineMovedError) as error:
                 await attempt
             assert error.value.kv is None
             assert moved[0].kv is not None
             # A name that leads elsewhere is none.
             kv = MovedKv(f"../{moved[0].kv.name}", moved[0].kv.tokens)
-            again = request(8, heard[0], kv, max_tokens=1200)
+            again = request(8, heard[0], kv, max_tokens=400)
             result = await connection.run(again, model, lambda _: None)
             assert result.is_ok
             (left,) = directory.iterdir()
