@@ -48,6 +48,11 @@ def http_address(url: str, what: str) -> httpx.URL:
     return address
 
 
+def fits_header(key: str) -> bool:
+    """Tell whether an HTTP header can carry a key as it is."""
+    return key.isascii() and key.isprintable()
+
+
 def is_public(address: str) -> bool:
     """Tell whether an IP address is one of the internet's, and of no tunnel into another network.
 

@@ -16,7 +16,7 @@ import httpx
 from sglang_coserve.errors import ConfigError, RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.lines.serve_line import RetryPolicy
-from sglang_coserve.network import http_address
+from sglang_coserve.network import fits_header, http_address
 
 CONNECT_TIMEOUT_S: Final = 10.0
 
@@ -36,7 +36,7 @@ def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[
     Raises:
         ConfigError: the address or the key cannot be used.
     """
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+    if api_key is not None and not fits_header(api_key):
         raise ConfigError("the API key has characters that no HTTP header can carry")
     # With /v1 and without are both common; the urls of the lines begin with /v1.
     root = base_url.rstrip("/").removesuffix("/v1")
