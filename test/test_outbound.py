@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from certificates import own_authority
 from sglang_coserve.network import OutboundTransport, is_public
 
 PRIVATE_V4 = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"]
@@ -52,9 +54,9 @@ class Web:
         writer.close()
 
 
-async def post(host: str, port: int) -> str:
+async def post(host: str, port: int, scheme: str = "http") -> str:
     async with httpx.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
-        return (await client.post(f"http://{host}:{port}/x", content=b"once")).text
+        return (await client.post(f"{scheme}://{host}:{port}/x", content=b"once")).text
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,15 @@ async def test_nothing_private_is_connected_to(host: str, monkeypatch: pytest.Mo
             monkeypatch.setattr("sglang_coserve.network.is_public", lambda _: True)
             assert await post(host, port) == "hi"
             assert f"host: {host}:{port}".encode() in web.calls[0].lower()
+
+
+async def test_authorities_of_the_environment_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = own_authority(tmp_path, monkeypatch)
+    monkeypatch.setattr("sglang_coserve.network.is_public", lambda _: True)
+    async with await asyncio.start_server(Web(), "127.0.0.1", 0, ssl=context) as server:
+        assert await post("127.0.0.1", server.sockets[0].getsockname()[1], "https") == "hi"
 
 
 @pytest.mark.parametrize("is_public", [True, False])

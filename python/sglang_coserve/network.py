@@ -81,7 +81,9 @@ class OutboundTransport(httpx.AsyncBaseTransport):
 
     def __init__(self) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._inner = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        # The authorities of the environment count, and its proxies do not.
+        verify = httpx.create_ssl_context()
+        self._inner = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See ``httpx.AsyncBaseTransport``."""

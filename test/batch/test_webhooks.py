@@ -17,6 +17,7 @@ import pytest
 
 from batch.scenarios import SECRET, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend
+from certificates import own_authority
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.batch.webhooks import WebhookTarget
@@ -111,6 +112,20 @@ async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
         with pytest.raises(openai.InvalidWebhookSignatureError):
             client.webhooks.unwrap(body.replace(b"completed", b"cancelled"), headers)
         await nothing_pending(scene)
+
+
+async def test_a_receiver_of_ones_own_authority_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, context = Receiver(), own_authority(tmp_path, monkeypatch)
+    async with await asyncio.start_server(receiver.serve, "127.0.0.1", 0, ssl=context) as server:
+        receiver.port = server.sockets[0].getsockname()[1]
+        target = WebhookTarget(receiver.url.replace("http:", "https:"), SECRET)
+        scene = await opened(tmp_path, None, webhook=target, rng=random.Random(0))
+        async with scene.service:
+            await scene.create(lines(1))
+            await scene.clock.until(lambda: bool(receiver.got))
+            assert receiver.types() == ["batch.completed"]
 
 
 async def test_every_end_is_told(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import ssl
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from certificates import own_authority
 from client.batch_files import line, write_lines
 from client.fault_server import FaultServer
 from sglang_coserve.bench_serving.one_run import make_ready
@@ -124,11 +124,7 @@ def test_a_server_with_a_certificate_of_ones_own_authority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The authority is in ``SSL_CERT_FILE``, as for other programs."""
-    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
-    subject = ("-subj", "/CN=a", "-addext", "subjectAltName=IP:127.0.0.1")
-    made = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    command = ("openssl", "req", "-x509", *made, "-keyout", key, "-out", certificate, *subject)
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    context = own_authority(tmp_path, monkeypatch)
 
     class NoBatches(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -142,14 +138,11 @@ def test_a_server_with_a_certificate_of_ones_own_authority(
             return await client.batches.is_on()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), NoBatches) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
         server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             url = f"https://127.0.0.1:{server.server_port}"
-            monkeypatch.setenv("SSL_CERT_FILE", certificate)
             assert not asyncio.run(has_batches(url))
             with pytest.raises(ServerError, match="did not empty its cache"):
                 make_ready(url, 30.0)

@@ -114,6 +114,11 @@ DOORS: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "Who?"}],
         "max_tokens": 2,
     },
+    "/v1/messages": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "max_tokens": 2,
+    },
 }
 
 

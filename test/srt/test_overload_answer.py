@@ -49,6 +49,8 @@ OPENAI = event({"error": {"object": "error", "message": MESSAGE, "code": 503}})
         event([503]),
         b"data: 503 is no object\n\n",
         b": a comment of 503\n\n",
+        b'event: error\ndata: {"error": {"type": "api_error", "message": "overloaded_error"}}\n\n',
+        b"event: error\ndata: overloaded_error\n\n",
         b"",
     ],
 )

@@ -92,3 +92,12 @@ def test_a_scheduler_that_began_anew_gives_no_negative_rates() -> None:
     history.add(1000.0, [replica(100.0)])
     history.add(1001.0, [replica(0.0)])
     assert history.columns()["offline_tokens_per_s"][-1] == pytest.approx(0.0)
+
+
+def test_a_replica_whose_status_has_failed_is_left_out() -> None:
+    history = History()
+    history.add(1000.0, [replica(10.0), {}])
+    history.add(1001.0, [{}])  # No sample: its age shows that nobody says anything.
+    assert (len(history.latest), history.latest_at_s) == (1, 1000.0)
+    history.add(1002.0, [replica(12.0), {}])
+    assert history.columns()["offline_tokens_per_s"] == [None, 300.0]

@@ -55,8 +55,12 @@ class History:
 
         Args:
             at_s: Seconds since the epoch; later than that of the sample before.
-            replicas: What each says of itself, as ``/coserve/status`` has it.
+            replicas: What each says of itself, as ``/coserve/status`` has it. One whose status has
+                failed says nothing and is left out; of none at all there is no sample.
         """
+        replicas = [replica for replica in replicas if replica]
+        if not replicas:
+            return
         totals = _totals(replicas)
         row: dict[str, Any] = {"at": round(at_s, 3)}
         for name in (*_SHARES, *_RATES):
@@ -114,7 +118,7 @@ def _sum_if_known(values: Iterable[float | None]) -> float | None:
 
 def _totals(replicas: Sequence[_Replica]) -> dict[str, float] | None:
     """Return the sums of all replicas; None where none are kept: a policy that does not plan."""
-    if not replicas or not all("work" in replica for replica in replicas):
+    if not all("work" in replica for replica in replicas):
         return None
     names = {*_SHARES.values(), *_RATES.values()} - {"suspensions"}
     totals = {name: sum(replica["work"][name] for replica in replicas) for name in names}

@@ -1,7 +1,8 @@
 """What answers say of classes: 503 and ``Retry-After`` for who was refused, and the tier.
 
-SGLang answers a stream with 200 before it knows, and reports a refusal in the first event. The tier
-(``service_tier``) is inserted into OpenAI responses as they are sent.
+SGLang answers a stream with 200 before it knows, and reports a refusal in the first event, or in
+the second of an Anthropic stream. The tier (``service_tier``) is inserted into OpenAI responses as
+they are sent.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from typing import Any, Final
 
 from starlette.types import Message, Send
 
-from sglang_coserve.asgi import send_error
+from sglang_coserve.asgi import error_content, send_json
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _EVENT: Final = b"data: "
+_OPENS: Final = b"event: message_start\n"
+_ANTHROPIC_ERROR: Final = b"event: error\n" + _EVENT
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 """One second, the smallest value of the header. Refusing costs next to nothing, so clients may
 retry early."""
 
 
 class OverloadAnswer:
-    """An ASGI ``send`` that delays the start of a stream until its first event.
+    """An ASGI ``send`` that delays the start of a stream until the event that tells.
 
     If that event reports an overload, an error response is sent instead of the stream.
     Otherwise the stream passes unchanged.
@@ -32,7 +35,9 @@ class OverloadAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._start: Message | None = None
+        self._delayed: list[Message] = []
+        """The start of a stream, and an event that tells nothing yet."""
+
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
@@ -43,16 +48,21 @@ class OverloadAnswer:
             if message["status"] == _OVERLOADED:
                 message = _with_retry_after(message)
             elif _is_stream(message):
-                self._start = message
+                self._delayed = [message]
                 return
-        elif self._start is not None:
-            start, self._start = self._start, None
-            refusal = _refusal(message.get("body", b""))
+        elif self._delayed:
+            body = message.get("body", b"")
+            if body.startswith(_OPENS) and len(self._delayed) == 1:
+                self._delayed.append(message)
+                return
+            refusal = _refusal(body)
             if refusal is not None:
                 self._is_refused = True
-                await send_error(OverloadAnswer(self._send), _OVERLOADED, refusal)
+                await send_json(OverloadAnswer(self._send), _OVERLOADED, refusal)
                 return
-            await self._send(start)
+            delayed, self._delayed = self._delayed, []
+            for one in delayed:
+                await self._send(one)
         await self._send(message)
 
 
@@ -70,17 +80,22 @@ def _is_stream(message: Message) -> bool:
     )
 
 
-def _refusal(body: bytes) -> str | None:
-    """Return the message of the first event if it reports an overload, else None."""
-    if not body.startswith(_EVENT) or str(_OVERLOADED).encode() not in body:
+def _refusal(body: bytes) -> dict[str, Any] | None:
+    """Return the answer instead of a stream, if its first event reports an overload, else None."""
+    is_anthropic = body.startswith(_ANTHROPIC_ERROR)
+    said = b"overloaded_error" if is_anthropic else str(_OVERLOADED).encode()
+    if not (is_anthropic or body.startswith(_EVENT)) or said not in body:
         return None
     try:
-        event = json.loads(body.partition(b"\n\n")[0].removeprefix(_EVENT))
+        event = json.loads(body.partition(b"\n\n")[0].partition(_EVENT)[2])
     except ValueError:
         return None
-    for error, code in ((_within(event, "error"), "code"), (_finish(event), "status_code")):
-        if error.get(code) == _OVERLOADED:
-            return str(error.get("message"))
+    error = _within(event, "error")
+    if is_anthropic:
+        return event if error.get("type") == "overloaded_error" else None
+    for reason, code in ((error, "code"), (_finish(event), "status_code")):
+        if reason.get(code) == _OVERLOADED:
+            return error_content(_OVERLOADED, str(reason.get("message")))
     return None
 
 
