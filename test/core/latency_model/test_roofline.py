@@ -246,6 +246,10 @@ def test_a_few_samples_move_only_what_they_show() -> None:
         ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide 32 heads"),
         ({"hidden_size": 16}, "hidden_size: 16 is too small for 32 heads"),
         (
+            {"num_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok: 8 is more than the 4 experts",
+        ),
+        (
             {"num_attention_heads": None},
             "num_attention_heads: .* valid integer, found null",
         ),

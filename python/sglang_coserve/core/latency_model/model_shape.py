@@ -160,6 +160,11 @@ class _Dimensions(JsonDocument):
         )
         if self.num_experts == 1:
             return dense
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"{source}: num_experts_per_tok: {self.num_experts_per_tok} is more than "
+                f"the {self.num_experts} experts"
+            )
         expert_size = self.moe_intermediate_size or self.intermediate_size
         shared_size = (self.n_shared_experts or 0) * expert_size
         return replace(

@@ -43,14 +43,15 @@ def fit_rescaled(start: M, table: SampleTable) -> M:
     prior = math.sqrt(_PRIOR_WEIGHT) * np.eye(size)
 
     def shares(logs: Floats) -> Floats:
-        seconds = rescaled(start, logs).contributions(table)
-        return np.vstack([seconds / table.seconds[:, np.newaxis], prior])
+        return rescaled(start, logs).contributions(table) / table.seconds[:, np.newaxis]
 
     def errors(logs: Floats) -> Floats:
-        relative = shares(logs)[: len(table)].sum(axis=1) - 1.0
-        return np.hstack([relative, prior @ logs])
+        return np.hstack([shares(logs).sum(axis=1) - 1.0, prior @ logs])
 
-    return rescaled(start, least_squares(errors, np.zeros(size), jac=shares, method="lm").x)
+    def jacobian(logs: Floats) -> Floats:
+        return np.vstack([shares(logs), prior])
+
+    return rescaled(start, least_squares(errors, np.zeros(size), jac=jacobian, method="lm").x)
 
 
 # Prior standard deviations of the change since the profile, as the logarithm of a coefficient:
