@@ -26,7 +26,7 @@ _TOP: Final = """\
 # All routes
 
 For those who write clients: what a server answers beside [SGLang's routes](marks.md), and a
-gateway. Bodies, records and errors of batches are described on [their page](batch_api.md).
+gateway. Batches have [a page](batch_api.md), `/coserve/drain` [another](fleet.md#taking-an-engine-out).
 `/coserve` is [the page to watch](watch.md) of both; `/coserve/view` and `/coserve/status` are its
 data. [A script](../scripts/reference/routes_page.py) makes this page.
 """

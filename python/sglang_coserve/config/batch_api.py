@@ -31,7 +31,7 @@ class BatchApiConfig(FlagSettings):
     )
     batch_max_in_flight: Annotated[int, POSITIVE] = setting(
         512,
-        "Most lines of all batches that the engine has at once.",
+        "Most lines of all batches at once; of a gateway 65536.",
         type=int,
         metavar="N",
     )

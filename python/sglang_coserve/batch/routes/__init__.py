@@ -1,7 +1,7 @@
 """The Batch API over HTTP, as OpenAI's clients speak it: FastAPI routes without an engine.
 
 An application takes the routes with ``add_batch_routes`` and says with ``set_service`` what
-they serve; before that they answer 503. Whether a key is valid is for the application to
+they serve; before that they answer 404. Whether a key is valid is for the application to
 check; here it only says whose things are whose. Only the operator's routes check theirs, set
 with ``set_admin_key``.
 """

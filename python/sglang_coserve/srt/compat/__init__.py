@@ -1,6 +1,6 @@
 """What depends on the version of SGLang: differences, replacements, the check at start-up.
 
-- ``versions``: the supported ones; ``version_check``, at start-up, refuses others.
+- ``versions``: the supported ones; its ``check_version``, at start-up, refuses others.
 - ``by_version`` chooses between ``v17`` and ``v22``.
 - ``replacements``, ``requests``, ``settings``: what the rest of ``srt`` calls.
 
