@@ -35,6 +35,13 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+def test_attainment_is_of_the_slos(tmp_path: Path) -> None:
+    run("--policy", "coserve", "--slo", "ttft p99 <= 1us", output=tmp_path / "report")
+    (result,) = json.loads((tmp_path / "report" / "report.json").read_text())["results"]
+    assert result["targets"]["ttft_s"] == 1e-6
+    assert result["online"]["attainment"] == 0.0
+
+
 def test_a_report_of_two_policies(tmp_path: Path) -> None:
     arguments = ("--policy", "online_only, conserve", "--slo-tpot-ms", "50")
     arguments += ("--event-log",)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.control.slo import parse_slo, request_targets
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.policies.hygen import HygenPolicy
 from sglang_coserve.core.request import RequestClass
@@ -67,11 +67,15 @@ class SimulationOptions(SimulationFlags):
         has_mechanisms = policy not in BASELINES
         copied_bytes_per_s = self.checkpoint_gb_s * 1e9 * has_mechanisms
         safepoint_layers = self.safepoint_layers * has_mechanisms
+        slos = tuple(map(parse_slo, self.slo or ()))
+        targets = SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms))
+        if slos:
+            targets = request_targets([slo for slo in slos if slo.limit_s is not None])
         return SimulationSetup(
             model=load_profile(self.profile).latency_model if self.profile else machine.roofline(),
             true_model=load_profile(self.true_profile).latency_model if self.true_profile else None,
-            targets=SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms)),
-            slos=tuple(map(parse_slo, self.slo or ())),
+            targets=targets,
+            slos=slos,
             scheduler=SchedulerConfig(seed=self.seed, step_prefill_tokens=self.step_prefill_tokens),
             executor=ExecutorConfig(
                 kv_capacity_tokens=self._capacity_tokens(),

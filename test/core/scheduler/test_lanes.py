@@ -51,6 +51,19 @@ def test_without_online_requests_offline_work_has_a_lane_of_its_own_for_any_time
     assert plan.prefills
 
 
+@pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
+def test_a_part_of_a_step_of_the_lane_fits_between_two_decodes(policy: str) -> None:
+    plan = plan_of(scheduler(policy, queued(8000)), seen())
+    assert TARGETS.tpot_s is not None
+    assert 0.25 * plan.predicted_s <= TARGETS.tpot_s
+
+
+def test_offline_requests_of_a_suspended_step_count_for_the_most_that_may_run() -> None:
+    core = scheduler("coserve", *(queued(50) for _ in range(3)), max_offline_requests=2)
+    one_more = plan_of(core, seen(online(50), done_share=0.5))
+    assert len(one_more.prefills) == 2  # The suspended step has one request.
+
+
 def test_offline_decodes_join_their_lane_when_no_online_request_is_left() -> None:
     rider, fixed = offline(100, DECODING), offline(100, DECODING, can_pause=False)
     plan = plan_of(scheduler("coserve"), seen(rider, fixed))
@@ -76,9 +89,10 @@ def test_a_suspended_step_goes_on_until_a_decode_is_due(policy: str) -> None:
     assert plan.predicted_s == pytest.approx(0.5 * MODEL.predict(WORK))
 
 
-def test_when_it_is_due_a_decode_runs_and_nothing_beside_it() -> None:
+@pytest.mark.parametrize("policy", ["coserve", "bros"])
+def test_when_it_is_due_a_decode_runs_and_nothing_beside_it(policy: str) -> None:
     request, paused = online(100, DECODING), offline(100, PAUSED)
-    core = scheduler("coserve", queued(500))
+    core = scheduler(policy, queued(500))
     plan = plan_of(core, replace(seen(request, paused, done_share=0.5), now_s=0.085))
     assert plan.lane is Lane.SHARED
     assert plan.batch.decode_requests == 1

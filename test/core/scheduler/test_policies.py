@@ -60,6 +60,13 @@ class TestHygen:
         )
         assert [tuple(chunk) for chunk in plan.prefills] == [(prompt.info.rid, 100), ("q", 28)]
 
+    def test_offline_decodes_do_not_lengthen_the_chunk(self) -> None:
+        decodes = [offline(10) for _ in range(200)]
+        plan = scheduler(HygenPolicy(step_prefill_tokens=128)).plan(
+            snapshot(online(500), *decodes), NO_CACHE
+        )
+        assert [chunk.tokens for chunk in plan.prefills] == [128]
+
     def test_the_tpot_target_is_the_budget_without_a_search(self) -> None:
         plan = scheduler(HygenPolicy(step_prefill_tokens=8192), queued(5000)).plan(
             snapshot(online(state=DECODING)), NO_CACHE
@@ -88,6 +95,17 @@ class TestBros:
         assert [chunk.rid for chunk in plan.prefills] == [prompt.info.rid]
         assert 0 < len(plan.pause) < 5
         assert plan.predicted_s <= 0.06
+
+    def test_who_is_replaced_is_in_time_one_average_step_after_the_whole_of_this_one(self) -> None:
+        """It has 120 ms, and the average step takes 50."""
+        brain = scheduler(BrosPolicy(base_batch_requests=1))
+        seen = snapshot(online(400))
+        ran(brain, brain.plan(seen, NO_CACHE), seen)
+        urgent, relaxed = online(100, DECODING), online(100, DECODING, tpot_s=0.12)
+        prompt = offline(5000, PREFILLING, computed=100, generated=0)
+        plan = brain.plan(snapshot(urgent, relaxed, prompt), NO_CACHE)
+        assert plan.pause == rids([relaxed])
+        assert plan.predicted_s + 0.05 <= 0.12
 
     def test_an_offline_request_replaces_the_least_urgent(self) -> None:
         """The relaxed one is due much later, and does not fit together with the offline one."""

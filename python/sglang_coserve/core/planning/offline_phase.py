@@ -149,6 +149,8 @@ def _admit(batch: StepBuilder) -> None:
     picks = config.max_picks
     if config.max_offline_requests is not None:
         held = sum(not request.info.is_online for request in (*seen.admitted, *seen.elsewhere))
+        if seen.suspended is not None:
+            held += seen.suspended.batch.prefill_requests + seen.suspended.batch.decode_requests
         picks = min(picks, max(config.max_offline_requests - held, 0))
     prompts = [
         queue.running(chunk.rid).token_ids for chunk in batch.chunks if queue.is_running(chunk.rid)

@@ -69,13 +69,12 @@ class BrosPolicy(Policy):
         online = _by_urgency(batch, mean_iteration_s)
         bound_s = min(_least_residual_s(batch, online), batch.elsewhere_s)
         bound_s *= batch.context.timely
-        batch.offline_budget_s = bound_s
+        batch.offline_budget_s = min(batch.offline_budget_s, bound_s)
 
         packing = _Packing(
             batch,
             bound_s,
             max_requests=self._batch_requests or self.base_batch_requests,
-            headroom_tokens=batch.context.config.headroom_tokens,
         )
         for candidate in _after_retractions(batch, online):
             if not packing.add(candidate):
@@ -84,6 +83,7 @@ class BrosPolicy(Policy):
                     break
                 batch.admits_offline = False
         batch.is_deadline_bound = packing.stopped_by_bound
+        packing.bound_s = batch.offline_budget_s
         for candidate in _offline(batch):
             if not packing.add(candidate) and not packing.replace_last_online(
                 candidate, mean_iteration_s
@@ -206,15 +206,14 @@ class _Packing:
     one prompt is cut: after it, ``add`` refuses any other that would have to be cut.
     """
 
-    def __init__(
-        self, batch: StepBuilder, bound_s: float, max_requests: int, headroom_tokens: int
-    ) -> None:
+    def __init__(self, batch: StepBuilder, bound_s: float, max_requests: int) -> None:
         self.stopped_by_bound = False
         """True once a candidate did not fit the latency bound in full."""
         self._batch = batch
-        self._bound_s = bound_s
+        self.bound_s = bound_s
+        """Longest predicted latency of the batch with the candidates to come."""
+
         self._max_requests = max_requests
-        self._headroom_tokens = headroom_tokens
         self._stats = batch.stats
         self._free_tokens = batch.free_tokens
         self._kv_tokens = 0
@@ -260,10 +259,11 @@ class _Packing:
         """
         if not self._online or self._batch.memory.retractions:
             return False
-        leaving = self._drop_last_online()
-        predicted_s = self._batch.model.predict(candidate.joined(self._stats, 1))
-        if leaving.candidate.residual_s >= predicted_s + wait_s and self.add(candidate):
+        leaving, bound_s = self._drop_last_online(), self.bound_s
+        self.bound_s = min(bound_s, leaving.candidate.residual_s - wait_s)
+        if self.add(candidate):
             return True
+        self.bound_s = bound_s
         self._choose(leaving)
         return False
 
@@ -291,7 +291,7 @@ class _Packing:
         batch = self._batch
         # The most urgent online request always runs, even over the bound.
         is_first = candidate.is_online and self._stats.is_empty
-        bound_s = math.inf if is_first else self._bound_s
+        bound_s = math.inf if is_first else self.bound_s
         prompt = candidate.prompt
         tokens = limit = min(prompt.rest_tokens, self._free_tokens)
         if limit <= 0:
@@ -313,7 +313,8 @@ class _Packing:
         if candidate.prompt.is_new and not candidate.is_online:
             seen = self._batch.snapshot
             num_requests = len(seen.admitted) + len(seen.elsewhere) + self._slots
-            kv_tokens += self._batch.memory.headroom_tokens(self._headroom_tokens, num_requests)
+            per_request = self._batch.context.config.headroom_tokens
+            kv_tokens += self._batch.memory.headroom_tokens(per_request, num_requests)
         return self._batch.memory.has_room(
             kv_tokens, self._slots + candidate.prompt.is_new, requests=self._num_chosen + 1
         )

@@ -61,7 +61,9 @@ class HygenPolicy(Policy):
         budget_s = config.iteration_budget_s or batch.targets.tpot_s or math.inf
         budget_s = min(budget_s, batch.least_tpot_s(budget_s))
         decode_online(batch)
-        # Decodes do not count towards the chunk size: leave tokens for the offline ones.
-        batch.limit_tokens(self.step_prefill_tokens + len(batch.offline_decodes))
+        spare_tokens = max(batch.free_tokens - self.step_prefill_tokens, 0)
+        batch.limit_tokens(self.step_prefill_tokens)
         prefill_online(batch, budget_s * batch.context.timely)
+        # Decodes do not count towards the chunk size.
+        batch.free_tokens += min(len(batch.offline_decodes), spare_tokens)
         serve_offline(batch)
