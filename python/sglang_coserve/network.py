@@ -45,12 +45,22 @@ def http_address(url: str, what: str) -> httpx.URL:
         raise ConfigError(f"{what} {url!r}: {error}") from error
     if address.scheme not in ("http", "https") or not host:
         raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
+    if (address.port or 0) >= 1 << 16:
+        raise ConfigError(f"{what} {url!r}: choose a port from 1 to 65535")
     return address
 
 
-def fits_header(key: str) -> bool:
-    """Tell whether an HTTP header can carry a key as it is."""
-    return key.isascii() and key.isprintable()
+def check_key(what: str, key: str | None) -> None:
+    """Check that an HTTP header can carry a key, if there is one.
+
+    Raises:
+        ConfigError: it cannot; the message has no part of the key.
+    """
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{what} has characters that no header can carry, such as a line break at its end: "
+            "leave them out"
+        )
 
 
 def is_public(address: str) -> bool:

@@ -57,6 +57,23 @@ def test_a_name_stands_for_all_of_its_addresses() -> None:
             DnsName(bad)
 
 
+@pytest.mark.parametrize("key", ["secret\n", "schlüssel"])
+def test_a_routers_key_that_no_header_can_carry(key: str) -> None:
+    with pytest.raises(ConfigError, match="line break") as caught:
+        Router("http://router:1", key)
+    assert key not in str(caught.value)
+
+
+def test_a_router_is_asked_without_the_environments_proxy(
+    router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    router.content = b'{"workers": [{"url": "http://a:1"}]}'
+    assert urls(Router(f"http://127.0.0.1:{router.server_port}", "router's key")) == ["http://a:1"]
+
+
 def test_a_router_tells_its_workers(router: Any) -> None:
     url = f"http://127.0.0.1:{router.server_port}"
     workers = [

@@ -318,6 +318,8 @@ async def test_without_kv_a_request_passes_unchanged(
         (("--push-prompts",), "--router"),
         # As of a file with a line break at its end.
         (("--engine-admin-key", "k\n"), "line break"),
+        (("--api-key", "k\n"), "line break"),
+        (("--admin-api-key", "k\n"), "line break"),
         (("--engine", "http://a:1/v1"), "http://a:1/v1"),
     ],
 )

@@ -135,12 +135,16 @@ class LoadProcess:
             status = None
         if status != 0 or not self._report.exists():
             raise ServerError(f"the {self._name} load gave no report; {self._log_end()}")
+        timelines = tuple(
+            _timeline(f"{self._name}-{number}", each)
+            for number, each in enumerate(measured["requests"])
+        )
+        if not any(timeline.token_times_s for timeline in timelines):
+            said = next((each["error"] for each in measured["requests"] if each["error"]), "")
+            raise ServerError(f"no request of the {self._name} load got a token: {said[:500]}")
         return LoadResult(
             report=json.loads(self._report.read_text().splitlines()[-1]),
-            timelines=tuple(
-                _timeline(f"{self._name}-{number}", each)
-                for number, each in enumerate(measured["requests"])
-            ),
+            timelines=timelines,
             unsent=measured["unsent"],
             steady_state=measured["steady_state"],
         )

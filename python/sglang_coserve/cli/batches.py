@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
@@ -222,7 +222,7 @@ def _show(batch: Batch, as_text: Callable[[Batch], str], flags: BatchFlags) -> N
 def batch_row(batch: Batch) -> str:
     """Return a batch in one line."""
     counts = batch["request_counts"]
-    paused = " (paused)" if _extra(batch).get("paused") else ""
+    paused = " (paused)" if batch["coserve"].get("paused") else ""
     return (
         f"{batch['id']}  {batch['status']}{paused}  {counts['completed']} ok, "
         f"{counts['failed']} failed of {counts['total']}  created {_time(batch['created_at'])}"
@@ -230,11 +230,11 @@ def batch_row(batch: Batch) -> str:
 
 
 def _operator_row(batch: Batch) -> str:
-    return f"{batch_row(batch)}  owner {_extra(batch).get('owner')}"
+    return f"{batch_row(batch)}  owner {batch['coserve'].get('owner')}"
 
 
 def _details(batch: Batch) -> str:
-    usage, extra = batch["usage"], _extra(batch)
+    usage, extra = batch["usage"], batch["coserve"]
     lines = [
         batch_row(batch),
         f"window {batch['completion_window']}, until {_time(batch['expires_at'])}",
@@ -254,10 +254,6 @@ def _details(batch: Batch) -> str:
         where = f"line {fault['line']}: " if fault["line"] else ""
         lines.append(f"error: {where}{fault['message']}")
     return "\n".join(lines)
-
-
-def _extra(batch: Batch) -> dict[str, Any]:
-    return batch.get("coserve") or {}
 
 
 def _time(epoch_s: float) -> str:

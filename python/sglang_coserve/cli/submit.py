@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from sglang_coserve.cli.console import ExitCode, ServerFlags, code_of_signal, say, takes
-from sglang_coserve.errors import ConfigError, CoserveError
+from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.terminal import flag
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def submit(
     batch_options = BatchOptions(flags.window or "24h", flags.priority or 0, flags.best_effort)
 
     wanted = flags.output
+    if wanted and wanted.exists() and Path(source).exists() and wanted.samefile(source):
+        raise InputFileError(f"{wanted} would overwrite the input: choose another output")
     output = wanted.with_suffix(".jsonl") if wanted and wanted.suffix == TABLE else wanted
 
     async def run(source: Path) -> int:

@@ -13,10 +13,10 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from sglang_coserve.errors import ConfigError, RequestError, ServerError, ServerGoneError
+from sglang_coserve.errors import RequestError, ServerError, ServerGoneError
 from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.lines.serve_line import RetryPolicy
-from sglang_coserve.network import fits_header, http_address
+from sglang_coserve.network import check_key, http_address
 
 CONNECT_TIMEOUT_S: Final = 10.0
 
@@ -36,8 +36,7 @@ def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[
     Raises:
         ConfigError: the address or the key cannot be used.
     """
-    if api_key is not None and not fits_header(api_key):
-        raise ConfigError("the API key has characters that no HTTP header can carry")
+    check_key("the API key", api_key)
     # With /v1 and without are both common; the urls of the lines begin with /v1.
     root = base_url.rstrip("/").removesuffix("/v1")
     address = http_address(root, "server")
@@ -217,7 +216,7 @@ class _PassingError(Exception):
 
 def _raise_if_passing(answer: httpx.Response) -> None:
     """Raise ``_PassingError`` for an answer that retrying may change."""
-    if answer.status_code in _PASSING and error_code(answer) not in _LASTING_CODES:
+    if answer.status_code in _PASSING and _error(answer).get("code") not in _LASTING_CODES:
         raise _PassingError(f"HTTP {answer.status_code}: {_message(answer)}")
 
 
@@ -271,11 +270,6 @@ def _error(answer: httpx.Response) -> Mapping[str, Any]:
     except (AttributeError, LookupError, TypeError, ValueError):
         return {}
     return error if isinstance(error, dict) else {"message": error}
-
-
-def error_code(answer: httpx.Response) -> str | None:
-    """Return the code of the error in an answer, if there is one."""
-    return _error(answer).get("code")
 
 
 def _message(answer: httpx.Response) -> str:

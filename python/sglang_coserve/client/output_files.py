@@ -86,12 +86,8 @@ class FinishedLines:
     def __init__(self) -> None:
         # Indexed by line number; 0 is "no record", which no digest ever is.
         self._digests = array("Q")
-        self._count = 0
         self.size_bytes = 0
         """Bytes of the lines that ``check_unchanged`` found unchanged."""
-
-    def __len__(self) -> int:
-        return self._count
 
     def __contains__(self, line: int) -> bool:
         return line < len(self._digests) and self._digests[line] != 0
@@ -103,7 +99,6 @@ class FinishedLines:
         if line >= len(self._digests):
             self._digests.frombytes(bytes(8 * (line + 1 - len(self._digests))))
         self._digests[line] = digest
-        self._count += 1
         return True
 
     def check_unchanged(self, lines: Iterable[FileLine]) -> None:

@@ -326,7 +326,7 @@ def batch_status(
     """Return a batch as the status of a job; None is one that does not exist yet."""
     counts: dict[str, Any] = batch["request_counts"] if batch else {}
     usage: dict[str, Any] = batch["usage"] if batch else {}
-    extra: dict[str, Any] = (batch.get("coserve") if batch else None) or {}
+    extra: dict[str, Any] = batch["coserve"] if batch else {}
     ok, failed = counts.get("completed", 0), counts.get("failed", 0)
     total = counts.get("total", 0)
     if batch and state is JobState.RUNNING:

@@ -29,7 +29,7 @@ from sglang_coserve.http_lines.messages import (
     EngineRefusesError,
 )
 from sglang_coserve.lines.backend import TokenRate
-from sglang_coserve.network import http_address
+from sglang_coserve.network import check_key, http_address
 
 
 class FleetDelays:
@@ -261,15 +261,22 @@ class Router(EngineSource):
         """``api_key`` is the router's.
 
         Raises:
-            ConfigError: the address cannot be used.
+            ConfigError: the address or the key cannot be used.
         """
         self._url = f"{str(http_address(url, '--engine-router')).rstrip('/')}/workers"
+        check_key("the router's API key", api_key)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def urls(self) -> Sequence[str]:
         """See ``EngineSource``; whether an address can be used is for who uses it."""
         try:
-            async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT_S) as client:
+            async with httpx.AsyncClient(
+                headers=self._headers,
+                timeout=_TIMEOUT_S,
+                # The authorities of the environment count, and its proxies do not.
+                verify=httpx.create_ssl_context(),
+                trust_env=False,
+            ) as client:
                 answer = (await client.get(self._url)).raise_for_status()
             workers = json.loads(answer.content)["workers"]
             urls = [worker["url"] for worker in workers if isinstance(worker.get("url"), str)]

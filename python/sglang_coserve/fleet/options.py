@@ -15,7 +15,7 @@ from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router
 from sglang_coserve.logs import LOG_FORMATS
-from sglang_coserve.network import fits_header, http_address
+from sglang_coserve.network import check_key, http_address
 
 ENGINE_KEY_VARIABLE: Final = "COSERVE_ENGINE_ADMIN_KEY"
 _ROUTER_KEY_VARIABLE: Final = "COSERVE_ROUTER_API_KEY"
@@ -38,11 +38,7 @@ def engine_key_of(given: str | None, how: str) -> str:
             "engines serve lines for their admin key only: start them with --admin-api-key KEY,"
             f" and set {ENGINE_KEY_VARIABLE} to it, or {how}"
         )
-    if not fits_header(key):
-        raise ConfigError(
-            "the engines' admin key has characters that no header can carry, such as a line break"
-            f" at its end: set {ENGINE_KEY_VARIABLE} without them, or {how}"
-        )
+    check_key("the engines' admin key", key)
     return key
 
 
@@ -115,6 +111,8 @@ class GatewayOptions(BatchApiConfig):
         if self.coserve_data_dir is None:
             raise ConfigError("nowhere to keep batches: add --coserve-data-dir DIRECTORY")
         BatchApiConfig.__post_init__(self)
+        check_key("--api-key", self.api_key)
+        check_key("--admin-api-key", self.admin_api_key)
         if self.router:
             http_address(self.router, "--router")
         elif self.push_prompts:

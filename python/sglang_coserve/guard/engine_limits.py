@@ -248,7 +248,12 @@ def _check_stops(params: Mapping[str, Any]) -> None:
 def _num_prompts(request: Any) -> int:
     for prompts in (request.text, request.input_ids, getattr(request, "input_embeds", None)):
         if isinstance(prompts, list):
-            is_single = bool(prompts) and isinstance(prompts[0], int)
+            first = prompts[0] if prompts else None
+            if isinstance(first, list) and first:
+                first = first[0]
+                is_single = isinstance(first, float)  # A vector in place of each token id.
+            else:
+                is_single = isinstance(first, int)
             return 1 if is_single else len(prompts)
         if prompts is not None:
             return 1

@@ -85,6 +85,8 @@ class GuardedSampler(Sampler):
     def __init__(self, processors_of: Processors) -> None:
         super().__init__()
         self._processors_of = processors_of
+        self._unusable: torch.Tensor | None = None
+        """Rows of the batch that was preprocessed last."""
 
     def forward(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample a token for each row; takes SGLang's arguments."""
@@ -112,12 +114,14 @@ class GuardedSampler(Sampler):
 
     def compute_logprobs_only(self, logits_output: Any, *args: Any, **kwargs: Any) -> None:
         """Compute log-probabilities for requests that want scores and no token."""
+        self._unusable = None  # SGLang looks at no logits where nobody wants scores of tokens.
         super().compute_logprobs_only(logits_output, *args, **kwargs)
         self._abort_unusable(logits_output)
 
     def _abort_unusable(self, logits_output: Any) -> None:
-        # This copy ends before that of the tokens, which SGLang waits for.
-        setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
+        if self._unusable is not None:
+            # This copy ends before that of the tokens, which SGLang waits for.
+            setattr(logits_output, _ATTRIBUTE, self._unusable.to("cpu", non_blocking=True))
 
     def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
         failed = None
@@ -129,10 +133,11 @@ class GuardedSampler(Sampler):
         largest = logits.amax(dim=-1)
         if not sampling_info.is_all_greedy:
             largest = largest / sampling_info.temperatures.view(-1)
-        self._unusable = ~torch.isfinite(largest)
+        unusable = ~torch.isfinite(largest)
         if failed is not None:
-            self._unusable |= failed
-        return logits.masked_fill_(self._unusable[:, None], 0.0)
+            unusable |= failed
+        self._unusable = unusable
+        return logits.masked_fill_(unusable[:, None], 0.0)
 
 
 def _filtered(probs: torch.Tensor, sampling_info: Any) -> torch.Tensor:

@@ -109,7 +109,9 @@ class EngineConnection:
         if answer.status == HTTPStatus.OK:
             return content
         message = refusal_text(f"{self.url}{path}", answer.status, content)
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if (
+            answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        ):  # Also a proxy's, of one that is gone.
             raise EngineLostError(message, had_the_line=False)
         raise EngineRefusesError(message)
 
@@ -276,7 +278,7 @@ class EngineStream:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 text = refusal_text(answer.url.path, answer.status, await answer.read())
-                is_elsewhere = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                is_elsewhere = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
                 kind = LineMovedError if is_elsewhere else EngineRefusesError
                 raise kind(f"{self._url}{text}")
             parts: list[bytes] = []

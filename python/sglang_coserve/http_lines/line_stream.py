@@ -185,8 +185,8 @@ class LineStream:
                 if not await self._has_changed():
                     await send(_part(HEARTBEAT))
                     continue
-                if content := self._content():
-                    await send(_part(content))
+                # Calls may come for longer than the other side bears silence.
+                await send(_part(self._content() or HEARTBEAT))
                 if reading.done():
                     reading.result()  # Deaf to what is asked for: the connection ends.
                 if self._fault is not None or self._has_ended:

@@ -27,6 +27,9 @@ _PCIE_5_BYTES_PER_S: Final = 50e9
 _LARGE_MEMORY_BYTES: Final = 160 * 2**30
 """From so much memory on, SGLang computes prompts in larger chunks."""
 
+_SMALL_MEMORY_BYTES: Final = 60e9
+"""Below so much, in smaller ones; an Ascend 910C's 64 GB are not small to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlowSpells:
@@ -167,7 +170,10 @@ class Emulation:
     @property
     def chunk_tokens(self) -> int:
         """SGLang's own choice of ``--chunked-prefill-size`` for so much memory."""
-        return 16384 if self._device.memory_bytes >= _LARGE_MEMORY_BYTES else 8192
+        memory_bytes = self._device.memory_bytes
+        if memory_bytes >= _LARGE_MEMORY_BYTES:
+            return 16384
+        return 4096 if memory_bytes < _SMALL_MEMORY_BYTES else 8192
 
     @property
     def copy_s_per_token(self) -> float:
