@@ -26,9 +26,10 @@ _TOP: Final = """\
 # All routes
 
 For those who write clients: what a server answers beside [SGLang's routes](marks.md), and a
-gateway. Batches have [a page](batch_api.md), `/coserve/drain` [another](fleet.md#taking-an-engine-out).
-`/coserve` is [the page to watch](watch.md) of both; `/coserve/view` and `/coserve/status` are its
-data. [A script](../scripts/reference/routes_page.py) makes this page.
+gateway. Batches have [a page](batch_api.md), `/coserve/drain`
+[another](fleet.md#taking-an-engine-out). `/coserve` is [the page to watch](watch.md) of both;
+`/coserve/view` and `/coserve/status` are its data. [A
+script](../scripts/reference/routes_page.py) makes this page.
 """
 
 

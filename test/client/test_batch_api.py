@@ -217,6 +217,9 @@ def test_a_table_of_requests_becomes_one_of_results(app: LiveApp, tmp_path: Path
         assert rows["bad"]["status_code"] == 400
         assert json.loads(rows["id-1"]["response"])["usage"]
     assert len(custom_ids(tmp_path / "out.jsonl")) == 3
+    code, _, stderr = end(start_submit(source, source, app.base_url))
+    assert (code, "would overwrite the input" in stderr) == (2, True)
+    assert pq.read_table(source).column_names == ["request"]
 
 
 def test_a_batch_is_left_to_the_server_and_its_results_fetched(

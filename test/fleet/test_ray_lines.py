@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from batch.scripted_backend import ENDPOINT, ScriptedBackend, answer
 from fleet.test_backend import GIVE_UP_S, request
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
+from sglang_coserve.core.engine_load import LinesLoad
 from sglang_coserve.errors import ConfigError, MissingExtraError, ServerGoneError
 from sglang_coserve.fleet.engine import EngineList, EngineSource
 from waiting import until
@@ -75,6 +77,23 @@ async def test_the_job_fails_when_there_is_no_engine_for_long() -> None:
         await engine.kill()
         with pytest.raises(ServerGoneError, match="no engine has taken lines for 1 s: http"):
             await serving
+
+
+async def test_a_job_waits_while_a_proxy_says_that_its_engine_is_gone() -> None:
+    class Restarting(LiveEngine):
+        is_gone = True
+
+        async def _load(self) -> LinesLoad:
+            if self.is_gone:
+                raise HTTPException(502)
+            return await super()._load()
+
+    async with Restarting(ScriptedBackend()) as engine, lines_on(engine) as lines:
+        serving = asyncio.ensure_future(answered(lines, text("a")))
+        await asyncio.sleep(1.5)
+        assert not serving.done()
+        engine.is_gone = False
+        assert (await serving)[0].result.is_ok
 
 
 async def test_the_job_names_the_engines_that_cannot_be_used() -> None:

@@ -183,7 +183,7 @@ async def test_a_request_with_all_its_calls_is_answered_to_its_end() -> None:
     async with posting(LiveEngine(ScriptedBackend())) as post:
         content = b"".join(encode_message(LineCall(n, attempt)) for n in (1, 2)).rstrip()
         answered = await post(content)
-        events = [decode_message(line, LineEvent) for line in answered.content.splitlines()]
+        events = [decode_message(line, LineEvent) for line in answered.content.splitlines() if line]
         assert {event.id: event.result for event in events} == {
             1: answer(request()),
             2: answer(request()),
@@ -341,3 +341,23 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
                 with pytest.raises(EngineLostError):
                     await asyncio.wait_for(attempt, 30)
             await engine.holds(0)
+
+
+async def test_an_engine_that_is_sent_line_after_line_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.5)
+    async with connected() as (engine, connection):
+        attempt = await held(engine, connection)
+        others = []
+        for number in range(50):
+            run = connection.run(request(f"{number}"), "scripted", ignore)
+            others.append(asyncio.ensure_future(run))
+            await asyncio.sleep(0.02)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert not attempt.done()
+        engine.backend.held("a").finish()
+        assert (await attempt).is_ok

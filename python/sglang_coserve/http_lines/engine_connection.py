@@ -109,9 +109,8 @@ class EngineConnection:
         if answer.status == HTTPStatus.OK:
             return content
         message = refusal_text(f"{self.url}{path}", answer.status, content)
-        if (
-            answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        ):  # Also a proxy's, of one that is gone.
+        # A proxy says it of an engine that is gone.
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineLostError(message, had_the_line=False)
         raise EngineRefusesError(message)
 
