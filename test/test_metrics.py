@@ -145,6 +145,11 @@ class TestLatencyReport:
 SLO = SloTargets(ttft_s=1.0, tpot_s=0.5)
 
 
+def test_targets_in_milliseconds_are_those_that_were_given() -> None:
+    assert SloTargets.of_ms(300.0, None).in_ms() == (300.0, None)
+    assert SLO.in_ms() == (1000.0, 500.0)
+
+
 class TestAttainment:
     @pytest.mark.parametrize(
         ("timeline", "met"),

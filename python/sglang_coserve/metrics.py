@@ -184,6 +184,10 @@ class SloTargets:
         """Return targets that are given in milliseconds, as flags have them."""
         return cls(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
 
+    def in_ms(self) -> tuple[float | None, float | None]:
+        """Return the targets of TTFT and TPOT in milliseconds."""
+        return _ms(self.ttft_s), _ms(self.tpot_s)
+
     def met_by(self, timeline: RequestTimeline) -> bool:
         """True when the request finished, its TTFT and its TPOT within target.
 

@@ -155,7 +155,7 @@ class Comparison:
             command=[url]
             if url
             else ["python", "-m", module_of(flags, is_ours=system.is_ours), *flags],
-            targets_ms={"ttft": _ms(self.targets.ttft_s), "tpot": _ms(self.targets.tpot_s)},
+            targets_ms=dict(zip(("ttft", "tpot"), self.targets.in_ms(), strict=True)),
             online=list(options.online),
             offline=list(options.offline),
             warmup_s=options.warmup_s,
@@ -225,10 +225,6 @@ def folder_name(system: str) -> str:
 
 def _versions() -> dict[str, str]:
     return {"sglang_coserve": __version__, "sglang": importlib.metadata.version("sglang")}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 _COLUMNS: Final = (

@@ -99,8 +99,7 @@ def _system_json(system: SystemResult, targets: SloTargets) -> dict[str, Any]:
             "tpot_ms": _milliseconds(online.tpot),
             "itl_ms": _milliseconds(online.itl),
             "slo": {
-                "ttft_ms": _ms(targets.ttft_s),
-                "tpot_ms": _ms(targets.tpot_s),
+                **dict(zip(("ttft_ms", "tpot_ms"), targets.in_ms(), strict=True)),
                 "attainment": attainment(system.online, targets),
             },
         },
@@ -223,10 +222,6 @@ def _latency(value: float | None, alone: float | None) -> str:
 def _milliseconds(summary: Summary) -> dict[str, float | None]:
     values = summary.to_dict()
     return {name: values[name] for name in ("mean", "p50", "p99")}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 def draw(result: DemoResult, path: Path) -> None:
