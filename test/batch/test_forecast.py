@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -96,6 +99,57 @@ def test_delays_are_those_of_a_simulation(
 
 def served(**changes: object) -> JobRecord:
     return replace(a_batch(), total_lines=100, estimated_tokens=1000, **changes)  # type: ignore[arg-type]
+
+
+@given(batches=works)
+def test_one_that_goes_first_waits_for_what_the_other_owners_get(
+    batches: list[RemainingWork],
+) -> None:
+    """As much as it gets itself, or all that they have to do."""
+    owners: dict[str, float] = {}
+    for work in batches:
+        owners[work.owner] = owners.get(work.owner, 0.0) + work.tokens
+    records = [
+        replace(a_batch(id=str(n), owner=work.owner), estimated_tokens=work.tokens)  # type: ignore[arg-type]
+        for n, work in enumerate(batches)
+    ]
+    found = job_forecasts(records, 1.0, 0.0, EXACT)
+    for n, work in enumerate(batches):
+        if work.tokens:
+            first_s = sum(min(tokens, work.tokens) for tokens in owners.values())
+            assert found[str(n)].first_s == pytest.approx(first_s)
+
+
+class Owner(str):
+    """To compare it is a call."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions are called, and values taken of generators."""
+    events: Counter[str] = Counter()
+    before = sys.getprofile()
+    sys.setprofile(lambda _frame, event, _arg: events.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return events["call"] + events["c_call"]
+
+
+def test_a_forecast_of_twice_as_many_owners_is_twice_the_work() -> None:
+    """There may be thousands, and the event loop waits for it once a second."""
+
+    def calls(count: int) -> int:
+        batches = [served(id=str(n), owner=Owner(n)) for n in range(count)]
+        return calls_of(lambda: job_forecasts(batches, 10.0, 0.0, EXACT))
+
+    assert calls(200) < 2.5 * calls(100)
 
 
 def test_what_is_left_is_corrected_by_what_was_served() -> None:

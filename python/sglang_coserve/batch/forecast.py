@@ -10,10 +10,11 @@ others. How much longer batches took than was forecast says how sure this one is
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
 from sglang_coserve.batch.record import JobRecord, Status
@@ -201,13 +202,15 @@ def headroom(
 def served_before(works: Sequence[RemainingWork]) -> list[float]:
     """Return what is served, to whomever, until each of ``works`` is complete.
 
-    O(n log n + n · owners).
+    O(n log n).
     """
     served = [0.0] * len(works)
-    totals = _totals(works)
-    for owner in totals:
+    to_all = _ServedToAll(works)
+    by_owner: defaultdict[str, list[int]] = defaultdict(list)
+    for i, work in enumerate(works):
+        by_owner[work.owner].append(i)
+    for own in by_owner.values():
         to_owner = 0.0
-        own = [i for i, work in enumerate(works) if work.owner == owner]
         own.sort(key=lambda i: (-works[i].priority, works[i].tokens / works[i].weight))
         for _, group in groupby(own, key=lambda i: works[i].priority):
             # Whoever has the fewest tokens per weight ends first; until then all of them
@@ -216,26 +219,29 @@ def served_before(works: Sequence[RemainingWork]) -> list[float]:
             weight = sum(works[i].weight for i in ending)
             for i in ending:
                 per_weight = works[i].tokens / works[i].weight
-                served[i] = _served_to_all(to_owner + per_weight * weight, totals)
+                served[i] = to_all(to_owner + per_weight * weight)
                 to_owner += works[i].tokens
                 weight -= works[i].weight
     return served
 
 
-def _totals(works: Iterable[RemainingWork]) -> Mapping[str, float]:
-    """Return the tokens that each owner has left."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for work in works:
-        totals[work.owner] += work.tokens
-    return totals
+class _ServedToAll:
+    """What all owners of ``works`` have been served together when one of them has been so much."""
 
+    def __init__(self, works: Iterable[RemainingWork]) -> None:
+        totals: defaultdict[str, float] = defaultdict(float)
+        for work in works:
+            totals[work.owner] += work.tokens
+        self._totals = sorted(totals.values())
+        self._sums = [*accumulate(self._totals, initial=0.0)]
 
-def _served_to_all(tokens: float, totals: Mapping[str, float]) -> float:
-    """Return what all have been served when an owner who has that much to do has been ``tokens``.
+    def __call__(self, tokens: float) -> float:
+        """Return it for an owner who has ``tokens`` or more to do. O(log owners).
 
-    All owners have been served the same by then, but for those who needed less.
-    """
-    return sum(min(total, tokens) for total in totals.values())
+        All owners have been served the same by then, but for those who needed less.
+        """
+        less = bisect_left(self._totals, tokens)
+        return self._sums[less] + (len(self._totals) - less) * tokens
 
 
 def job_forecasts(
@@ -260,13 +266,13 @@ def job_forecasts(
         RemainingWork(b.owner, remaining_tokens(b, past.token_bias), b.priority, b.weight)
         for b in running
     ]
-    totals = _totals(works)
+    to_all = _ServedToAll(works)
     for batch, work, served in zip(running, works, served_before(works), strict=True):
         if not batch.estimated_tokens:
             continue
         forecast_s, left_s = served / rate_per_s, batch.expires_at_s - now_s
         finish = past.finish(forecast_s)
-        first = past.finish(_served_to_all(work.tokens, totals) / rate_per_s)
+        first = past.finish(to_all(work.tokens) / rate_per_s)
         found[batch.id] = JobForecast(
             eta_s=now_s + min(finish.p50_s, _CENTURY_S),
             rate_tokens_per_s=work.tokens / finish.p50_s if finish.p50_s else None,
