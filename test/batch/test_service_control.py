@@ -52,6 +52,28 @@ async def test_an_expired_batch_keeps_what_is_finished_and_names_the_rest(
         assert scene.backend.in_flight == []
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_batch_whose_last_record_is_being_written_is_complete(
+    tmp_path: Path, is_paused: bool
+) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        batch = await scene.create(lines(1), "30m")
+        await scene.in_flight(1)
+        gate, threads = threading.Event(), service.context.threads
+        busy = [asyncio.create_task(threads.run(gate.wait, GIVE_UP_S)) for _ in range(4)]
+        await asyncio.sleep(0)
+        scene.backend.held("id-1").finish()
+        await scene.in_flight(0)
+        if is_paused:
+            await service.change_batch(OWNER, batch.id, "pause")
+        scene.clock.advance(1801)
+        gate.set()
+        await asyncio.wait(busy)
+        done = await scene.ends(batch.id)
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
+
+
 async def test_a_caller_who_hangs_up_leaves_no_batch_without_a_driver(tmp_path: Path) -> None:
     async with (scene := await opened(tmp_path)).service as service:
         file = await scene.upload(lines(1))

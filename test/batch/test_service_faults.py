@@ -92,6 +92,8 @@ async def test_a_disk_that_fails_for_good_fails_the_batch_in_the_end(
         (fault,) = done.errors.data
         assert fault.code == "storage_failed"
         assert "is gone" in fault.message
+        for kept in ("journal", "order"):
+            assert not list((tmp_path / kept).iterdir())
 
 
 @pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0 * 3650])

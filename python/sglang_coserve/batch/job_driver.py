@@ -121,6 +121,8 @@ class JobDriver:
             batch = self.record
             is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
             if is_over and self._failures >= _MAX_FAILURES and self._fault is not None:
+                with suppress(StorageError):  # If this fails, too, it costs space alone.
+                    await self._lines(batch).forget()
                 await self._apply(Failed((self._fault,)), batch)
 
     async def _advance(self, batch: JobRecord) -> None:
@@ -128,6 +130,9 @@ class JobDriver:
             case Status.VALIDATING:
                 checked = await self._uninterrupted(self._lines(batch).check())
                 await self._apply(checked, batch)
+            # Before window and pauses: either may come while the last record is being written.
+            case Status.IN_PROGRESS if batch.progress.lines == batch.total_lines:
+                await self._apply(LinesFinished(), batch)
             case Status.IN_PROGRESS if self._left_s(batch) <= 0:
                 await self._apply(DeadlinePassed(), batch)
             case Status.IN_PROGRESS if batch.is_paused:
@@ -148,7 +153,6 @@ class JobDriver:
                 f"{batch.input_file_id} has changed: {served} of {batch.total_lines} requests"
                 " are there; restore it, or cancel the batch"
             )
-        await self._apply(LinesFinished(), batch)
 
     async def _serve_lines(self, batch: JobRecord) -> None:
         await self._context.backend.settled()  # Tokens are kept for the model that there is then.

@@ -134,6 +134,10 @@ class JobLines:
         """Count what the files hold, and forget the tokens of unfinished lines."""
         async with self._open():
             pass
+        await self.forget()
+
+    async def forget(self) -> None:
+        """Delete the tokens of unfinished lines, and the order of all: nothing will be served."""
         await self._context.threads.run(self._journal.delete)
         await self._context.threads.run(self._delete_order)
 
