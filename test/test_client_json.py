@@ -41,7 +41,7 @@ CALLERS: Final = "what calls it is a place, too"
 NO_BODY: Final = "a route without a body"
 OPERATOR: Final = "a file or an address of the operator's"
 OURS: Final = "what another process of ours says"
-SHORT_BODY: Final = "JsonRoute: 1 MiB, 1,000 values, 100 objects"
+SHORT_BODY: Final = "JsonRoute: 1 MiB, 11,000 values, 100 objects"
 OWN_PROCESS: Final = "runs in a process of its own"
 
 PLACES: Final[dict[str, str]] = {

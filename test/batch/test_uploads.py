@@ -92,6 +92,14 @@ def test_parts_are_put_together_in_the_order_that_is_named(client: openai.OpenAI
             call(first)
 
 
+def test_a_file_may_have_thousands_of_parts(client: openai.OpenAI) -> None:
+    upload_id = begin(client, 2 * 1500)
+    part = add(client, upload_id, b"ab")
+    done = client.uploads.complete(upload_id, part_ids=[part] * 1500)
+    assert done.file is not None
+    assert client.files.content(done.file.id).read() == b"ab" * 1500
+
+
 def test_what_is_not_as_announced_can_be_mended(client: openai.OpenAI) -> None:
     upload_id = begin(client)
     part = add(client, upload_id, CONTENT)

@@ -20,8 +20,8 @@ from sglang_coserve.batch.errors import BatchRequestError
 from sglang_coserve.errors import CoserveError, RequestError, StorageError
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
-_JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=1000, max_objects=100, max_keys=1000)
-"""A body that is no upload needs far less."""
+_JSON_LIMITS: Final = BodyLimits(1 << 20, max_values=11_000, max_objects=100, max_keys=1000)
+"""A body that is no upload needs far less. The longest names 10,000 parts of one."""
 
 
 class ErrorObject(BaseModel):
