@@ -45,6 +45,15 @@ def begin(client: openai.OpenAI, name: str, **fields: Any) -> Response:
     return created
 
 
+def posted(app: LiveApp, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(
+        f"{app.base_url}/v1/responses",
+        content=json.dumps(body),  # Of httpx itself, a lone surrogate is none.
+        headers={"content-type": "application/json"},
+        timeout=GIVE_UP_S,
+    )
+
+
 def reaches(client: openai.OpenAI, response_id: str, status: str) -> Response:
     eventually(lambda: client.responses.retrieve(response_id).status == status)
     return client.responses.retrieve(response_id)
@@ -183,17 +192,30 @@ def test_what_cannot_be_kept_is_refused(
     app: LiveApp, fields: dict[str, Any], code: str, param: str | None
 ) -> None:
     body = {"input": "one", "background": True, **fields.pop("extra_body", {}), **fields}
-    answer = httpx.post(
-        f"{app.base_url}/v1/responses",
-        content=json.dumps(body),  # Of httpx itself, a lone surrogate is none.
-        headers={"content-type": "application/json"},
-        timeout=GIVE_UP_S,
-    )
+    answer = posted(app, body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param)
     assert app.data is not None
     assert not list((app.data / "files").iterdir())
+
+
+@pytest.mark.parametrize("fields", [{"max_output_tokens": 10**30}, {"user": "cut \ud83d"}])
+def test_what_json_can_say_is_repeated(app: LiveApp, fields: dict[str, Any]) -> None:
+    url = f"{app.base_url}/v1/responses"
+    body = {"input": "one", "background": True, **fields}
+    created = posted(app, body)
+    assert created.status_code == 200
+    found = httpx.get(f"{url}/{created.json()['id']}", timeout=GIVE_UP_S)
+    assert found.status_code == 200
+    for answer in (created, found):
+        assert json.loads(answer.content).items() >= fields.items()
+    engine_has(app, 1)
+    finish(app, "one")
+    streamed = httpx.get(f"{url}/{created.json()['id']}?stream=true", timeout=GIVE_UP_S)
+    events = [json.loads(line[6:]) for line in streamed.text.split("\n") if line[:6] == "data: "]
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"].items() >= fields.items()
 
 
 def test_one_key_leaves_room_for_others(tmp_path: Path) -> None:
@@ -298,6 +320,23 @@ async def test_it_expires_and_so_do_its_files(tmp_path: Path) -> None:
             return None
 
         assert await scene.eventually(is_gone)
+
+
+async def test_it_is_kept_as_long_from_its_end_however_late_that_is(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True), response_retention_s=RETENTION_S)
+    async with scene.service as service:
+        response_id = await begun(scene, coserve_deadline_s=30 * 86_400)
+        await scene.in_flight(1)
+        scene.clock.advance(RETENTION_S + 86_400)
+        scene.backend.held("one").finish()
+        assert (await ended(scene, response_id))["status"] == "completed"
+        scene.clock.advance(RETENTION_S - 120)
+        await service.responses.remove_expired()
+        assert (await service.responses.retrieve(OWNER, response_id))["output"]
+        scene.clock.advance(120)
+        await service.responses.remove_expired()
+        with pytest.raises(NotFoundError):
+            await service.responses.retrieve(OWNER, response_id)
 
 
 async def test_one_that_is_not_served_in_time_has_failed(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class BatchLimits:
     free. Each is a job, and the event loop looks at all jobs once a second."""
 
     response_retention_s: float = 7 * _DAY_S
-    """When a response that has ended is deleted, counted from its creation."""
+    """When a response is deleted, counted from its end."""
 
     max_stored_bytes_per_owner: int | None = None
     """What the files of one owner may take; None: as much as is still free on the disk. The
@@ -78,9 +78,6 @@ class BatchLimits:
 
     max_attempts: int = 5
     """Times that one line is tried when the engine fails on it."""
-
-    first_retry_delay_s: float = 0.5
-    max_retry_delay_s: float = 30.0
 
     flush_interval_s: float = 0.05
     """How long a result may wait for others to be written with it."""

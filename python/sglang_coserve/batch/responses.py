@@ -1,7 +1,7 @@
 """Background responses and chats: single requests that survive everything that a batch survives.
 
 Each is a batch of one line. No list of batches has it, and no list of files its files; it is
-deleted some days after its creation. What a stream says follows from the object alone, so it can be
+deleted some days after its end. What a stream says follows from the object alone, so it can be
 resumed at any event, also after a restart: three events before there is an answer, and the answer's
 when it is complete.
 """
@@ -264,7 +264,7 @@ class BackgroundResponses:
 
     async def cancel(self, owner: str, response_id: str) -> dict[str, Any]:
         """Cancel a response; one that is answered or has ended stays as it is."""
-        await self.retrieve(owner, response_id)
+        await self._find(owner, response_id)
         try:
             batch = await self._runner.change(batch_id_of(response_id), Asked("cancel"), owner)
         except ConflictError:
@@ -317,9 +317,9 @@ class BackgroundResponses:
     async def remove_expired(self) -> None:
         """Delete the responses whose time is over; their files expire with them."""
         now_s = self._context.clock.now_s()
-        created_by_s = now_s - self._context.limits.response_retention_s
+        ended_by_s = now_s - self._context.limits.response_retention_s
         store, delete = self._context.store, batch_rows.delete_expired_responses
-        while await store.run(delete, created_by_s, now_s):
+        while await store.run(delete, ended_by_s, now_s):
             pass
 
     async def _find(self, owner: str, response_id: str) -> JobRecord:

@@ -133,12 +133,7 @@ class BatchService:
                     record_events=webhook is not None,
                     clock=clock,
                     rng=rng or random.SystemRandom(),
-                    retry_policy=RetryPolicy(
-                        math.inf,
-                        limits.max_attempts,
-                        limits.first_retry_delay_s,
-                        limits.max_retry_delay_s,
-                    ),
+                    retry_policy=RetryPolicy(math.inf, limits.max_attempts, max_delay_s=30.0),
                     health=EngineHealth(),
                     flush_interval_s=limits.flush_interval_s,
                     journal_interval_s=limits.journal_interval_s,

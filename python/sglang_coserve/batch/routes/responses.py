@@ -187,7 +187,7 @@ async def _answer(
     if streams:
         events = _sent_events(responses, owner, response["id"], after)
         return StreamingResponse(events, media_type="text/event-stream")
-    return Response(await asyncio.to_thread(orjson.dumps, response), media_type="application/json")
+    return Response(await asyncio.to_thread(_encoded, response), media_type="application/json")
 
 
 async def _sent_events(
@@ -196,8 +196,16 @@ async def _sent_events(
     looks = 0
     async for event in responses.events(owner, response_id, after):
         if event is not None:
-            yield b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+            yield b"event: " + event["type"].encode() + b"\ndata: " + _encoded(event) + b"\n\n"
         looks = 0 if event is not None else looks + 1
         if looks == _KEEP_ALIVE_LOOKS:
             looks = 0
             yield b": still waiting\n\n"
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(content)
+    except TypeError:
+        # It repeats an integer beyond 64 bits, or half a surrogate pair, of the request.
+        return json.dumps(content).encode()

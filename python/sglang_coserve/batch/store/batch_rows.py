@@ -189,16 +189,18 @@ def delete_response(
 
 
 def delete_expired_responses(
-    connection: sqlite3.Connection, created_by_s: float, now_s: float
+    connection: sqlite3.Connection, ended_by_s: float, now_s: float
 ) -> bool:
-    """Forget responses that were created by then and have ended, a thousand at the most.
+    """Forget responses that had ended by then, a thousand at the most.
 
     Returns True while there are more.
     """
+    # Nothing ends before its creation, which has an index.
     rows = connection.execute(
-        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= ? AND NOT {IS_UNFINISHED}"
+        f"{_SELECT} WHERE response IS NOT NULL AND created_at_s <= :by AND NOT {IS_UNFINISHED}"
+        " AND coalesce(completed_at_s, failed_at_s, expired_at_s, cancelled_at_s) <= :by"
         " LIMIT 1000",
-        (created_by_s,),
+        {"by": ended_by_s},
     )
     found = rows.fetchall()
     for row in found:
