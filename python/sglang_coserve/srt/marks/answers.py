@@ -1,68 +1,95 @@
 """What answers say of classes: 503 and ``Retry-After`` for who was refused, and the tier.
 
-SGLang answers a stream with 200 before it knows, and reports a refusal in the first event, or in
-the second of an Anthropic stream. The tier (``service_tier``) is inserted into OpenAI responses as
-they are sent.
+SGLang answers a stream with 200 before it knows, and some routes name a refusal otherwise than with
+503. So the tokenizer manager says what the engine refuses (``telling_refusals``). The tier
+(``service_tier``) is inserted into OpenAI responses as they are sent.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Send
 
-from sglang_coserve.asgi import error_content, send_json
+from sglang_coserve.asgi import send_error
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
-_EVENT: Final = b"data: "
-_OPENS: Final = b"event: message_start\n"
-_ANTHROPIC_ERROR: Final = b"event: error\n" + _EVENT
+_STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 """One second, the smallest value of the header. Refusing costs next to nothing, so clients may
 retry early."""
 
+_REFUSE: Final[ContextVar[Callable[[str], None] | None]] = ContextVar(
+    "tells the answer being sent that the engine refuses its request", default=None
+)
+
+
+async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Yield the engine's outputs of a request; have the answer to it know of a refusal."""
+    refuse = _REFUSE.get() or (lambda _: None)
+    try:
+        async for output in outputs:
+            reason = output["meta_info"].get("finish_reason") if isinstance(output, dict) else None
+            if isinstance(reason, dict) and reason.get("status_code") == _OVERLOADED:
+                refuse(str(reason.get("message")))
+            yield output
+    except HTTPException as error:
+        if error.status_code == _OVERLOADED:
+            refuse(error.detail)
+        raise
+
 
 class OverloadAnswer:
-    """An ASGI ``send`` that delays the start of a stream until the event that tells.
+    """An ASGI ``send`` that delays the start of a stream until its first event.
 
-    If that event reports an overload, an error response is sent instead of the stream.
-    Otherwise the stream passes unchanged.
+    What has not started when the engine refuses the request is an error response instead.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._delayed: list[Message] = []
-        """The start of a stream, and an event that tells nothing yet."""
+        self._delayed: Message | None = None
+        self._has_started = False
+        self._refusal: str | None = None
+        self._is_replaced = False
 
-        self._is_refused = False
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Let ``telling_refusals`` tell this answer, within this context."""
+        token = _REFUSE.set(self._refuse)
+        try:
+            yield
+        finally:
+            _REFUSE.reset(token)
+
+    def _refuse(self, message: str) -> None:
+        self._refusal = message
 
     async def __call__(self, message: Message) -> None:
-        """Forward one message, or delay it."""
-        if self._is_refused:
+        """Forward one message, delay it, or replace the answer."""
+        if self._is_replaced:
             return
-        if message["type"] == "http.response.start":
-            if message["status"] == _OVERLOADED:
-                message = _with_retry_after(message)
-            elif _is_stream(message):
-                self._delayed = [message]
-                return
-        elif self._delayed:
-            body = message.get("body", b"")
-            if body.startswith(_OPENS) and len(self._delayed) == 1:
-                self._delayed.append(message)
-                return
-            refusal = _refusal(body)
-            if refusal is not None:
-                self._is_refused = True
-                await send_json(OverloadAnswer(self._send), _OVERLOADED, refusal)
-                return
-            delayed, self._delayed = self._delayed, []
-            for one in delayed:
-                await self._send(one)
+        is_start = message["type"] == "http.response.start"
+        if is_start and message["status"] == _OVERLOADED:
+            message = _with_retry_after(message)
+        elif self._refusal is not None and not self._has_started:
+            self._is_replaced = True
+            await send_error(OverloadAnswer(self._send), _OVERLOADED, self._refusal)
+            return
+        elif is_start and _is_stream(message):
+            self._delayed = message
+            return
+        self._has_started = True
+        if self._delayed is not None:
+            delayed, self._delayed = self._delayed, None
+            await self._send(delayed)
         await self._send(message)
 
 
@@ -75,38 +102,9 @@ def _with_retry_after(message: Message) -> Message:
 
 def _is_stream(message: Message) -> bool:
     return any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        name.lower() == b"content-type" and value.startswith(_STREAMS)
         for name, value in message["headers"]
     )
-
-
-def _refusal(body: bytes) -> dict[str, Any] | None:
-    """Return the answer instead of a stream, if its first event reports an overload, else None."""
-    is_anthropic = body.startswith(_ANTHROPIC_ERROR)
-    said = b"overloaded_error" if is_anthropic else str(_OVERLOADED).encode()
-    if not (is_anthropic or body.startswith(_EVENT)) or said not in body:
-        return None
-    try:
-        event = json.loads(body.partition(b"\n\n")[0].partition(_EVENT)[2])
-    except ValueError:
-        return None
-    error = _within(event, "error")
-    if is_anthropic:
-        return event if error.get("type") == "overloaded_error" else None
-    for reason, code in ((error, "code"), (_finish(event), "status_code")):
-        if reason.get(code) == _OVERLOADED:
-            return error_content(_OVERLOADED, str(reason.get("message")))
-    return None
-
-
-def _finish(event: Any) -> dict[str, Any]:
-    """Return the finish reason in an event of ``/generate``, or an empty dict."""
-    return _within(_within(event, "meta_info"), "finish_reason")
-
-
-def _within(value: Any, key: str) -> dict[str, Any]:
-    inner = value.get(key) if isinstance(value, dict) else None
-    return inner if isinstance(inner, dict) else {}
 
 
 # Cannot occur inside of a JSON string, where quotes are escaped.

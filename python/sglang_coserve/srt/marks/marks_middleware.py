@@ -100,8 +100,9 @@ class MarksMiddleware:
             marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
             send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
-        with said_by_client(marks, hints):
-            await self._app(scope, receive, OverloadAnswer(send))
+        answer = OverloadAnswer(send)
+        with said_by_client(marks, hints), answer.heard():
+            await self._app(scope, receive, answer)
 
 
 def _naming(send: Send, request_class: RequestClass, *, names_tier: bool) -> Send:

@@ -20,6 +20,7 @@ from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.batch_backend.loaded_model import kv_in_use, loaded_fingerprint
+from sglang_coserve.srt.marks.answers import telling_refusals
 from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_with_kv
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
@@ -154,7 +155,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
             self._departures.watched(client),
             aclosing(super().serve(obj, request)) as outputs,
         ):
-            async for output in outputs:
+            async for output in telling_refusals(outputs):
                 yield output
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
