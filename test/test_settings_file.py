@@ -114,6 +114,32 @@ def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:
     assert found.rate == 2.0
 
 
+def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--slo", nargs="+", action="extend")
+    parser.add_argument("--lora-paths", nargs="*")
+    path = tmp_path / "coserve.toml"
+
+    def found(name: str = "slo") -> list[str]:
+        settings = Settings(["--settings", str(path)], "serve")
+        values: list[str] = getattr(parser.parse_args(settings.command_line(parser)), name)
+        return values
+
+    ttft, tpot = "ttft p99 <= 300ms", "tpot mean <= 50ms"
+    path.write_text(f'slo = "{ttft}"')
+    assert found() == [ttft]
+    path.write_text(f'slo = ["{ttft}", "{tpot}"]')
+    assert found() == [ttft, tpot]
+    monkeypatch.setenv("COSERVE_SLO", f"'{ttft}' '{tpot}'")
+    assert found() == [ttft, tpot]
+    monkeypatch.setenv("COSERVE_SLO", f"'{ttft}")
+    with pytest.raises(ConfigError, match=r"COSERVE_SLO: .* single quote without its partner"):
+        found()
+    monkeypatch.delenv("COSERVE_SLO")
+    monkeypatch.setenv("COSERVE_LORA_PATHS", r'{"lora_name":"a","lora_path":"\u0062"} c=d')
+    assert found("lora_paths") == [r'{"lora_name":"a","lora_path":"\u0062"}', "c=d"]
+
+
 def test_a_file_may_be_a_pipe() -> None:
     """As with ``--settings <(decrypt settings.toml)``: it can be read once."""
     reader, writer = os.pipe()

@@ -2,7 +2,8 @@
 
 One TOML file may be for engines and gateways: tables [serve] and [gateway] are read by one command,
 what is above them by both. Names are those of flags. An environment variable is such a name, too:
-COSERVE_PORT, COSERVE_DATA_DIR; it wins over the file.
+COSERVE_PORT, COSERVE_DATA_DIR; it wins over the file. Several values are a list in the file, and
+separated by spaces in a variable.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,7 +78,8 @@ class Settings:
             if not given.isdisjoint(action.option_strings):
                 continue
             if found := os.environ.get(variable):
-                flags += _flags(action, found, variable)
+                value = _parts(found, variable) if _takes_several(action) else found
+                flags += _flags(action, value, variable)
             elif name in self._in_file:
                 flags += _flags(action, self._in_file[name], f"{self._file}: {name}")
         return [*flags, *self._rest]
@@ -110,8 +113,24 @@ def _read(path: Path, table: str) -> Mapping[str, Any]:
     }
 
 
+def _takes_several(action: argparse.Action) -> bool:
+    return action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction)
+
+
+def _parts(text: str, where: str) -> list[str]:
+    """Return the values of a variable, which spaces separate; within single quotes they do not."""
+    parts = shlex.shlex(text, posix=True)
+    parts.whitespace_split = True
+    # Double quotes and backslashes belong to values that are JSON.
+    parts.quotes, parts.escape, parts.commenters = "'", "", ""
+    try:
+        return list(parts)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {text!r} has a single quote without its partner") from error
+
+
 def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
-    """Return a setting as words of a command line; those of a text are separated by spaces."""
+    """Return a setting as words of a command line; a text is one value, a list is several."""
     flag = max(action.option_strings, key=len)
     if action.nargs == 0:
         is_on = _SWITCHES.get(str(value).lower())
@@ -120,12 +139,10 @@ def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
         if isinstance(action, argparse.BooleanOptionalAction):
             return [each for each in action.option_strings if each.startswith("--no-") != is_on]
         return [flag] if is_on else []
-    is_repeated = isinstance(action, argparse._AppendAction)
-    takes_many = action.nargs in ("+", "*")
     values = value if isinstance(value, list) else [value]
-    if isinstance(value, str) and (takes_many or is_repeated):
-        values = value.split()
     words = [str(each) for each in values if type(each) in (str, int, float)]
-    if len(words) < len(values) or (len(words) != 1 and not (takes_many or is_repeated)):
+    if len(words) < len(values) or (len(words) != 1 and not _takes_several(action)):
         raise ConfigError(f"{where} cannot be {value!r}")
-    return [flag, *words] if takes_many else [f"{flag}={word}" for word in words]
+    if action.nargs in ("+", "*"):
+        return [flag, *words]
+    return [f"{flag}={word}" for word in words]
