@@ -173,6 +173,45 @@ def test_what_is_computed_already_is_left_alone() -> None:
     assert brought(asking()).image_data is None
 
 
+STRINGS = 5000
+A_TURN = media_sources._AT_ONCE * media_sources._ITEMS_A_TURN
+
+
+@pytest.mark.parametrize(
+    ("item", "least_turns"),
+    [
+        (["QUJD"] * STRINGS, STRINGS // media_sources._AT_ONCE),
+        ([["QUJD"] * 5] * (STRINGS // 5), STRINGS // media_sources._AT_ONCE),
+        (["data:,x"] * STRINGS, STRINGS // A_TURN),
+        ([{"format": "processor_output", "pixel_values": [0.5] * 30_000}], 0),
+        ([{"format": "processor_output", "pixel_values": [[0.5]] * STRINGS}], STRINGS // A_TURN),
+    ],
+    ids=["base64", "nested", "data", "numbers", "rows"],
+)
+async def test_others_have_their_turns_beside_a_request_of_many_items(
+    item: list[Any], least_turns: int
+) -> None:
+    turns = most_tasks = 0
+
+    async def other() -> None:
+        nonlocal turns, most_tasks
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+            most_tasks = max(most_tasks, len(asyncio.all_tasks()))
+
+    task = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    request = asking(image_data=item)
+    await MediaSources(allow_urls=True).bring(request)
+    task.cancel()
+    assert len(request.image_data) == len(item)
+    assert turns >= least_turns
+    # This test, the other, and those of both levels of lists.
+    at_once = media_sources._AT_ONCE
+    assert most_tasks <= 2 + at_once + at_once**2
+
+
 @pytest.mark.usefixtures("as_if_public")
 class TestPublicAddresses:
     def test_they_are_fetched_once_by_us(self, web: Web) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
@@ -28,7 +28,11 @@ _TIMEOUT_S: Final = 10.0
 """Time limit for one file; SGLang's own loaders wait as long for the next bytes of a video."""
 
 _AT_ONCE: Final = 4
-"""Concurrent downloads of one request, so that one with a thousand URLs does not hog the server."""
+"""Files of one request that are fetched or decoded concurrently, so that one with a thousand does
+not hog the server."""
+
+_ITEMS_A_TURN: Final = 256
+"""Items after which the event loop has others' turns, where none is waited for."""
 
 _MAX_REDIRECTS: Final = 5
 _TYPES: Final = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}
@@ -77,14 +81,7 @@ class MediaSources:
         if isinstance(item, str):
             return await self._content(item, kind, fetching)
         if isinstance(item, list | tuple):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._brought(each, kind, fetching)) for each in item
-                    ]
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-            return [task.result() for task in tasks]
+            return await self._all_brought(item, kind, fetching)
         if isinstance(item, Mapping):
             return {
                 key: value if key in _WORDS else await self._brought(value, kind, fetching)
@@ -94,13 +91,37 @@ class MediaSources:
             return replace(item, url=await self._brought(item.url, kind, fetching))
         return item  # Bytes, or a number of what has been processed already.
 
+    async def _all_brought(
+        self, items: Sequence[Any], kind: str, fetching: _Fetching
+    ) -> Sequence[Any]:
+        found = list(items)
+        # Of what has been processed already, there may be a million numbers.
+        places = [place for place, item in enumerate(found) if not isinstance(item, int | float)]
+        rest = iter(places)
+
+        async def bring_rest() -> None:
+            for place in rest:
+                found[place] = await self._brought(found[place], kind, fetching)
+                if place % _ITEMS_A_TURN == 0:
+                    await asyncio.sleep(0)
+
+        if places:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in places[:_AT_ONCE]:
+                        group.create_task(bring_rest())
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return found
+
     async def _content(self, source: str, kind: str, fetching: _Fetching) -> str:
         """Return a ``data:`` URL."""
         scheme = source[:8].lower()
         if scheme.startswith("data:"):
             return "data:" + source[5:]
         if not scheme.startswith(("http://", "https://")):
-            return await asyncio.to_thread(_inline, source, kind)
+            async with fetching.turn:
+                return await asyncio.to_thread(_inline, source, kind)
         if not self._allow_urls:
             raise ValueError(f"{kind}: send it as a data: URL; this server fetches none")
         async with fetching.turn:
