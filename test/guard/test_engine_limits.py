@@ -30,6 +30,15 @@ def test_token_ids_are_one_prompt() -> None:
     check_request(request(input_ids=[1] * 5000))
 
 
+def test_vectors_in_place_of_token_ids_are_one_prompt() -> None:
+    body = request(n=8)
+    body.input_embeds = [[0.5, 1.0]] * 260
+    check_request(body)
+    body.input_embeds = [[[0.5, 1.0]]] * 260
+    with pytest.raises(ValueError, match="2080 prompts and choices"):
+        check_request(body)
+
+
 def test_beam_search_is_refused() -> None:
     beams = request("a")
     beams.sampling_params["beam_width"] = 1

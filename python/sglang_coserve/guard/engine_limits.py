@@ -246,14 +246,15 @@ def _check_stops(params: Mapping[str, Any]) -> None:
 
 
 def _num_prompts(request: Any) -> int:
-    for prompts in (request.text, request.input_ids, getattr(request, "input_embeds", None)):
+    for name in ("text", "input_ids", "input_embeds"):
+        prompts = getattr(request, name, None)
         if isinstance(prompts, list):
-            first = prompts[0] if prompts else None
-            if isinstance(first, list) and first:
-                first = first[0]
-                is_single = isinstance(first, float)  # A vector in place of each token id.
+            # SGLang tells one prompt from several by its first token: an id, or a vector.
+            token = prompts[0] if prompts else None
+            if name == "input_embeds" and isinstance(token, list) and token:
+                is_single = isinstance(token[0], float)
             else:
-                is_single = isinstance(first, int)
+                is_single = isinstance(token, int)
             return 1 if is_single else len(prompts)
         if prompts is not None:
             return 1
