@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -15,11 +16,11 @@ from sglang_coserve import __version__
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.bench_serving.__main__ import main
 from sglang_coserve.bench_serving.compare import Comparison, Plan, Repeat, Run, folder_name, table
-from sglang_coserve.bench_serving.load import with_body
+from sglang_coserve.bench_serving.load import LoadProcess, with_body
 from sglang_coserve.bench_serving.one_run import Figures
 from sglang_coserve.bench_serving.options import Options, parse_options
 from sglang_coserve.demo.servers import module_of
-from sglang_coserve.errors import ConfigError, StartupError
+from sglang_coserve.errors import ConfigError, ServerError, StartupError
 from sglang_coserve.local_server import ChildServer
 from sglang_coserve.metrics import SloTargets
 
@@ -107,6 +108,19 @@ def test_the_mark_joins_the_body_that_is_given() -> None:
     assert with_body([f"{name}={flags[-1]}", "--seed", "1"], {"a": 1}) == [
         *("--seed", "1", name, '{"top_k": 5, "a": 1}')
     ]
+
+
+def test_a_load_without_any_token_says_why(tmp_path: Path) -> None:
+    load = LoadProcess.__new__(LoadProcess)
+    load._name, load._process = "online", subprocess.Popen(["true"])
+    load._report, load._events = tmp_path / "online.jsonl", tmp_path / "events.jsonl"
+    load._report.write_text('{"completed": 0}\n')
+    failed = {"is_ok": False, "start_s": 1.0, "ttft_s": 0.0, "itls_s": [], "prompt_tokens": 5}
+    failed |= {"output_tokens": 0, "error": "Unauthorized"}
+    measured = {"event": "measured", "requests": [failed] * 2, "unsent": 0, "steady_state": None}
+    load._events.write_text(json.dumps(measured) + "\n")
+    with pytest.raises(ServerError, match="no request of the online load got a token: Unauth"):
+        load.result(60.0)
 
 
 def test_where_nothing_can_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,25 @@ def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> N
         assert NUM_GOOD_TOKENS <= num_tokens <= NUM_GOOD_TOKENS + 2, rid
 
 
+def run_scores_after_a_bad_request(engine: ScriptedEngine) -> list[str]:
+    """Two requests that want scores of their prompts and no token; SGLang looks at no logits."""
+    engine.run([bad_request(engine, "nan", offline=False, sampled=False)])
+    scored = [engine.request(f"scored-{i}", scenarios.prompt(i, 20), 0) for i in range(2)]
+    for request in scored:
+        request.return_logprob = True
+    engine.run(scored)
+    engine.assert_nothing_leaked()
+    ends = [engine.reqs[request.rid].finished_reason.to_json()["type"] for request in scored]
+    engine.reqs.clear()
+    return ends
+
+
+def test_scores_are_not_refused_for_the_logits_of_an_earlier_request(
+    guarded: EngineProcess,
+) -> None:
+    assert guarded.call(run_scores_after_a_bad_request) == ["length", "length"]
+
+
 @contextmanager
 def refusals(engine: ScriptedEngine) -> Generator[dict[str, Any]]:
     """Within it, the reasons why requests are refused, by rid."""

@@ -94,9 +94,10 @@ def test_copies_take_twice_as_long_over_the_older_bus() -> None:
     assert times_s["a40"] == times_s["a100"] == 2 * times_s["h100"]
 
 
-def test_a_gpu_with_more_memory_computes_in_larger_chunks() -> None:
-    chunks = {name: Emulation.of("llama-3.1-8b", name).chunk_tokens for name in ("h100", "b200")}
-    assert chunks == {"h100": 8192, "b200": 16384}
+def test_a_device_with_more_memory_computes_in_larger_chunks() -> None:
+    expected = {"a40": 4096, "ascend-910c": 8192, "h100": 8192, "b200": 16384}
+    chunks = {name: Emulation.of("llama-3.1-8b", name).chunk_tokens for name in expected}
+    assert chunks == expected
 
 
 @pytest.mark.parametrize(
