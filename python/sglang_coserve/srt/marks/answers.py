@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -32,12 +32,13 @@ _REFUSE: Final[ContextVar[Callable[[str], None] | None]] = ContextVar(
 )
 
 
-async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncGenerator[Any]:
     """Yield the engine's outputs of a request; have the answer to it know of a refusal."""
     refuse = _REFUSE.get() or (lambda _: None)
     try:
         async for output in outputs:
-            reason = output["meta_info"].get("finish_reason") if isinstance(output, dict) else None
+            about = output.get("meta_info", {}) if isinstance(output, dict) else {}
+            reason = about.get("finish_reason")
             if isinstance(reason, dict) and reason.get("status_code") == _OVERLOADED:
                 refuse(str(reason.get("message")))
             yield output

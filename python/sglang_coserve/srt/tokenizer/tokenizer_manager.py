@@ -154,8 +154,9 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         async with (
             self._departures.watched(client),
             aclosing(super().serve(obj, request)) as outputs,
+            aclosing(telling_refusals(outputs)) as told,
         ):
-            async for output in telling_refusals(outputs):
+            async for output in told:
                 yield output
 
     def _send_one_request(self, tokenized_obj: Any) -> Any:
