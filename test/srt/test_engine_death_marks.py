@@ -67,20 +67,23 @@ async def test_weights_have_another_name_after_every_exchange_and_in_every_proce
     weights.listeners.add(lambda: told.append(weights.is_changing))
     names = []
     for _ in range(3):
-        with weights.updating(empties_cache=True):
+        with weights.updating():
             assert weights.is_changing
+        assert weights.cache_key == weights.name
+        weights.emptied_cache()
+        assert weights.cache_key == ""
         names.append(weights.name)
-    with pytest.raises(RuntimeError), weights.updating(empties_cache=True):
+    with pytest.raises(RuntimeError), weights.updating():
         raise RuntimeError("it failed")
-    with others.updating(empties_cache=False):
+    with others.updating():
         pass
     assert len({*names, weights.name, others.name}) == 5
     assert told == [True] * 4
-    assert weights.cache_key == ""
+    assert weights.cache_key == weights.name
     assert others.cache_key == others.name
     # Paused lines stay where they are, and none begins before generation goes on.
     weights.pause()
-    with weights.updating(empties_cache=True):
+    with weights.updating():
         pass
     assert told == [True] * 4
     waiting = asyncio.create_task(weights.settled())
@@ -88,6 +91,24 @@ async def test_weights_have_another_name_after_every_exchange_and_in_every_proce
     assert not waiting.done()
     weights.resume()
     await asyncio.wait_for(waiting, 5)
+
+
+def test_weights_change_from_the_beginning_of_a_session_to_its_end() -> None:
+    weights, told = WeightUpdates(), []
+    weights.listeners.add(lambda: told.append(True))
+    weights.open_session()
+    assert told == [True]
+    with weights.updating():
+        pass
+    weights.emptied_cache()
+    weights.pause()
+    weights.resume()
+    assert weights.is_changing
+    before = weights.name
+    weights.close_session()
+    assert not weights.is_changing
+    # Weights may have changed after the last update, under requests that left KV in the cache.
+    assert weights.cache_key == weights.name != before
 
 
 def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others() -> None:
@@ -98,6 +119,6 @@ def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others() -
 
     weights.listeners.add(fail)
     weights.listeners.add(lambda: told.append(True))
-    with weights.updating(empties_cache=True):
+    with weights.updating():
         assert told == [True]
     assert not weights.is_changing

@@ -38,6 +38,23 @@ def test_the_model_is_told_apart_by_its_weights(served: Served, weight_version: 
     served.do(served.backend.settled())
 
 
+def test_lines_leave_cached_kv_alone_until_an_update_has_emptied_the_cache(
+    served: Served,
+    weight_version: str,
+) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    manager, weights = served.manager, served.manager.coserve_weights
+    for path, flushes in ((manager.model_path, False), ("/nowhere", True)):
+        update = UpdateWeightFromDiskReqInput(model_path=path, flush_cache=flushes)
+        is_updated = path != "/nowhere"
+        assert served.do(manager.update_weights_from_disk(update))[0] is is_updated
+        assert weights.cache_key == weights.name != ""
+    update = UpdateWeightFromDiskReqInput(model_path=manager.model_path, flush_cache=True)
+    assert served.do(manager.update_weights_from_disk(update))[0]
+    assert weights.cache_key == ""
+
+
 def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -> None:
     from sglang_coserve.srt.batch_backend import BatchBackend
     from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +154,27 @@ def test_no_answer_is_of_two_models_when_weights_are_exchanged(
         batch = client.batches.retrieve(batch_id)
         assert f"since {counts['A']} of the lines" in extra_of(batch)["warning"]
         assert server.status()["batch_api"]["line_retries"] == 0
+
+
+@pytest.mark.skipif(version("sglang") == "0.5.17", reason="it has no sessions of weight updates")
+def test_lines_wait_outside_of_the_engine_during_a_session_of_weight_updates(
+    server: Changing, expected: dict[str, dict[str, str]]
+) -> None:
+    with server.client() as client:
+        server.load("A")
+        batch_id = half_done(server, client)
+        server.post("/begin_weight_update")  # Answers once the engine is idle.
+        seen = []
+        for _ in range(2):
+            time.sleep(1)  # What had ended before is written in the first one.
+            seen.append(client.batches.retrieve(batch_id).request_counts.completed)
+        assert seen[0] == seen[1] < len(expected["A"])
+        # Refused, as there is one. The lines go on waiting.
+        with pytest.raises(httpx.HTTPStatusError):
+            server.post("/begin_weight_update")
+        assert client.batches.retrieve(batch_id).status == "in_progress"
+        server.post("/end_weight_update")
+        assert texts(client, batch_id) == expected["A"]
+        with pytest.raises(httpx.HTTPStatusError):
+            server.post("/end_weight_update")
+        assert texts(client, create(client, CONTENT).id) == expected["A"]

@@ -46,9 +46,12 @@ class WeightUpdates:
         self._count = 0
         self._num_pending = 0
         self._is_paused = False
+        self.has_session = False
+        """Between ``open_session`` and ``close_session``."""
+
         self.cache_key = ""
-        """Cache namespace for the prefixes of batch lines. Not empty once weights were updated
-        without flushing the cache, which then holds KV of other weights."""
+        """Cache namespace for the prefixes of batch lines. Not empty while the cache may hold KV of
+        other weights: from an exchange on, until one succeeds that empties the cache."""
 
         self.listeners = ChangeListeners()
         """Told when an exchange is about to wait for the end of all requests in flight."""
@@ -71,7 +74,7 @@ class WeightUpdates:
         await self._settled.wait()
 
     @contextmanager
-    def updating(self, *, empties_cache: bool) -> Generator[None]:
+    def updating(self) -> Generator[None]:
         """Mark the weights as being updated in this context, whether or not that succeeds.
 
         No request is served meanwhile. Those in flight have ended before, were aborted,
@@ -79,16 +82,28 @@ class WeightUpdates:
         """
         self._num_pending += 1
         try:
-            self._settled.clear()
-            if not self._is_paused:
-                self.listeners.tell()
+            self._begin()
             yield
         finally:
-            # A failed update may have changed some of the weights.
-            self._count += 1
-            self.cache_key = "" if empties_cache else self.name
             self._num_pending -= 1
-            self._settle()
+            self._end()
+
+    def open_session(self) -> None:
+        """Mark the weights as being updated until ``close_session``: between the updates, too."""
+        self.has_session = True
+        self._begin()
+
+    def close_session(self) -> None:
+        """End the session, whether or not weights were updated in it."""
+        self.has_session = False
+        self._end()
+
+    def emptied_cache(self) -> None:
+        """Record that the last update has emptied the cache.
+
+        To be called before any request is served.
+        """
+        self.cache_key = ""
 
     def pause(self) -> None:
         """Record that generation was paused."""
@@ -100,8 +115,19 @@ class WeightUpdates:
         self._is_paused = False
         self._settle()
 
+    def _begin(self) -> None:
+        self._settled.clear()
+        if not self._is_paused:
+            self.listeners.tell()
+
+    def _end(self) -> None:
+        # A failed update may have changed some of the weights.
+        self._count += 1
+        self.cache_key = self.name
+        self._settle()
+
     def _settle(self) -> None:
-        if not self._num_pending and not self._is_paused:
+        if not (self._num_pending or self._is_paused or self.has_session):
             self._settled.set()
 
 
@@ -245,26 +271,50 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
     async def update_weights_from_disk(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``; the model keeps the name that clients call it by."""
         name = self.served_model_name
-        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
-            try:
-                return await super().update_weights_from_disk(obj, *args)
-            finally:
-                self.served_model_name = name
+        try:
+            return await self._update(super().update_weights_from_disk, obj, *args)
+        finally:
+            self.served_model_name = name
 
     async def update_weights_from_distributed(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``."""
-        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
-            return await super().update_weights_from_distributed(obj, *args)
+        return await self._update(super().update_weights_from_distributed, obj, *args)
 
     async def update_weights_from_tensor(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``."""
-        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
-            return await super().update_weights_from_tensor(obj, *args)
+        return await self._update(super().update_weights_from_tensor, obj, *args)
 
     async def update_weights_from_ipc(self, obj: Any, *args: Any) -> Any:
         """See ``TokenizerManager``."""
-        with self.coserve_weights.updating(empties_cache=obj.flush_cache):
-            return await super().update_weights_from_ipc(obj, *args)
+        return await self._update(super().update_weights_from_ipc, obj, *args)
+
+    async def _update(self, update: Callable[..., Any], obj: Any, *args: Any) -> Any:
+        with self.coserve_weights.updating():
+            answer = await update(obj, *args)
+        # SGLang reports a failure, too, where it has updated weights, but not emptied the cache.
+        if answer[0] and obj.flush_cache:
+            self.coserve_weights.emptied_cache()
+        return answer
+
+    async def begin_weight_update(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``, since SGLang 0.5.22: lines wait until ``end_weight_update``."""
+        weights = self.coserve_weights
+        is_open = weights.has_session
+        weights.open_session()  # First: SGLang waits for the end of all that is in flight.
+        try:
+            answer = await super().begin_weight_update(obj, *args)
+            is_open = is_open or answer[0]
+        finally:
+            if not is_open:
+                weights.close_session()
+        return answer
+
+    async def end_weight_update(self, obj: Any, *args: Any) -> Any:
+        """See ``TokenizerManager``, since SGLang 0.5.22."""
+        answer = await super().end_weight_update(obj, *args)
+        if answer[0]:
+            self.coserve_weights.close_session()
+        return answer
 
     async def pause_generation(self, obj: Any) -> None:
         """See ``TokenizerManager``."""
