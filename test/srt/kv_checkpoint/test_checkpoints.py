@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -226,6 +228,47 @@ def test_loads_that_do_not_come_back_cost_recomputation_only(
     scenarios.assert_outputs(specs, outputs, aborted, reference_outputs(specs))
     assert stats["refused_loads"] > 0
     assert stats["classes"]["offline"]["recomputed_tokens"] > 0
+
+
+def run_flush_in_a_pause(engine: ScriptedEngine) -> dict[str, list[int]]:
+    """Pause while a copy is in flight, and flush the cache when it has ended."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    scheduler = engine.scheduler
+    cache, has_paused = scheduler.tree_cache, False
+    gate = threading.Event()
+
+    def script(iteration: int) -> list[Any]:
+        nonlocal has_paused
+        if iteration == 0:
+            compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)
+            return [engine.request(*spec[:3], offline=True) for spec in VICTIMS]
+        if not has_paused:
+            has_paused = bool(cache.ongoing_write_through)
+            return [PauseGenerationReqInput(mode="retract")] if has_paused else []
+        if gate.is_set():
+            raise StopIteration
+        assert cache.ongoing_write_through
+        assert not scheduler.flush_cache()  # It would free what is being copied.
+        gate.set()
+        time.sleep(0.5)
+        # Before 0.5.22 a paused engine never flushes its cache while requests wait.
+        flushes = "ignore_waiting" in signature(Scheduler.is_fully_idle).parameters
+        assert scheduler.flush_cache() is flushes
+        return [ContinueGenerationReqInput()]
+
+    engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in VICTIMS}
+    engine.assert_nothing_leaked()
+    return outputs
+
+
+def test_a_paused_engine_flushes_its_cache_once_copies_have_ended(
+    start_checkpointing: Any, reference_outputs: Reference
+) -> None:
+    engine = start_checkpointing("eager", overlap=True, page_size=16)
+    assert engine.call(run_flush_in_a_pause) == reference_outputs(VICTIMS)
 
 
 # --- Memory that no running request holds -----------------------------------------------------

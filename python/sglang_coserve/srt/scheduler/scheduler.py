@@ -248,6 +248,10 @@ class CoserveScheduler(Scheduler):
         because SGLang is about to flush its cache.
         """
         if ignore_waiting:
+            if self.enable_hierarchical_cache:
+                # A paused engine runs no rounds, which alone note that copies have ended. All ranks
+                # come here at the same point, as SGLang asks for it only where a message says so.
+                self.tree_cache.check_hicache_events()
             idle = bool(super().is_fully_idle(for_health_check, ignore_waiting=True))
             has_kv = any(self.parts.view.requests_with_kv(self.running_batch))
             return idle and not has_kv and not len(self.parts.moves)
