@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sglang_coserve.core.step import StepResult
+from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.safepoint import modes, test_suspension
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.scripted_engine import MAX_ITERATIONS, EngineProcess, ScriptedEngine, Spec
 from srt.test_planned_scheduler import LOOSE, TIGHT
-from srt.test_scheduler import mixed_specs
 
 PLACES = {
     "before it": ("admission.core", "plan"),
@@ -71,7 +71,7 @@ def run(
 def test_requests_have_their_outputs_whatever_fails_of_a_plan(
     start_engine: Any, reference_outputs: Reference, targets: Any
 ) -> None:
-    specs = mixed_specs(seed=3, num_online=8, num_offline=12)
+    specs = scenarios.mixed_specs(seed=3, num_online=8, num_offline=12)
     expected = reference_outputs(specs)
     process: EngineProcess = start_engine(overlap=targets is TIGHT, coserve=targets)
     for place in PLACES.keys() - ENDS_PLANNING:
@@ -86,7 +86,7 @@ def test_requests_have_their_outputs_whatever_fails_of_a_plan(
 def test_where_plans_go_on_failing_requests_are_served_without(
     start_engine: Any, reference_outputs: Reference, place: str
 ) -> None:
-    specs = mixed_specs(seed=4, num_online=8, num_offline=12)
+    specs = scenarios.mixed_specs(seed=4, num_online=8, num_offline=12)
     process: EngineProcess = start_engine(coserve=LOOSE)
     share = 1.0 if place == "before it" else 0.1
     outputs, _, off = process.call(run, specs, place, share)
@@ -97,6 +97,56 @@ def test_where_plans_go_on_failing_requests_are_served_without(
     outputs, num_failed, _ = process.call(run, specs, place, 0.0)
     assert outputs == reference_outputs(specs)
     assert num_failed == 0
+    process.close()
+
+
+PAUSED: list[Spec] = [(f"off{i}", scenarios.prompt(70 + i, 200), 60, True) for i in range(3)]
+"""Beside ``ALONE`` more than the KV pool holds."""
+ALONE: Spec = ("on", scenarios.prompt(80, 60), 400, False)
+
+
+def run_out_of_memory_without_plans(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int]:
+    """Plans fail from when an online request decodes beside paused ones until it has ended."""
+    from sglang.srt.managers import schedule_policy
+
+    from sglang_coserve.srt.admission import unplanned
+
+    parts = engine.scheduler.parts
+    plan, retracted = parts.admission.core.plan, parts.events["retracted"]
+
+    def failing(*args: Any, **named: Any) -> Any:
+        online = engine.reqs.get(ALONE[0])
+        decodes = online is not None and online.output_ids and not online.finished()
+        assert not (decodes and parts.view.paused_requests.paused), "a plan that cannot be"
+        return plan(*args, **named)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in PAUSED]
+        if ALONE[0] in engine.reqs:
+            raise StopIteration
+        is_late = all(len(engine.output(spec[0])) > 5 for spec in PAUSED)
+        return [engine.request(*ALONE[:3])] if is_late else []
+
+    with pytest.MonkeyPatch.context() as patch:
+        # As with an output of more than 4096 tokens, SGLang does not see that memory will run out.
+        patch.setattr(schedule_policy, "CLIP_MAX_NEW_TOKENS", 8)
+        patch.setattr(unplanned, "_MOST_IN_A_ROW", MAX_ITERATIONS)
+        patch.setattr(parts.admission.core, "plan", failing)
+        engine.run(script)
+    outputs = {spec[0]: engine.output(spec[0]) for spec in (ALONE, *PAUSED)}
+    engine.assert_nothing_leaked()
+    assert parts.admission._unplanned.num_failed > 100
+    return outputs, parts.events["retracted"] - retracted
+
+
+def test_paused_requests_give_way_to_a_single_decode_without_a_plan(
+    start_engine: Any, reference_outputs: Reference
+) -> None:
+    process: EngineProcess = start_engine(coserve=TIGHT)
+    outputs, num_retracted = process.call(run_out_of_memory_without_plans)
+    assert outputs == reference_outputs([ALONE, *PAUSED])
+    assert num_retracted > 0
     process.close()
 
 

@@ -59,7 +59,8 @@ class OfflineRetraction:
             return
         batch.filter_batch()
         retracted = False
-        while batch.batch_size() > 1 and not (
+        # SGLang aborts a single request without room; paused ones are to give way to it, too.
+        while batch.batch_size() > (0 if len(self._view.paused_requests) else 1) and not (
             batch.check_decode_mem()
             # Other micro-batches come next, and cannot retract requests of this one.
             and (not elsewhere or self._has_slots(batch.batch_size() + elsewhere))
