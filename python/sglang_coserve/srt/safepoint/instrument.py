@@ -137,16 +137,14 @@ def fitting_interval(interval: int, num_layers: int) -> int:
     return min(interval, max(1, num_layers // _LEAST_SAFEPOINTS))
 
 
-def add_safepoints(layers: Sequence[nn.Module], interval: int, gate: Gate) -> int:
-    """Install a safepoint before every ``interval``-th layer, from the first; return their number.
+def add_safepoints(layers: Sequence[nn.Module], interval: int, gate: Gate) -> None:
+    """Install a safepoint before every ``interval``-th layer, from the first.
 
     Only the attribute ``forward`` of the instances is replaced: a torch hook costs
     six times as much. The safepoints cannot be removed.
     """
-    numbers = range(0, len(layers), interval)
-    for number in numbers:
+    for number in range(0, len(layers), interval):
         _add_safepoint(layers[number], number, gate)
-    return len(numbers)
 
 
 def _add_safepoint(layer: nn.Module, number: int, gate: Gate) -> None:
