@@ -85,7 +85,6 @@ PLACES: Final[dict[str, str]] = {
     "batch/responses.py::_record": "an engine's answer",
     "lines/result_record.py::usage_in_record": "an engine's answer, after a crash",
     "srt/batch_backend/backend.py::line_result": "an error of SGLang's",
-    "srt/marks/answers.py::_refusal": "an event of SGLang's that says 503",
     # What our own processes say: the gateway, engines, schedulers, the database.
     "http_lines/messages.py::decode_message": CALLERS,
     "http_lines/engine_connection.py::_get": OURS,
