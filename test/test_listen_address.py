@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
+from typing import Any
 
 import pytest
 
@@ -45,3 +47,19 @@ def test_a_port_that_has_just_been_used_is_free() -> None:
             accepted.close()
             client.recv(1)
     check_listen_address("127.0.0.1", port)
+
+
+def test_a_kernel_without_ipv6_listens_on_the_other_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int = -1, *args: Any, **kwargs: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *args, **kwargs)
+
+    port = free_port()
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    check_listen_address("", port)  # Both versions of IP.
+    with pytest.raises(StartupError, match="cannot listen on ::1"):
+        check_listen_address("::1", port)

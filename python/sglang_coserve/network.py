@@ -154,7 +154,8 @@ def check_listen_address(host: str, port: int) -> None:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, kind, protocol, _, address in found:
+        # As the server does: a version of IP that the kernel lacks is left out, unless it is all.
+        for family, kind, protocol, _, address in [e for e in found if _is_known(e[0])] or found:
             with socket.socket(family, kind, protocol) as listener:
                 # As the server does: connections in TIME_WAIT do not count.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,3 +167,11 @@ def check_listen_address(host: str, port: int) -> None:
             f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}: "
             "choose another --host or --port, or end what listens there"
         ) from error
+
+
+def _is_known(family: int) -> bool:
+    try:
+        socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.errors import StorageError
 from sglang_coserve.jsonl.request_line import output_limit
-from sglang_coserve.lines.backend import TokenRate
-from sglang_coserve.lines.background import WorkerThreads
-from sglang_coserve.lines.engine_lines import TURN_S, LineTurns
+from sglang_coserve.lines.backend import LineRequest, TokenRate
+from sglang_coserve.lines.background import Clock, WorkerThreads
+from sglang_coserve.lines.engine_lines import TURN_S, EngineLines, LineTurns
+from sglang_coserve.lines.journal import LineTokens
 from sglang_coserve.lines.line_run import OutputLengths
 from sglang_coserve.lines.line_source import LineSource
+from sglang_coserve.lines.serve_line import AttemptContext, EngineHealth, RetryPolicy, serve_line
+from waiting import until
 
 
 async def test_a_source_reads_only_a_little_ahead(tmp_path: Path) -> None:
@@ -160,3 +165,31 @@ def test_what_is_expected_stands_in_for_what_is_missing_of_ten_seconds() -> None
         assert rate.per_s() == 5
         now_s += 100
         assert rate.per_s() == pytest.approx(60 / 21)
+
+
+async def test_tokens_of_another_model_are_not_gone_on_from() -> None:
+    backend, received = ScriptedBackend(holds=True, model="b"), LineTokens("a")
+    engine_lines = EngineLines()
+    context = AttemptContext(
+        backend=backend,
+        engine_lines=engine_lines,
+        clock=Clock(),
+        rng=random.Random(0),
+        retry_policy=RetryPolicy(),
+        health=EngineHealth(),
+    )
+    request = LineRequest("batch_1", 1, ENDPOINT, {"prompt": "x"})
+
+    async def fresh_body() -> dict[str, Any]:
+        return dict(request.body)
+
+    serving = asyncio.create_task(serve_line(request, fresh_body, received, context))
+    await until(lambda: backend.in_flight)
+    of_b = backend.in_flight[0]
+    backend.model = "a"  # Most engines have the first model again.
+    engine_lines.take_out()
+    of_b.generate(2)  # On the way when the attempt is cancelled.
+    await until(lambda: len(backend.started) == 2 and backend.in_flight)
+    assert backend.started[1].generated == ()
+    backend.finish_all()
+    assert (await serving)[1] == "a"

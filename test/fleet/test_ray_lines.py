@@ -66,7 +66,7 @@ async def test_every_line_has_its_answer_or_its_error_in_its_place() -> None:
             *("url_mismatch", "invalid_request", "invalid_request", "invalid_request"),
             "line_too_large",
         ]
-        assert [each.custom_id for each in answers[5:9]] == ["b", "c", "d", "e"]
+        assert [each.custom_id for each in answers[5:10]] == ["b", "c", "d", "e", "f"]
         assert len(engine.backend.started) == 2
 
 

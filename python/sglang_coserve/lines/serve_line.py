@@ -167,9 +167,11 @@ async def serve_line(
     """
     backend, now_s = context.backend, asyncio.get_running_loop().time
     retries = LineRetries(request.line, context.retry_policy, context.health, context.rng)
+    model = ""
 
     def take_tokens(tokens: Sequence[int]) -> None:
-        if backend.model == received.model:
+        # An attempt that has ended may still tell of tokens, which are of its own model.
+        if model == backend.model == received.model:
             received.add(request.line, tokens)
 
     is_first = True

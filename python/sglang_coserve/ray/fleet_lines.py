@@ -19,6 +19,7 @@ from sglang_coserve.jsonl.request_line import (
     BadLineError,
     RequestLine,
     custom_id_of,
+    line_head,
     parse_json,
     request_of,
 )
@@ -119,7 +120,8 @@ class FleetLines:
             custom_id = custom_id_of(fields)
             request = request_of(fields, None)
         except BodyTooLargeError as error:
-            return Answer(None, LineResult.unserved("line_too_large", str(error)))
+            result = LineResult.unserved("line_too_large", str(error))
+            return Answer(_id_in(content or b""), result)
         except BadLineError as error:
             return Answer(custom_id, LineResult.unserved(error.code, str(error)))
         return Answer(custom_id, await self._served(content, request))
@@ -160,3 +162,11 @@ class FleetLines:
     def _reasons(self) -> str:
         reasons = [f"{engine.url}: {engine.reason}" for engine in self._fleet.engines]
         return "; ".join([*reasons, *self._fleet.left_out.values()]) or "there is none"
+
+
+def _id_in(content: bytes) -> str | None:
+    """Return the id of a line that is too large to be parsed; None if it is no request."""
+    try:
+        return line_head(content, None).custom_id
+    except BadLineError:
+        return None
