@@ -79,6 +79,7 @@ PLACES: Final[dict[str, str]] = {
     "jsonl/check_file.py::main": OWN_PROCESS,
     "ray/fleet_lines.py::_answer": "check_body with the fleet's limits",
     "ray/fleet_lines.py::fresh_body": "the same line again",
+    "ray/fleet_lines.py::_id_in": "a few fields of a line, in line_head",
     # Grammars in requests that have passed the request gate.
     "guard/grammar_process.py::_structural_tag": OWN_PROCESS,
     # What the engine has answered.

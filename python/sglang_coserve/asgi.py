@@ -39,6 +39,12 @@ _PIECE_BYTES: Final = 1 << 18
 """Bytes read between two pauses."""
 
 
+def route_path(scope: Scope) -> str:
+    """Return the path of a route: uvicorn puts ``--fastapi-root-path`` before it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Return the key in ``Authorization: Bearer KEY``; None without one.
 

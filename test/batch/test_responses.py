@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import Request
+from fastapi import FastAPI, Request
 from openai.types.responses import Response
 
 from batch.live_app import LiveApp
@@ -19,7 +19,10 @@ from batch.route_calls import engine_has, finish, refused
 from batch.scenarios import NOBODY, OWNER, Scene, opened
 from batch.scripted_backend import ScriptedBackend, failure, tokens_of
 from sglang_coserve.batch.errors import NotFoundError, QuotaError
+from sglang_coserve.batch.job_lines import JobLines
 from sglang_coserve.batch.responses import has_ended
+from sglang_coserve.batch.routes import add_batch_routes
+from sglang_coserve.batch.routes.caller import set_service
 from sglang_coserve.batch.schemas import CreateResponse
 from waiting import GIVE_UP_S, eventually
 
@@ -390,3 +393,36 @@ async def test_batches_learn_nothing_from_it_and_webhooks_are_not_called(tmp_pat
         batch = await scene.create(b"")
         assert (await scene.ends(batch.id)).status == "failed"
         assert (await service.status()).webhooks_pending == 1
+
+
+async def test_it_is_ours_behind_a_root_path(tmp_path: Path) -> None:
+    scene, app = await opened(tmp_path), FastAPI()
+    async with scene.service as service:
+        add_batch_routes(app)
+        set_service(app, service)
+        transport = httpx.ASGITransport(app=app, root_path="/x")
+        async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+            body = {"background": True, "input": "one"}
+            assert (await client.post("/x/v1/responses", json=body)).status_code == 200
+
+
+async def test_it_can_be_deleted_once_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, give_up = asyncio.Event(), JobLines.give_up
+
+    async def late(self: JobLines, code: str, message: str) -> None:
+        await gate.wait()
+        await give_up(self, code, message)
+
+    monkeypatch.setattr(JobLines, "give_up", late)
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        response_id = await begun(scene, coserve_deadline_s=90)
+        await scene.in_flight(1)
+        scene.clock.advance(90)
+        assert (await ended(scene, response_id))["status"] == "failed"
+        deleting = asyncio.ensure_future(service.responses.delete(OWNER, response_id))
+        await asyncio.sleep(0.05)
+        gate.set()
+        await deleting

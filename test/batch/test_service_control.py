@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,32 @@ async def test_the_status_counts_batches_and_lines(tmp_path: Path) -> None:
         assert status.batches == {"in_progress": 1}
         assert (status.lines_in_flight, status.lines_waiting) == (0, 4)
         assert status.webhooks_pending == 1
+
+
+class _Leaving(ScriptedBackend):
+    """Lines take as long to leave the engine as ``left`` says."""
+
+    left: asyncio.Event
+
+    async def run(self, request: Any, on_tokens: Any) -> Any:
+        try:
+            return await super().run(request, on_tokens)
+        finally:
+            await self.left.wait()
+
+
+async def test_what_is_created_while_lines_leave_is_the_next_services(tmp_path: Path) -> None:
+    backend = _Leaving(holds=True)
+    backend.left = asyncio.Event()
+    scene = await opened(tmp_path, backend)
+    file = await scene.upload(lines(1))
+    await scene.service.create_batch(OWNER, wanted(file))
+    await scene.in_flight(1)
+    closing = asyncio.create_task(scene.service.close())
+    await asyncio.sleep(0.05)
+    late = await scene.service.create_batch(OWNER, wanted(file))
+    backend.left.set()
+    await closing
+    assert scene.service.context.background.state()["batch"]["running"] == 0
+    async with (scene := await opened(tmp_path)).service:
+        assert (await scene.ends(late.id)).status == "completed"

@@ -266,7 +266,7 @@ def test_addresses_that_are_none(url: str) -> None:
         WebhookTarget(url, SECRET)
 
 
-@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_###"])
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_###", "whsec_ü"])
 def test_weak_secrets_are_refused_and_not_shown(secret: str) -> None:
     with pytest.raises(ConfigError, match="secret"):
         WebhookTarget("https://example.org/", secret)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
 from sglang_coserve.errors import ConfigError, ServerError
@@ -72,6 +73,21 @@ def test_a_router_is_asked_without_the_environments_proxy(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     router.content = b'{"workers": [{"url": "http://a:1"}]}'
     assert urls(Router(f"http://127.0.0.1:{router.server_port}", "router's key")) == ["http://a:1"]
+
+
+def test_authorities_are_read_beside_the_event_loop(
+    router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, threads = httpx.create_ssl_context, []
+
+    def made() -> Any:
+        threads.append(threading.current_thread())
+        return make()
+
+    monkeypatch.setattr(httpx, "create_ssl_context", made)
+    router.content = b'{"workers": []}'
+    assert urls(Router(f"http://127.0.0.1:{router.server_port}", "router's key")) == []
+    assert threads and threading.current_thread() not in threads
 
 
 def test_a_router_tells_its_workers(router: Any) -> None:

@@ -103,6 +103,13 @@ async def one_address(directory: Path, *flags: str) -> AsyncGenerator[tuple[str,
         yield url, router
 
 
+async def test_a_header_beyond_ascii_passes_unchanged(tmp_path: Path) -> None:
+    async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
+        name = "André".encode()
+        await client.post(f"{url}/v1/completions", content=b"{}", headers={b"x-user": name})
+        assert dict(router.seen[0][2])[b"x-user"] == name
+
+
 async def test_requests_and_answers_pass_unchanged(tmp_path: Path) -> None:
     async with one_address(tmp_path) as (url, router), httpx.AsyncClient() as client:
         sent = b'{"model": "m",  "text": "\xc3\xa9\\ud83d"}'

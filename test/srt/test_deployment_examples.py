@@ -16,7 +16,14 @@ from sglang_coserve.fleet.engine import DnsName, EngineList
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
 from srt.monitoring.test_exported import documented
-from srt.test_documented_flags import FLAG, ROOT, flags_in, flags_of_server, flags_of_sglang
+from srt.test_documented_flags import (
+    FLAG,
+    ROOT,
+    flags_in,
+    flags_of_routers,
+    flags_of_server,
+    flags_of_sglang,
+)
 
 EXAMPLES = ROOT / "docs" / "examples"
 KUBERNETES, COMPOSE = EXAMPLES / "kubernetes", EXAMPLES / "compose"
@@ -194,8 +201,10 @@ def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
     router = found["router"]["command"]
     assert options.router == f"http://router:{router[-1].removeprefix('--port=')}"
     assert [each for each in router if each.startswith("http")] == engines
-    tested = flags_in(ROOT / "benchmark" / "chaos_bench" / "router.py")
+    tested = flags_in(ROOT / "benchmark" / "chaos_bench" / "router.py") | flags_of_routers()
     assert {flag for each in router for flag in FLAG.findall(each)} <= tested
+    # As docs/fleet.md says: or an engine that drains gets requests for minutes.
+    assert "--health-check-interval-secs=5" in router
     targets = set(re.findall(r" AS (\w+)", (EXAMPLES / "Dockerfile").read_text()))
     for service in found.values():
         assert service["build"]["target"] in targets

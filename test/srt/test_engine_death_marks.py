@@ -122,3 +122,16 @@ def test_what_fails_when_weights_are_exchanged_keeps_neither_them_nor_others() -
     with weights.updating():
         assert told == [True]
     assert not weights.is_changing
+
+
+def test_paused_lines_leave_when_generation_goes_on_within_a_session() -> None:
+    weights = WeightUpdates()
+    told: list[bool] = []
+    weights.listeners.add(lambda: told.append(weights.is_changing))
+    weights.pause()
+    weights.open_session()
+    assert told == []
+    weights.resume()
+    assert told == [True]
+    weights.close_session()
+    assert not weights.is_changing

@@ -56,6 +56,7 @@ def call(
     path: str = "/v1/chat/completions",
     chunk_bytes: int = 7,
     headers: Sequence[tuple[bytes, bytes]] = (),
+    root_path: str = "",
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Run one request through the middleware; return status, body and headers."""
     chunks = [body[i : i + chunk_bytes] for i in range(0, len(body), chunk_bytes)] or [b""]
@@ -71,6 +72,7 @@ def call(
         "type": "http",
         "method": "POST",
         "path": path,
+        "root_path": root_path,
         "headers": [(b"content-length", str(len(body)).encode()), *headers],
     }
     names = CoserveConfig().offline_objectives
@@ -421,3 +423,9 @@ def test_no_bytes_fare_worse_with_a_mark(mark: bytes, pieces: list[bytes], betwe
         b'{"a":' + b"".join(pieces[:1]) + b"," + mark + b"}",
     ):
         assert status_of(MarksMiddleware(Stock()), body) == status_of(Stock(), body)
+
+
+def test_a_root_path_stands_before_the_route() -> None:
+    app = Inner("application/json", [b"{}"])
+    _, _, headers = call(app, FLEX, "/x/v1/chat/completions", root_path="/x")
+    assert headers[b"x-coserve-class"] == b"offline"

@@ -26,7 +26,11 @@ ABORT = {"text": "", "meta_info": {"finish_reason": {"type": "abort", "status_co
 
 
 def answered(
-    *outputs: Any, status: int = 200, header: Any = STREAM, streams: bool = True
+    *outputs: Any,
+    status: int = 200,
+    header: Any = STREAM,
+    streams: bool = True,
+    early: bool = False,
 ) -> list[dict[str, Any]]:
     """Send an answer with an event for each output of the engine; return what comes out."""
     sent: list[dict[str, Any]] = []
@@ -46,6 +50,8 @@ def answered(
         with answer.heard():
             if streams:
                 await answer(start)
+            if early:
+                await answer({"type": "http.response.body", "body": b"early", "more_body": True})
             try:
                 async for _ in telling_refusals(engine()):
                     if streams:
@@ -69,6 +75,13 @@ def assert_refused(start: dict[str, Any], body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("header", [STREAM, LINES])
 def test_a_stream_whose_request_is_refused_is_a_503(header: Any) -> None:
     assert_refused(*answered(REFUSAL, REFUSAL, header=header))
+
+
+def test_a_stream_that_begins_before_the_engine_is_asked_waits_for_its_answer() -> None:
+    assert_refused(*answered(REFUSAL, early=True))
+    start, *bodies = answered(TOKEN, TOKEN, early=True)
+    assert start["status"] == 200
+    assert [body["body"] for body in bodies] == [b"early", b"event", b"event", b"end"]
 
 
 @pytest.mark.parametrize("outputs", [(TOKEN, REFUSAL), (ABORT,), ([TOKEN, TOKEN],), ()])

@@ -46,6 +46,8 @@ class JobSupervisor:
 
         self._watching: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[JobRecord]] = set()
+        self._is_closing = False
+        """What is created now is left to the next service."""
 
     async def start(self) -> None:
         """Continue all unfinished batches.
@@ -119,10 +121,11 @@ class JobSupervisor:
     async def close(self) -> None:
         """Stop every batch where it is; its engine requests are aborted, its results written."""
         await asyncio.gather(*self._calls, return_exceptions=True)  # They may begin another.
+        self._is_closing = True
         tasks = [*(driver.task for driver in self._drivers.values()), *self._watching]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._calls, *tasks, return_exceptions=True)
 
     async def _call(self, work: Coroutine[Any, Any, JobRecord]) -> JobRecord:
         task = asyncio.create_task(work)
@@ -157,7 +160,7 @@ class JobSupervisor:
         record, is_new = await context.store.run(
             batch_rows.create, wanted, context.limits, free_bytes
         )
-        if is_new:
+        if is_new and not self._is_closing:
             self._lead(record)
         return record
 

@@ -280,7 +280,8 @@ class BackgroundResponses:
         now_s = self._context.clock.now_s()
         batch = await self._find(owner, response_id)
         driver = self._runner.driver(batch.id)
-        if batch.status is Status.CANCELLING and driver is not None:
+        # One whose window has closed is shown as failed while it is being finalized.
+        if batch.status in (Status.CANCELLING, Status.FINALIZING) and driver is not None:
             await asyncio.wait({driver.task}, timeout=_LEAVE_S)
         await self._context.store.run(
             batch_rows.delete_response, batch.id, batch.endpoint, owner, now_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -87,7 +86,7 @@ class WebhookTarget:
         """The secret's bytes."""
         try:
             return base64.b64decode(self.secret.removeprefix(_SECRET_PREFIX), validate=True)
-        except binascii.Error:
+        except ValueError:  # Also of what is no ASCII.
             raise ConfigError("the webhook secret must be whsec_ and base64") from None
 
 

@@ -273,8 +273,9 @@ class Router(EngineSource):
             async with httpx.AsyncClient(
                 headers=self._headers,
                 timeout=_TIMEOUT_S,
-                # The authorities of the environment count, and its proxies do not.
-                verify=httpx.create_ssl_context(),
+                # The authorities of the environment count, and its proxies do not. Reading them
+                # takes tens of milliseconds, in which no token would pass.
+                verify=await asyncio.to_thread(httpx.create_ssl_context),
                 trust_env=False,
             ) as client:
                 answer = (await client.get(self._url)).raise_for_status()

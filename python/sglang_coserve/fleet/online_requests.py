@@ -183,7 +183,7 @@ class RouterConnection:
         query = scope["query_string"].decode("latin-1")
         url = URL(f"{self.url}{path}{'?' if query else ''}{query}", encoded=True)
         headers = CIMultiDict(
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in _kept(scope)
+            (name.decode("latin-1"), _sendable(value)) for name, value in _kept(scope["headers"])
         )
         has_body = any(
             name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]
@@ -209,7 +209,7 @@ class RouterConnection:
                     {
                         "type": "http.response.start",
                         "status": answer.status,
-                        "headers": _kept({"headers": answer.raw_headers}, _REQUEST_ID),
+                        "headers": _kept(answer.raw_headers, _REQUEST_ID),
                     }
                 )
                 async for piece in answer.content.iter_any():
@@ -288,13 +288,21 @@ def online_routes(router: RouterConnection | None, known_router: str | None) -> 
     ]
 
 
-def _kept(scope: Any, *also: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request or an answer, but those of one connection and ``also``."""
+def _sendable(value: bytes) -> str:
+    """Return what aiohttp, which writes UTF-8, sends as ``value``; what is none is Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _kept(headers: Sequence[tuple[bytes, bytes]], *also: bytes) -> list[tuple[bytes, bytes]]:
+    """Return ``headers`` but those of one connection and ``also``."""
     named = {
         each.strip().lower()
-        for name, value in scope["headers"]
+        for name, value in headers
         if name.lower() == b"connection"
         for each in value.split(b",")
     }
     dropped = _OF_ONE_CONNECTION | named | frozenset(also)
-    return [(name, value) for name, value in scope["headers"] if name.lower() not in dropped]
+    return [(name, value) for name, value in headers if name.lower() not in dropped]

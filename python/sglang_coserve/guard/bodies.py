@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sglang_coserve.asgi import error_content, is_form, replay, send_error
+from sglang_coserve.asgi import error_content, is_form, replay, route_path, send_error
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyMeter, BodyTooLargeError, mended_json
 
 # --- How large a body may be -----------------------------------------------------------------
@@ -130,7 +130,7 @@ class RequestGateMiddleware:
         # Whatever its method: some of SGLang's routes parse the body of a GET, too.
         if scope["type"] != "http":
             return False
-        path = scope["path"]
+        path = route_path(scope)
         if path in _FREE_PATHS or path.startswith(self._free_prefixes):
             return False
         return path != _FORM_PATH or not is_form(scope)

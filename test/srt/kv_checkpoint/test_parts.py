@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,23 @@ def test_a_load_waits_for_the_passes_in_flight(monkeypatch: pytest.MonkeyPatch) 
     gate.set()
     loads.synchronize()
     assert done == ["pass", "load"]
+
+
+def test_a_copy_to_the_host_waits_for_the_passes_in_flight() -> None:
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=1)
+    assert engine.admit(new_request("off", list(range(32)), offline=True))
+    passes, gate, copied = ThreadStream(), threading.Event(), Event()
+    passes.submit(lambda: (gate.wait(), None)[1])
+    engine.cache.cache_controller.load_fence_stream = passes
+    engine.checkpoint()
+    assert engine.cache.copies.in_flight_tokens == 32
+    copied.record(engine.copy_streams[0])
+    time.sleep(0.2)
+    assert not copied.query()
+    gate.set()
+    engine.settle()
+    assert engine.cache.copies.in_flight_tokens == 0
 
 
 def test_a_copy_that_fails_never_counts_as_done() -> None:

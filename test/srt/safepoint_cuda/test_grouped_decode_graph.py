@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner_backend import FullCudaGraphBackend
 
 from sglang_coserve.srt import compat
@@ -76,12 +77,40 @@ def test_what_cannot_be_captured_in_groups_says_why(runner: Any, reason: str) ->
     assert reason in str(why_no_grouped_decode_graphs(model_runner))
 
 
-def test_graphs_whose_memory_is_lent_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+class BeforeGraph:
+    init_forward_metadata_in_graph = AttentionBackend.init_forward_metadata_in_graph
+
+
+class InGraph:
+    def init_forward_metadata_in_graph(self, _batch: Any) -> None:
+        """Records kernels."""
+
+
+def model_runner_with(attention: Any) -> Any:
     backend = FullCudaGraphBackend.__new__(FullCudaGraphBackend)
-    runner = SimpleNamespace(backend=backend, enable_torch_compile=False)
-    model_runner = SimpleNamespace(
-        decode_cuda_graph_runner=runner, server_args=SimpleNamespace(enable_memory_saver=False)
-    )
+    runner = SimpleNamespace(backend=backend, enable_torch_compile=False, attn_backend=attention)
+    args = SimpleNamespace(enable_memory_saver=False)
+    return SimpleNamespace(decode_cuda_graph_runner=runner, server_args=args)
+
+
+@pytest.mark.parametrize(
+    ("attention", "prepares_in_graph"),
+    [
+        (BeforeGraph(), False),
+        (InGraph(), True),
+        (SimpleNamespace(attn_backend_list=[BeforeGraph(), InGraph()]), True),
+        (SimpleNamespace(decode_backend=BeforeGraph()), False),
+    ],
+)
+def test_a_graph_that_begins_with_its_preparation_is_not_grouped(
+    attention: Any, prepares_in_graph: bool
+) -> None:
+    why_not = why_no_grouped_decode_graphs(model_runner_with(attention))
+    assert (why_not is not None and "within its graph" in why_not) == prepares_in_graph
+
+
+def test_graphs_whose_memory_is_lent_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    model_runner = model_runner_with(BeforeGraph())
     assert why_no_grouped_decode_graphs(model_runner) is None
     monkeypatch.setattr(compat, "lends_graph_memory", lambda: True)
     assert "SGLANG_ENABLE_GRAPH_POOL_BORROW" in str(why_no_grouped_decode_graphs(model_runner))

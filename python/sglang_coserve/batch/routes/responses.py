@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from sglang_coserve.asgi import replay, send_error
+from sglang_coserve.asgi import replay, route_path, send_error
 from sglang_coserve.batch.errors import BatchApiNotReadyError, BatchApiOffError
 from sglang_coserve.batch.responses import (
     CHATS,
@@ -47,7 +47,7 @@ class _Route(OpenAIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``Route``."""
-        app, path = scope["app"], scope["path"]
+        app, path = scope["app"], route_path(scope)
         is_ours = False
         if (limits := _limits(app)) is not None and path not in ID_PREFIXES:
             is_ours = _OUR_PATH.fullmatch(path) is not None
@@ -92,7 +92,7 @@ async def create_response(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Response:
     """Begin it in the background; the same key and body again return the same one."""
-    endpoint = request.scope["path"]
+    endpoint = route_path(request.scope)
     created = await service.responses.create(owner, body, idempotency_key, endpoint)
     return await _answer(service.responses, owner, created, streams=bool(body.stream))
 

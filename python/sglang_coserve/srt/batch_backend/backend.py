@@ -125,7 +125,7 @@ class BatchBackend(Backend):
 
         self._departures = LineDepartures(tokenizer_manager)
         self._endpoints = model_endpoints(tokenizer_manager, template_manager)
-        self._thread = HandlerThread("coserve-lines")
+        self._thread = HandlerThread()
         self._rate = TokenRate(time.monotonic, expected_per_s=expected_tokens_per_s)
 
     @property

@@ -148,8 +148,8 @@ class HandlerThread:
     """One thread, so that no two handlers are in the middle of a step: they share objects that
     were made for one event loop."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = WorkerThreads(name, 1)  # Ends with the process.
+    def __init__(self) -> None:
+        self._thread = WorkerThreads("coserve-lines", 1)  # Ends with the process.
 
     async def run(self, handler: Coroutine[Any, Any, _T]) -> _T:
         """Return what ``handler`` returns, which awaits nothing but ``OnLoop``.

@@ -101,7 +101,10 @@ class CopyJobs:
         host_slots: torch.Tensor,
         step: int,
     ) -> None:
-        """Begin an asynchronous copy of slots, ordered after all work submitted to the device."""
+        """Begin an asynchronous copy of slots, ordered after all work submitted to the device.
+
+        After a pass in flight, too: it may be computing the last token of a retracted request.
+        """
         cache, controller = self._cache, self._cache.cache_controller
         self._num_begun += 1
         # Negative, because the ids of SGLang's own copies are those of tree nodes.
@@ -114,6 +117,8 @@ class CopyJobs:
         # An entry for SGLang that locks and publishes nothing.
         cache.ongoing_write_through[job_id] = _OngoingWriteThrough(cache.root_node.id, None, [])
         controller.write_queue.append(CacheOperation(host_slots, device_slots, job_id))
+        # SGLang 0.5.17 orders it after a part of the pass only, if that runs in a graph.
+        compat.copy_streams(controller)[0].wait_stream(controller.load_fence_stream)
         controller.start_writing()
 
     def settle(self) -> None:

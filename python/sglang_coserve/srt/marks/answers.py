@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -18,8 +18,9 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Send
 
-from sglang_coserve.asgi import send_error
+from sglang_coserve.asgi import error_content, send_json
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIER
+from sglang_coserve.srt.marks.wanted_model import in_protocol_of
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
@@ -27,36 +28,40 @@ _RETRY_AFTER: Final = (b"retry-after", b"1")
 """One second, the smallest value of the header. Refusing costs next to nothing, so clients may
 retry early."""
 
-_REFUSE: Final[ContextVar[Callable[[str], None] | None]] = ContextVar(
-    "tells the answer being sent that the engine refuses its request", default=None
+_ANSWER: Final[ContextVar[OverloadAnswer | None]] = ContextVar(
+    "the answer to the request being served", default=None
 )
 
 
 async def telling_refusals(outputs: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    """Yield the engine's outputs of a request; have the answer to it know of a refusal."""
-    refuse = _REFUSE.get() or (lambda _: None)
+    """Yield the engine's outputs of a request; tell the answer to it of each before."""
+    answer = _ANSWER.get()
     try:
         async for output in outputs:
             about = output.get("meta_info", {}) if isinstance(output, dict) else {}
-            reason = about.get("finish_reason")
-            if isinstance(reason, dict) and reason.get("status_code") == _OVERLOADED:
-                refuse(str(reason.get("message")))
+            reason: Any = about.get("finish_reason")
+            is_refusal = isinstance(reason, dict) and reason.get("status_code") == _OVERLOADED
+            if answer is not None:
+                answer.hear(str(reason.get("message")) if is_refusal else None)
             yield output
     except HTTPException as error:
-        if error.status_code == _OVERLOADED:
-            refuse(error.detail)
+        if answer is not None and error.status_code == _OVERLOADED:
+            answer.hear(error.detail)
         raise
 
 
 class OverloadAnswer:
-    """An ASGI ``send`` that delays the start of a stream until its first event.
+    """An ASGI ``send`` that delays a stream until the engine has answered, or the stream ends.
 
-    What has not started when the engine refuses the request is an error response instead.
+    What has not started when the engine refuses the request is an error response instead, in the
+    protocol of the route at ``path``.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, path: str = "") -> None:
         self._send = send
-        self._delayed: Message | None = None
+        self._path = path
+        self._delayed: list[Message] = []
+        self._is_served = False
         self._has_started = False
         self._refusal: str | None = None
         self._is_replaced = False
@@ -64,14 +69,18 @@ class OverloadAnswer:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Let ``telling_refusals`` tell this answer, within this context."""
-        token = _REFUSE.set(self._refuse)
+        token = _ANSWER.set(self)
         try:
             yield
         finally:
-            _REFUSE.reset(token)
+            _ANSWER.reset(token)
 
-    def _refuse(self, message: str) -> None:
-        self._refusal = message
+    def hear(self, refusal: str | None) -> None:
+        """Take note of an output of the engine; None if it does not refuse the request."""
+        if refusal is None:
+            self._is_served = True
+        else:
+            self._refusal = refusal
 
     async def __call__(self, message: Message) -> None:
         """Forward one message, delay it, or replace the answer."""
@@ -82,16 +91,19 @@ class OverloadAnswer:
             message = _with_retry_after(message)
         elif self._refusal is not None and not self._has_started:
             self._is_replaced = True
-            await send_error(OverloadAnswer(self._send), _OVERLOADED, self._refusal)
+            error = error_content(_OVERLOADED, self._refusal)
+            content = in_protocol_of(self._path, error, "overloaded_error", self._refusal)
+            await send_json(self._send, _OVERLOADED, content, {"retry-after": "1"})
             return
-        elif is_start and _is_stream(message):
-            self._delayed = message
+        elif not self._is_served and (
+            _is_stream(message) if is_start else self._delayed and message.get("more_body")
+        ):
+            self._delayed.append(message)
             return
         self._has_started = True
-        if self._delayed is not None:
-            delayed, self._delayed = self._delayed, None
-            await self._send(delayed)
-        await self._send(message)
+        delayed, self._delayed = self._delayed, []
+        for each in (*delayed, message):
+            await self._send(each)
 
 
 def _with_retry_after(message: Message) -> Message:

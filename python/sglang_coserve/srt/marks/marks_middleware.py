@@ -19,7 +19,7 @@ from typing import Any, Final
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, send_error
+from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, route_path, send_error
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.answers import OverloadAnswer, TierWriter
@@ -72,21 +72,22 @@ class MarksMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        path = route_path(scope).rstrip("/") if scope["type"] == "http" else ""
         if path not in MARKED_PATHS or scope["method"] not in ("POST", "PUT"):
             await self._app(scope, receive, send)
             return
         try:
             hints = marks_of_headers(scope["headers"])
             marks: dict[str, Any] = {}
-            names_tier = path in _OPENAI_PATHS
+            names_tier, is_background = path in _OPENAI_PATHS, False
             if not is_form(scope):
                 body = (await receive()).get("body", b"")
                 # A body without the name of a mark is not parsed.
                 fields = _fields(body) if any(name in body for name in _NAMES) else {}
                 marks = marks_of_body(fields)
                 # The Batch API answers those, and names the tier itself.
-                names_tier = names_tier and fields.get("background") is not True
+                is_background = fields.get("background") is True
+                names_tier = names_tier and not is_background
                 known = _known_to_sglang(path, fields)
                 if known is not fields:
                     body = orjson.dumps(known)
@@ -100,7 +101,9 @@ class MarksMiddleware:
             marks[CLASS_KEY] = (RequestClass.OFFLINE if is_offline else RequestClass.ONLINE).value
         if CLASS_KEY in marks:
             send = _naming(send, RequestClass(marks[CLASS_KEY]), names_tier=names_tier)
-        answer = OverloadAnswer(send)
+        answer = OverloadAnswer(send, path)
+        if is_background or marks.get(CLASS_KEY) == RequestClass.OFFLINE.value:
+            answer.hear(None)  # It is never refused, and may wait for hours.
         with said_by_client(marks, hints), answer.heard():
             await self._app(scope, receive, answer)
 

@@ -16,7 +16,7 @@ import orjson
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay
+from sglang_coserve.asgi import ENGINE_PATHS, is_form, replay, route_path
 from sglang_coserve.jsonl.request_line import not_served, served_name
 
 _OLLAMA_PATHS: Final = frozenset({"/api/chat", "/api/generate", "/api/show"})
@@ -70,7 +70,7 @@ class WantedModelMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        path = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        path = route_path(scope).rstrip("/") if scope["type"] == "http" else ""
         if path not in MODEL_PATHS or is_form(scope):
             await self._app(scope, receive, send)
             return
@@ -106,10 +106,15 @@ def _model_in(body: bytes) -> Any:
 
 def _refusal(path: str, error: dict[str, str]) -> JSONResponse:
     """Return the refusal as the protocol of the route has it."""
-    content: dict[str, Any] = {"error": error}
-    if path in _OLLAMA_PATHS:
-        content = {"error": error["message"]}
-    elif path in _ANTHROPIC_PATHS:
-        within = {"type": "not_found_error", "message": error["message"]}
-        content = {"type": "error", "error": within}
+    content = in_protocol_of(path, {"error": error}, "not_found_error", error["message"])
     return JSONResponse(content, HTTPStatus.NOT_FOUND)
+
+
+def in_protocol_of(path: str, error: dict[str, Any], kind: str, message: str) -> dict[str, Any]:
+    """Return ``error``, or what says the same on a route of Ollama's or of Anthropic's, which has a
+    ``kind``."""
+    if path in _OLLAMA_PATHS:
+        return {"error": message}
+    if path in _ANTHROPIC_PATHS:
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return error

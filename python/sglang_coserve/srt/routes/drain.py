@@ -23,7 +23,7 @@ from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_coserve.asgi import send_error
+from sglang_coserve.asgi import route_path, send_error
 from sglang_coserve.batch.errors import ConflictError
 from sglang_coserve.batch.routes.caller import endpoints_of, operator_router
 from sglang_coserve.errors import StartupError
@@ -220,9 +220,9 @@ class HealthMiddleware:
         drain, heartbeat = self._health.drain, self._health.heartbeat
         if drain is not None and drain.has_stopped:
             await send_error(send, 503, "the engine has ended")
-        elif self._health.is_draining and scope["path"] in _HEALTH_PATHS:
+        elif self._health.is_draining and route_path(scope) in _HEALTH_PATHS:
             await send_error(send, 503, "the engine is draining")
-        elif scope["path"] == _HEALTH and heartbeat is not None and heartbeat.has_started:
+        elif route_path(scope) == _HEALTH and heartbeat is not None and heartbeat.has_started:
             if (failure := heartbeat.failure()) is not None:
                 await send_error(send, 503, failure)
             else:

@@ -20,7 +20,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_coserve import __version__
-from sglang_coserve.asgi import send_error
+from sglang_coserve.asgi import route_path, send_error
 from sglang_coserve.batch.routes.caller import operator_router
 from sglang_coserve.batch.routes.view import PAGE_PATH, VIEW_PATH, Keys, shown_batches, view_answer
 from sglang_coserve.core.engine_load import EngineLoad, ReplicaLoad, Versions, total
@@ -196,8 +196,7 @@ class _InFront:
         self._paths = frozenset(route.path for route in router.routes if isinstance(route, Route))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and path in self._paths:
+        if scope["type"] == "http" and (path := route_path(scope)) in self._paths:
             if scope["method"] not in ("GET", "HEAD"):
                 await send_error(send, 405, f"{path} is only read: use GET")
                 return

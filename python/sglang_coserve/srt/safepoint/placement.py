@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner_backend import BreakableCudaGraphBackend, FullCudaGraphBackend
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     BreakableCUDAGraph,
@@ -43,7 +44,25 @@ def why_no_grouped_decode_graphs(model_runner: ModelRunner) -> str | None:
         return "decode steps are compiled as a whole"
     if model_runner.server_args.enable_memory_saver:
         return "the memory saver releases decode graphs by itself"
+    if _prepares_in_graph(runner.attn_backend):
+        return (
+            "the attention backend prepares each step within its graph, which the rest of it lacks"
+        )
     return why_graphs_cannot_be_cut()
+
+
+def _prepares_in_graph(backend: Any) -> bool:
+    """Return whether decode graphs begin with what an attention backend prepares for a batch.
+
+    Other batches prepare theirs in the same buffers while a step is suspended.
+    """
+    parts = getattr(backend, "attn_backend_list", None)
+    if parts is None and hasattr(backend, "decode_backend"):
+        parts = [backend.decode_backend]
+    if parts:
+        return any(map(_prepares_in_graph, parts))
+    own = type(backend).init_forward_metadata_in_graph
+    return own is not AttentionBackend.init_forward_metadata_in_graph
 
 
 def add_grouped_decode_graphs(model_runner: ModelRunner, cuts: GraphCuts) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from asgi_correlation_id import correlation_id
 
+from sglang_coserve.asgi import route_path
 from sglang_coserve.guard.process_health import is_stop_asked, uvicorn_server
 from sglang_coserve.guard.tokenizer_manager import GuardedTokenizerManager
 from sglang_coserve.lines.backend import ChangeListeners
@@ -113,6 +114,8 @@ class WeightUpdates:
     def resume(self) -> None:
         """Record that generation was resumed."""
         self._is_paused = False
+        if self._num_pending or self.has_session:
+            self.listeners.tell()  # Those that were paused would go on meanwhile.
         self._settle()
 
     def _begin(self) -> None:
@@ -175,7 +178,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
     async def serve(self, obj: Any, request: Any) -> AsyncIterator[Any]:
         """See ``GuardedTokenizerManager``; it ends when its client leaves."""
         if self._otel_metrics is not None and hasattr(request, "url"):  # Lines have none.
-            note_operation(request.url.path)
+            note_operation(route_path(request.scope))
         client = None if getattr(obj, "background", False) else request
         async with (
             self._departures.watched(client),
