@@ -76,11 +76,16 @@ async def test_an_answer_of_any_length_comes_over() -> None:
         assert (await connection.run(request(), "scripted", ignore)).body == long
 
 
+def beat_every(monkeypatch: pytest.MonkeyPatch, heartbeat_s: float, silent_s: float) -> None:
+    """Have engines say so often that they are there, and be lost when silent for so long."""
+    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", heartbeat_s)
+    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", silent_s)
+
+
 async def test_a_line_that_waits_longer_than_the_heartbeat_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", 0.01)
-    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.1)
+    beat_every(monkeypatch, 0.01, 0.1)
     async with connected() as (engine, connection):
         attempt = await held(engine, connection)
         await asyncio.sleep(0.2)  # Some heartbeats.
@@ -346,8 +351,7 @@ async def test_an_engine_that_cannot_take_what_it_is_asked_for_ends_the_connecti
 async def test_an_engine_that_is_sent_line_after_line_is_not_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sglang_coserve.http_lines.line_stream.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("sglang_coserve.http_lines.engine_connection._SILENT_S", 0.5)
+    beat_every(monkeypatch, 0.1, 0.5)
     async with connected() as (engine, connection):
         attempt = await held(engine, connection)
         others = []

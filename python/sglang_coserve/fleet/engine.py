@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+import ssl
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
@@ -266,16 +267,19 @@ class Router(EngineSource):
         self._url = f"{str(http_address(url, '--engine-router')).rstrip('/')}/workers"
         check_key("the router's API key", api_key)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._authorities: ssl.SSLContext | None = None
+        """Of the environment; its proxies do not count."""
 
     async def urls(self) -> Sequence[str]:
         """See ``EngineSource``; whether an address can be used is for who uses it."""
         try:
+            if self._authorities is None:
+                # Reading them takes tens of milliseconds, in which no token would pass.
+                self._authorities = await asyncio.to_thread(httpx.create_ssl_context)
             async with httpx.AsyncClient(
                 headers=self._headers,
                 timeout=_TIMEOUT_S,
-                # The authorities of the environment count, and its proxies do not. Reading them
-                # takes tens of milliseconds, in which no token would pass.
-                verify=await asyncio.to_thread(httpx.create_ssl_context),
+                verify=self._authorities,
                 trust_env=False,
             ) as client:
                 answer = (await client.get(self._url)).raise_for_status()

@@ -52,14 +52,19 @@ def encode_record(tag: int, line: int, custom_id: str | None, result: LineResult
         },
         "error": error,
     }
-    try:
-        encoded = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:
-        # Lone surrogates and integers beyond 64 bits are valid JSON, but orjson refuses them.
-        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    encoded = encode_json(record) + b"\n"
     for char, escape in _ESCAPED:
         encoded = encoded.replace(char, escape)
     return encoded
+
+
+def encode_json(value: Any) -> bytes:
+    """Return compact JSON."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # Lone surrogates and integers beyond 64 bits are valid JSON, but orjson refuses them.
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def record_identity(record: bytes) -> tuple[int, int] | None:

@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Final
 
-import orjson
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -28,6 +27,7 @@ from sglang_coserve.batch.routes.caller import Owner, Service, find_service
 from sglang_coserve.batch.routes.errors import ERROR_RESPONSES, OpenAIRoute
 from sglang_coserve.batch.schemas import CreateResponse, ResponseDeleted
 from sglang_coserve.jsonl.body_limits import BodyLimits, BodyTooLargeError, check_body
+from sglang_coserve.lines.result_record import encode_json
 
 _OUR_PATH: Final = re.compile(
     "|".join(f"{path}/{prefix}[0-9a-f]{{24}}(/cancel)?" for path, prefix in ID_PREFIXES.items())
@@ -187,7 +187,7 @@ async def _answer(
     if streams:
         events = _sent_events(responses, owner, response["id"], after)
         return StreamingResponse(events, media_type="text/event-stream")
-    return Response(await asyncio.to_thread(_encoded, response), media_type="application/json")
+    return Response(await asyncio.to_thread(encode_json, response), media_type="application/json")
 
 
 async def _sent_events(
@@ -196,16 +196,8 @@ async def _sent_events(
     looks = 0
     async for event in responses.events(owner, response_id, after):
         if event is not None:
-            yield b"event: " + event["type"].encode() + b"\ndata: " + _encoded(event) + b"\n\n"
+            yield b"event: " + event["type"].encode() + b"\ndata: " + encode_json(event) + b"\n\n"
         looks = 0 if event is not None else looks + 1
         if looks == _KEEP_ALIVE_LOOKS:
             looks = 0
             yield b": still waiting\n\n"
-
-
-def _encoded(content: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(content)
-    except TypeError:
-        # It repeats an integer beyond 64 bits, or half a surrogate pair, of the request.
-        return json.dumps(content).encode()

@@ -24,7 +24,7 @@ from sglang_coserve.srt.marks.wanted_model import in_protocol_of
 
 _OVERLOADED: Final = HTTPStatus.SERVICE_UNAVAILABLE.value
 _STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
-_RETRY_AFTER: Final = (b"retry-after", b"1")
+_RETRY_AFTER: Final = ("retry-after", "1")
 """One second, the smallest value of the header. Refusing costs next to nothing, so clients may
 retry early."""
 
@@ -93,7 +93,7 @@ class OverloadAnswer:
             self._is_replaced = True
             error = error_content(_OVERLOADED, self._refusal)
             content = in_protocol_of(self._path, error, "overloaded_error", self._refusal)
-            await send_json(self._send, _OVERLOADED, content, {"retry-after": "1"})
+            await send_json(self._send, _OVERLOADED, content, dict([_RETRY_AFTER]))
             return
         elif not self._is_served and (
             _is_stream(message) if is_start else self._delayed and message.get("more_body")
@@ -108,8 +108,9 @@ class OverloadAnswer:
 
 def _with_retry_after(message: Message) -> Message:
     headers = list(message["headers"])
-    if all(name.lower() != _RETRY_AFTER[0] for name, _ in headers):
-        headers.append(_RETRY_AFTER)
+    name, seconds = (each.encode() for each in _RETRY_AFTER)
+    if all(given.lower() != name for given, _ in headers):
+        headers.append((name, seconds))
     return dict(message, headers=headers)
 
 
