@@ -58,6 +58,12 @@ def test_a_decode_that_cannot_pause_is_retracted_where_others_pause() -> None:
     assert plan.batch.decode_requests == 1
 
 
+def test_no_offline_decode_joins_where_online_ones_are_more_than_a_step_may_have() -> None:
+    requests = [*(online(10, DECODING) for _ in range(6)), *(offline(10) for _ in range(10))]
+    plan = scheduler("coserve").plan(snapshot(*requests, max_batch_tokens=4), NO_CACHE)
+    assert plan.batch.decode_requests == 6
+
+
 def test_decodes_that_cannot_pause_run_before_those_that_can() -> None:
     requests = [offline(100_000) for _ in range(9)] + [offline(100_000, can_pause=False)]
     plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)

@@ -94,7 +94,7 @@ def decode_offline(batch: StepBuilder, requests: Iterable[Request]) -> None:
 
 def longest_prefix(batch: StepBuilder, requests: Sequence[Request]) -> int:
     """Return how many of the first requests fit the latency and token budgets, by bisection."""
-    limit = min(len(requests), batch.free_tokens)
+    limit = min(len(requests), max(batch.free_tokens, 0))
     tokens = [request.computed_tokens for request in requests[:limit]]
     if limit == 0 or batch.predict_with_decodes(limit, sum(tokens)) <= batch.offline_budget_s:
         return limit
