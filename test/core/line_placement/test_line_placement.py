@@ -39,10 +39,10 @@ def key(*texts: str) -> bytes:
     return prefix_key({"prompt": blocks[1:]})[: 4 * len(texts)]
 
 
-def opened(*names: str, window: int = 4, **settings: Any) -> LinePlacement:
-    placement = LinePlacement(**settings)
+def opened(*names: str) -> LinePlacement:
+    placement = LinePlacement()
     for name in names:
-        assert placement.set_engine(name, window=window, is_open=True) == []
+        assert placement.set_engine(name, window=4, is_open=True) == []
     return placement
 
 
@@ -84,27 +84,6 @@ def test_a_subtree_that_is_too_large_for_one_engine_is_divided_by_what_its_lines
         for n in range(3)
     ]
     assert joined == [{key(prompt, f"document {n}")} for n in range(3)]
-
-
-def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up() -> None:
-    placement = opened("a", "b", window=4)
-    others = offered(placement, [(f"{n}", key(f"{n}")) for n in range(6)])
-    engine = dict(placement.offer("poison", key("poison")))["poison"]
-    for _ in range(DEATHS_BEFORE_ALONE - 1):
-        placed = placement.offer_again("poison", engine_died=True)
-        assert placed is not None and len(placed) == 1, "it goes to another engine beside others"
-    assert placement.offer_again("poison", engine_died=True) == [], "it waits for an empty engine"
-    alone = [placed for name in others for placed in placement.end(name)]
-    assert [placed.line for placed in alone] == ["poison"]
-    kept = alone[0].engine
-    assert placement.in_flight(kept) == 1
-    other = {"a": "b", "b": "a"}[kept]
-    more = offered(placement, [(f"more {n}", key(f"more {n}")) for n in range(8)])
-    assert set(more.values()) == {other}, "it is alone"
-    assert placement.offer_again("poison", engine_died=True) is None
-    assert engine in ENGINES
-    placed = dict(placement.end(next(iter(more))))
-    assert placement.num_waiting < 4, "its engine takes lines again"
 
 
 def test_windows_leave_a_few_lines_ahead_of_what_runs() -> None:

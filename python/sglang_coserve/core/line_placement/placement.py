@@ -100,18 +100,16 @@ class LinePlacement:
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
         self._engines: dict[str, _Engine] = {}
-        self._with_room: dict[str, _Engine] = {}
         self._homeless: dict[Hashable, _Line] = {}
         self._suspects: deque[_Line] = deque()
         self._groups = PrefixGroups()
         self._homes = Rendezvous(())
         self._most_lines = 1
-        self._num_queued = 0
 
     @property
     def num_waiting(self) -> int:
         """Lines that no engine has."""
-        return self._num_queued + len(self._homeless) + len(self._suspects)
+        return len(self._lines) - sum(len(e.in_flight) for e in self._engines.values())
 
     def in_flight(self, engine: str) -> int:
         """Return how many lines an engine has."""
@@ -126,7 +124,6 @@ class LinePlacement:
         engine.window = window
         has_changed = engine.is_open != is_open
         engine.is_open = is_open
-        self._note_room(engine)
         self._most_lines = max((e.window for e in self._engines.values() if e.is_open), default=1)
         if has_changed:
             self._find_homes()
@@ -187,21 +184,23 @@ class LinePlacement:
     def _decide(self) -> list[Placed]:
         placed: list[Placed] = []
         self._place_suspects(placed)
-        while self._num_queued and self._with_room:
-            engine = next((e for e in self._with_room.values() if e.queue), None)
+        while free := [engine for engine in self._engines.values() if engine.has_room]:
+            engine = next((engine for engine in free if engine.queue), None) or self._take_over()
             if engine is None:
-                engine = self._take_over()
+                break
             line = next(iter(engine.queue.values()))
             self._unqueue(line)
             self._place(line, engine, placed)
         return placed
 
-    def _take_over(self) -> _Engine:
+    def _take_over(self) -> _Engine | None:
         """Move lines of the longest queue to an engine with room, which is returned.
 
-        Those are its last group, or half of it where there is no other.
+        Those are its last group, or half of it where there is no other. None if no line waits.
         """
         longest = max(self._engines.values(), key=lambda engine: len(engine.queue))
+        if not longest.queue:
+            return None
         lines = list(longest.queue.values())
         group = lines[-1].group
         count = 1
@@ -210,8 +209,8 @@ class LinePlacement:
         if count == len(lines):
             count = (count + 1) // 2
         # Where a group goes that its home has no room for follows from it, too.
-        order = self._homes.order(group)
-        thief = next(self._with_room[name] for name in order if name in self._with_room)
+        order = [self._engines[name] for name in self._homes.order(group)]
+        thief = next(engine for engine in order if engine.has_room)
         for line in lines[-count:]:
             self._unqueue(line)
             self._enqueue(line, thief)
@@ -241,20 +240,12 @@ class LinePlacement:
     def _place(self, line: _Line, engine: _Engine, placed: list[Placed]) -> None:
         line.engine = engine
         engine.in_flight.add(line.name)
-        self._note_room(engine)
         placed.append(Placed(line.name, engine.name))
 
     def _take_from_engine(self, line: _Line) -> None:
         assert line.engine is not None
         line.engine.in_flight.remove(line.name)
-        self._note_room(line.engine)
         line.engine = None
-
-    def _note_room(self, engine: _Engine) -> None:
-        if engine.has_room:
-            self._with_room[engine.name] = engine
-        else:
-            self._with_room.pop(engine.name, None)
 
     def _queue(self, line: _Line) -> None:
         """Have a line wait where it belongs."""
@@ -270,20 +261,16 @@ class LinePlacement:
     def _enqueue(self, line: _Line, engine: _Engine | None) -> None:
         line.queue = self._homeless if engine is None else engine.queue
         line.queue[line.name] = line
-        self._num_queued += engine is not None
 
     def _unqueue(self, line: _Line) -> None:
         assert line.queue is not None
         del line.queue[line.name]
-        self._num_queued -= line.queue is not self._homeless
         line.queue = None
 
     def _find_homes(self) -> None:
         """Let every line wait where it belongs, now that other engines are open."""
         engines = self._engines.values()
         self._homes = Rendezvous([e.name for e in engines if e.is_open and not e.is_for_suspects])
-        for engine in engines:
-            self._note_room(engine)
         queues = [self._homeless, *(engine.queue for engine in engines)]
         for line in [line for queue in queues for line in queue.values()]:
             self._unqueue(line)
