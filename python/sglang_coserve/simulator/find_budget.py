@@ -14,7 +14,7 @@ from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report
+from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report, to_ms
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.report import text_table
@@ -196,7 +196,7 @@ class BudgetSearch:
         return {
             "label": LABEL,
             "settings": self._options.to_dict(),
-            "budget_ms": _ms(self.budget_s),
+            "budget_ms": to_ms(self.budget_s),
             "is_limit": self.is_limit,
             "problem": self.problem,
             "serve": self._command(),
@@ -336,13 +336,13 @@ def _cell(result: SloResult) -> str:
 
 def _to_dict(trial: Trial) -> dict[str, Any]:
     return {
-        "budget_ms": _ms(trial.budget_s),
+        "budget_ms": to_ms(trial.budget_s),
         "is_met": trial.is_met,
         "slos": [
             {
                 "slo": format_slo(result.slo),
-                "limit_ms": _ms(result.limit_s),
-                "value_ms": _ms(result.measured_s),
+                "limit_ms": to_ms(result.limit_s),
+                "value_ms": to_ms(result.measured_s),
                 "is_met": result.is_met,
             }
             for result in trial.results
@@ -350,7 +350,3 @@ def _to_dict(trial: Trial) -> dict[str, Any]:
         "offline_tokens_per_s": trial.offline_tokens_per_s,
         "online": trial.latency.to_dict(),
     }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from sglang_coserve.core.control.slo import Latency, Slo, format_slo
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.metrics import SloTargets, summarize
+from sglang_coserve.metrics import SloTargets, summarize, to_ms
 
 _LEAST_MISSES: Final = 5
 """Least number of values above the limit in the baseline for an SLO to count as infeasible; fewer
@@ -44,9 +44,9 @@ class SloStanding:
         return {
             "slo": format_slo(self.slo),
             "values": self.values,
-            "measured_ms": _ms(self.measured_s),
-            "online_alone_ms": _ms(self.alone_s),
-            "limit_ms": _ms(self.limit_s) if self.limit_s < math.inf else None,
+            "measured_ms": to_ms(self.measured_s),
+            "online_alone_ms": to_ms(self.alone_s),
+            "limit_ms": to_ms(self.limit_s) if self.limit_s < math.inf else None,
             "met": self.is_met,
             "feasible": self.is_feasible,
         }
@@ -73,7 +73,7 @@ class SloReport:
         feasible."""
         missed = [
             f"{format_slo(standing.slo)!r} cannot be met, online requests alone reach "
-            f"{_ms(standing.alone_s):.4g}ms"
+            f"{to_ms(standing.alone_s):.4g}ms"
             for standing in self.standings
             if not standing.is_feasible
         ]
@@ -84,8 +84,9 @@ class SloReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON, latencies in milliseconds."""
         reason = self.reason
+        ttft_ms, tpot_ms = self.targets.in_ms()
         return {
-            "targets": {"ttft_ms": _ms(self.targets.ttft_s), "tpot_ms": _ms(self.targets.tpot_s)},
+            "targets": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
             "requests": self.requests,
             "attainment": self.attainment,
             "attainment_online_alone": self.attainment_alone,
@@ -93,10 +94,6 @@ class SloReport:
             "feasible": reason is None,
             "reason": reason,
         }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 @dataclass(slots=True, eq=False)
@@ -148,14 +145,9 @@ class SloMonitor:
         max_gaps: int = 8192,
         span_s: float = 600.0,
     ) -> None:
-        """Start with an empty window.
+        """Start with an empty window of the last values, none older than ``span_s``.
 
-        Args:
-            targets: targets of a request that has none of its own.
-            slos: bounds on statistics of such requests.
-            max_requests: number of recent requests to judge.
-            max_gaps: number of recent gaps between tokens to judge, for SLOs on TBT.
-            span_s: age in seconds from which values are ignored.
+        ``targets`` and ``slos`` are those of requests that have none of their own.
         """
         self._targets = targets
         self.slos: Final = tuple(slos)
@@ -183,10 +175,7 @@ class SloMonitor:
     ) -> None:
         """Record an online request that delivered all its tokens. O(1).
 
-        Args:
-            info: The request.
-            measured: Its token times.
-            alone: Its token times in the baseline; None if unknown.
+        ``alone`` are their times in the baseline; None if unknown.
         """
         judged_alone = _Judged() if alone is None else self._judged(info, alone)
         self._requests.append((measured.last_s, self._judged(info, measured), judged_alone))
