@@ -9,7 +9,7 @@ from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.policies import make_policy
-from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.request import RequestClass, RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import RequestInfo
 from sglang_coserve.metrics import SloTargets
@@ -97,8 +97,9 @@ def check_executor(executor: SimulatedExecutor) -> None:
         assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
     assert executor.num_online == sum(r.info.is_online for r in executor.admitted.values())
     away = executor.suspended.requests if executor.suspended else []
-    assert all(r.state.holds_kv for r in executor.admitted.values())
-    assert all(r.computed_tokens > 0 or r in away for r in executor.admitted.values())
+    running = executor.admitted.values()
+    assert not any(r.state is RequestState.WAITING or r.state.is_final for r in running)
+    assert all(r.computed_tokens > 0 or r in away for r in running)
 
 
 def check_cache(cache: SimulatedPrefixCache) -> None:

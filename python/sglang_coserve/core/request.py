@@ -62,16 +62,6 @@ class RequestState(Enum):
         """True when the request has ended."""
         return self in (RequestState.FINISHED, RequestState.ABORTED)
 
-    @property
-    def holds_kv(self) -> bool:
-        """True when the request owns device KV slots."""
-        return self in (
-            RequestState.PREFILLING,
-            RequestState.PARKED,
-            RequestState.DECODING,
-            RequestState.PAUSED,
-        )
-
 
 _S = RequestState
 
@@ -109,13 +99,3 @@ LEGAL_TRANSITIONS: Final = MappingProxyType(
     }
 )
 """For each state, the states that a request may enter from it."""
-
-
-def check_transition(current: RequestState, new: RequestState) -> RequestState:
-    """Return ``new`` if a request may enter it from ``current``.
-
-    Raises:
-        AssertionError: the transition is illegal, which is always a bug of the caller.
-    """
-    assert new in LEGAL_TRANSITIONS[current], f"illegal transition {current.name} -> {new.name}"
-    return new

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
-from sglang_coserve.core.request import RequestState, check_transition
+from sglang_coserve.core.request import LEGAL_TRANSITIONS, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
 from sglang_coserve.metrics import Outcome, RequestTimeline
 from sglang_coserve.simulator.prefix_cache import Node
@@ -145,7 +145,9 @@ class SimRequest:
     def move(self, state: RequestState) -> None:
         """Enter a state; the transition must be legal."""
         if state is not self.state:
-            self.state = check_transition(self.state, state)
+            now = self.state
+            assert state in LEGAL_TRANSITIONS[now], f"illegal: {now.name} -> {state.name}"
+            self.state = state
         if state.is_final:
             self._tokens = None
 

@@ -90,8 +90,8 @@ def snapshot(*requests: Request, now_s: float = 0.0, **engine: Any) -> EngineSna
     limits = {"free_slots": 1000, "max_batch_tokens": 8192}
     return EngineSnapshot(
         now_s=now_s,
-        admitted=[request for request in requests if request.state.holds_kv],
-        waiting=[request for request in requests if not request.state.holds_kv],
+        admitted=[one for one in requests if one.state is not RequestState.WAITING],
+        waiting=[one for one in requests if one.state is RequestState.WAITING],
         **{**room, **limits, **engine},
     )
 
