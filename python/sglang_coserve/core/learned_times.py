@@ -52,7 +52,7 @@ class ServiceTime:
         if not is_busy:
             self._last_s = None
             return
-        if not _decodes_offline(result):
+        if result.batch.decode_requests <= result.num_online_decodes:
             return
         end_s = result.started_s + (result.seconds or 0.0)
         if self._last_s is not None and end_s > self._last_s:
@@ -68,11 +68,6 @@ class ServiceTime:
         if not self._token_s.count:
             token_s = model.predict(StepStats().with_decode(length_tokens))
         return prefill_s + request.expected_tokens_left * token_s
-
-
-def _decodes_offline(result: StepResult) -> bool:
-    online_decodes = len(result.served) - len(result.online_chunks)
-    return result.batch.decode_requests > online_decodes
 
 
 _PROMPT_TOKENS: Final = 256

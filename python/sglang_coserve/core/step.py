@@ -178,6 +178,11 @@ class StepResult:
         return [chunk for chunk in self.chunks if chunk.rid in online]
 
     @property
+    def num_online_decodes(self) -> int:
+        """How many online requests decoded. O(online requests) if there are any chunks."""
+        return len(self.served) - len(self.online_chunks)
+
+    @property
     def has_offline(self) -> bool:
         """True when offline requests were computed."""
         requests = self.batch.decode_requests + self.batch.prefill_requests

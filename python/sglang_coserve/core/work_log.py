@@ -53,14 +53,8 @@ _Decision = tuple[Subject, float]
 """What was decided, and the value of it; 0 where the sentence has none."""
 
 
-def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[_Decision]:
-    """Yield what is notable of a step that was carried out.
-
-    Args:
-        plan: Of the step.
-        result: What came of it.
-        arrival_s: How long an arrival might wait for it.
-    """
+def _decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterator[_Decision]:
+    """Yield what is notable of a step that was carried out."""
     if result.dropped:
         yield Subject.DROPPED, 0.0
         return
@@ -81,7 +75,7 @@ def decisions_of(plan: StepPlan, result: StepResult, arrival_s: float) -> Iterat
 
 
 def _in_lane(plan: StepPlan, result: StepResult) -> _Decision:
-    left_s = plan.until_s - result.started_s
+    left_s = _allowed_s(plan, result)
     if math.isinf(left_s):
         return Subject.ALONE, plan.predicted_s
     if plan.predicted_s > left_s:
@@ -90,14 +84,21 @@ def _in_lane(plan: StepPlan, result: StepResult) -> _Decision:
 
 
 def _beside_online(plan: StepPlan, result: StepResult, arrival_s: float) -> _Decision:
-    allowed_s = plan.budget_s - plan.online_part_s
+    allowed_s = _allowed_s(plan, result)
     if allowed_s <= 0 and not result.has_offline:
         return Subject.NONE_BESIDE, 0.0
-    if math.isinf(plan.budget_s):
+    if math.isinf(allowed_s):
         return Subject.UNLIMITED, max(plan.predicted_s - plan.online_part_s, 0)
     if math.isclose(allowed_s, arrival_s):
         return Subject.BESIDE_ARRIVALS, arrival_s
     return Subject.BESIDE_TOKENS, max(allowed_s, 0.0)
+
+
+def _allowed_s(plan: StepPlan, result: StepResult) -> float:
+    """Return how long the plan let offline work take; infinite if nothing limited it."""
+    if plan.lane is Lane.OFFLINE:
+        return plan.until_s - result.started_s
+    return plan.budget_s - plan.online_part_s
 
 
 @dataclass(slots=True)
@@ -213,16 +214,12 @@ class WorkLog:
     ) -> None:
         """Note what came of a step. O(requests that were prefilled + online requests).
 
-        Args:
-            plan: None of a step that the engine took without one.
-            arrival_s: How long an arrival might wait for the step when it began.
-            result: What came of it.
-            online_s: What of its time, of that of all steps, was online requests'.
-            offline_s: What of it was offline requests'.
+        ``plan`` is None of a step that the engine took without one. ``arrival_s`` is how long an
+        arrival might wait for it when it began, the others how long it took for each class.
         """
         totals = self.totals
         if plan is not None:
-            for subject, value in decisions_of(plan, result, arrival_s):
+            for subject, value in _decisions_of(plan, result, arrival_s):
                 self.decisions.note(subject, value, result.started_s)
             totals.retracted_tokens += sum(retraction.tokens for retraction in plan.retract)
         if result.dropped:
@@ -234,21 +231,9 @@ class WorkLog:
         totals.online_s += online_s
         totals.offline_s += offline_s
         if plan is not None:
-            totals.granted_s += _granted_s(plan, result, offline_s)
-        online_tokens = _online_tokens(result)
+            allowed_s = _allowed_s(plan, result)
+            totals.granted_s += offline_s if math.isinf(allowed_s) else max(allowed_s, 0.0)
+        prompt_tokens = sum(tokens for _, tokens in result.online_chunks)
+        online_tokens = result.num_online_decodes + prompt_tokens
         totals.online_tokens += online_tokens
         totals.offline_tokens += result.batch.compute_tokens - online_tokens
-
-
-def _granted_s(plan: StepPlan, result: StepResult, offline_s: float) -> float:
-    if plan.lane is Lane.OFFLINE:
-        allowed_s = plan.until_s - result.started_s
-    else:
-        allowed_s = plan.budget_s - plan.online_part_s
-    return offline_s if math.isinf(allowed_s) else max(allowed_s, 0.0)
-
-
-def _online_tokens(result: StepResult) -> int:
-    chunks = result.online_chunks
-    num_decodes = len(result.served) - len(chunks)
-    return num_decodes + sum(tokens for _, tokens in chunks)
