@@ -79,8 +79,6 @@ class Scheduler:
 
         self._allowance = self.interference.allowance
         self.queue = queue
-        """The waiting offline requests."""
-
         self._config = config or SchedulerConfig()
         refines = self._config.refine
         self._learned = LearnedModel(model, refines=refines, profile_mape=profile_mape)
@@ -102,7 +100,6 @@ class Scheduler:
         """Each with how long an arrival might wait for it when it began."""
 
         self.work = WorkLog()
-        """Where the time of the steps went, and what was decided of them."""
 
     @property
     def model(self) -> LatencyModel:
@@ -227,7 +224,7 @@ class Scheduler:
         tell("work log", self.work.ended, plan, arrival_s, result, online_s, offline_s)
         if plan is not None and result.batch.is_empty:
             return
-        tell("judgement", self._learn_from_tokens, result, online_s, offline_s)
+        tell("judgement", self._learn_from_tokens, result, offline_s)
         tell("service time", self._service_time.observe, result, is_busy=self.queue.num_running > 0)
         if result.batch.is_empty:
             return
@@ -339,10 +336,10 @@ class Scheduler:
             alone = Sample(result.batch, seconds - result.planning_s)
             self._learned_alone.observe(alone, result.overlapping)
 
-    def _learn_from_tokens(self, result: StepResult, online_s: float, offline_s: float) -> None:
+    def _learn_from_tokens(self, result: StepResult, offline_s: float) -> None:
         """Record when online requests got their tokens, and advance the baseline."""
         interference = self.interference
-        interference.worked(online_s, offline_s, result.jobs)
+        interference.worked(offline_s, result.jobs)
         for info, token_s in result.served:
             if token_s is not None:
                 interference.produced(info.rid, token_s)

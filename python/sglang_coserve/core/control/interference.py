@@ -54,13 +54,8 @@ class Interference:
         """Start without requests.
 
         Until baseline latencies are known, the TTFT is assumed to be the predicted time of a prompt
-        of one token, and the gap that of a single decode: the least that they can be.
-
-        Args:
-            slos: What requests are judged by.
-            model: Predicts those least times; without one there is no baseline, and the
-                allowance bounds nothing.
-            engine: Limits of the baseline.
+        of one token, and the gap that of a single decode: the least that they can be. Without a
+        ``model`` to predict them there is no baseline, and the allowance bounds nothing.
         """
         absolute = [slo for slo in slos if slo.limit_s is not None]
         self.monitor: Final = SloMonitor(request_targets(absolute), slos)
@@ -88,9 +83,6 @@ class Interference:
         self._ended: deque[_Watched] = deque()
         """In order: those that the baseline was not through with when they ended in the engine."""
 
-        self.online_s = 0.0
-        """What all steps so far took for online requests, in seconds."""
-
         self._now_s = -math.inf
 
     @property
@@ -111,12 +103,8 @@ class Interference:
     ) -> None:
         """Start to track an online request; ignored if it is offline or tracked already.
 
-        O(jobs that the bill tells apart).
-
-        Args:
-            info: The request.
-            cached_tokens: How many tokens of its prompt are in the prefix cache.
-            beside_offline: The engine has offline requests.
+        ``cached_tokens`` of its prompt are in the prefix cache. ``beside_offline``: the engine has
+        offline requests. O(jobs that the bill tells apart).
         """
         if not info.is_online or info.rid in self._live:
             return
@@ -137,14 +125,8 @@ class Interference:
         if baseline is not None:
             baseline.arrived(watched, cached_tokens)
 
-    def worked(
-        self, online_s: float, offline_s: float = 0.0, jobs: Sequence[JobTokens] = ()
-    ) -> None:
-        """Record the time that a step spent on each class, before its tokens. O(jobs).
-
-        ``jobs`` are those of its offline requests.
-        """
-        self.online_s += online_s
+    def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
+        """Record the time that a step spent on offline requests, before its tokens. O(jobs)."""
         self._bill.worked(offline_s, jobs)
 
     def produced(self, rid: str, now_s: float) -> None:
@@ -185,9 +167,8 @@ class Interference:
     def advance(self, predict: Callable[[StepStats], float], now_s: float) -> None:
         """Advance the baseline as far as its tokens are known. O(online requests) per engine step.
 
-        Args:
-            predict: Returns the duration of a step in seconds.
-            now_s: The current time; every request that arrived by then is tracked.
+        Every request that arrived by ``now_s`` is tracked; ``predict`` returns the duration of a
+        step in seconds.
         """
         self._now_s = max(self._now_s, now_s)
         gaps: Counter[Alone] = Counter()

@@ -49,7 +49,6 @@ class LoadReporter:
     def __init__(self, parts: EngineParts, admission: Admission) -> None:
         scheduler, config = parts.scheduler, parts.config
         self._pool = config.pool
-        self._is_predicted = config.offline_policy != "fifo"
         self._admission = admission
         self._view = parts.view
         self._pools = parts.pools
@@ -151,8 +150,8 @@ class LoadReporter:
         """Return how long a step of these requests goes on until offline ones can be retracted."""
         if not offline:
             return 0.0
-        model = self._admission.latency_model() if self._is_predicted else None
-        if model is None:
+        core = self._admission.core
+        if core is None:
             return None
         chunk = self._view.chunk
         decodes = [computed_tokens(req) for req in (*offline, *online) if req is not chunk]
@@ -162,15 +161,14 @@ class LoadReporter:
             left_tokens -= computed_tokens(chunk)
             tokens = min(self._chunk_tokens, left_tokens)
             prefills = [(max(tokens, 1), computed_tokens(chunk))]
-        step_s = model.predict(StepStats.of(prefills=prefills, decodes=decodes))
+        step_s = core.model.predict(StepStats.of(prefills=prefills, decodes=decodes))
         # A step with online requests is theirs, too, and runs to its end.
         return step_s if online else step_s * self._lane.safepoints.stop_share
 
     def _headroom_tokens_per_s(self, *, has_online: bool) -> float | None:
-        rate = self.rate_alone_per_s() if self._is_predicted else None
-        if rate is None:
+        core = self._admission.core
+        if core is None or (rate := self.rate_alone_per_s()) is None:
             return None
-        interference = self._admission.interference
-        online_share = self._share.at(time.perf_counter(), interference.online_s)
-        fillable = interference.allowance.gap_share if has_online else 1.0
+        online_share = self._share.at(time.perf_counter(), core.work.totals.online_s)
+        fillable = core.interference.allowance.gap_share if has_online else 1.0
         return rate * (1 - online_share) * fillable
