@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_coserve.core.latency_model.linear import BROS, CONSERVE, HYGEN, LinearModel
 from sglang_coserve.core.latency_model.machine import HARDWARE
 from sglang_coserve.core.latency_model.model import LatencyModel, Sample, SampleTable
-from sglang_coserve.core.latency_model.model_shape import ModelShape
+from sglang_coserve.core.latency_model.model_shape import ModelShape, find_model
 from sglang_coserve.core.latency_model.roofline import RooflineModel
 from sglang_coserve.core.step_stats import StepStats
 
@@ -22,16 +22,6 @@ LLAMA_3_1_8B = {
     "num_key_value_heads": 8,
     "intermediate_size": 14336,
     "vocab_size": 128256,
-}
-QWEN_2_5_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "use_sliding_window": False,
 }
 CAPTURED = (1, 2, 4, 8, *range(16, 161, 8))
 
@@ -197,7 +187,7 @@ any_batch = st.builds(
 )
 _seconds_per_unit = st.just(0.0) | st.floats(1e-14, 1e-2)
 _captured = st.lists(st.integers(1, 20), unique=True, max_size=5).map(lambda x: tuple(sorted(x)))
-_shapes = st.sampled_from([LLAMA_3_1_8B, QWEN_2_5_7B]).map(ModelShape.from_config)
+_shapes = st.sampled_from(["llama-3.1-8b", "qwen2.5-7b"]).map(find_model)
 
 
 @st.composite

@@ -24,8 +24,6 @@ _SECOND_TRY_TOKENS: Final = 1024
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating]
 
-_COUNTS = StepStats._fields
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -42,9 +40,8 @@ class SampleTable:
     The columns before ``seconds`` are the fields of ``StepStats``.
 
     Raises:
-        InputFileError: columns differ in length, a count is negative, a batch
-            is empty, or a time is not a positive number. The message names the
-            column and the first such row, counted from 0.
+        InputFileError: a batch is empty, or a time is not a positive number. The message names the
+            first such row, counted from 0.
     """
 
     prefill_requests: Ints
@@ -56,27 +53,17 @@ class SampleTable:
     seconds: Floats
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            column = getattr(self, name)
-            if column.shape != self.seconds.shape:
-                raise InputFileError(
-                    f"samples: column {name} has shape {column.shape}, "
-                    f"seconds has {self.seconds.shape}: give one value per sample"
-                )
-            _reject_rows(column < 0, f"{name} is negative")
         _reject_rows(self.prefill_requests + self.decode_requests == 0, "the batch is empty")
         valid = np.isfinite(self.seconds) & (self.seconds > 0)
         _reject_rows(~valid, "seconds is not a positive number")
 
     @classmethod
-    def of(cls, samples: Iterable[Sample] | SampleTable) -> SampleTable:
-        """Return ``samples`` as columns; a table is returned as it is."""
-        if isinstance(samples, SampleTable):
-            return samples
+    def of(cls, samples: Iterable[Sample]) -> SampleTable:
+        """Return ``samples`` as columns."""
         rows = list(samples)
         counts = {
             name: np.array([getattr(row.batch, name) for row in rows], dtype=np.int64)
-            for name in _COUNTS
+            for name in StepStats._fields
         }
         return cls(**counts, seconds=np.array([row.seconds for row in rows], dtype=np.float64))
 
@@ -249,13 +236,12 @@ class LatencyModel(ABC):
                 every coefficient; the message says what to measure.
         """
 
-    def fit(self, samples: Iterable[Sample] | SampleTable, *, seed: int = 0) -> Fit[Self]:
+    def fit(self, table: SampleTable, *, seed: int = 0) -> Fit[Self]:
         """Fit on four fifths of the samples, drawn with ``seed``, and report on the rest.
 
         Raises:
             InputFileError: there are fewer than two samples, or ``fitted`` raises it.
         """
-        table = SampleTable.of(samples)
         if len(table) < 2:
             raise InputFileError(
                 f"samples: {len(table)} given, a fit and its report need at least 2: measure more"
