@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -50,7 +49,7 @@ class Policy(ABC):
 
     def queue_config(self, seed: int = 0) -> OfflineQueueConfig:
         """Return the order of its offline queue; here deadlines at risk first, then by arrival."""
-        return replace(OfflineQueueConfig.fcfs(), seed=seed)
+        return OfflineQueueConfig(utility_ratio=0.0, longest_first=False, seed=seed)
 
     def victims(self, batch: StepBuilder) -> Sequence[Request]:
         """Return the offline requests that may be retracted, the first to retract first.

@@ -2,11 +2,10 @@
 
 - ``queue`` chooses the next request: by starvation, deadline, length, prefix or age.
 - ``prefix_trie`` orders requests by common prefixes.
-- ``request`` and ``config`` define the input values.
+- ``request`` is what waits.
 """
 
-from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
-from sglang_coserve.core.offline_queue.queue import OfflineQueue
+from sglang_coserve.core.offline_queue.queue import OfflineQueue, OfflineQueueConfig
 from sglang_coserve.core.offline_queue.request import (
     PackedTokens,
     QueuedRequest,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
+from pydantic import Field
 from sortedcontainers import SortedKeyList
 
-from sglang_coserve.core.offline_queue.config import OfflineQueueConfig
 from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 from sglang_coserve.core.offline_queue.request import (
     TOKEN_BYTES,
@@ -17,10 +18,41 @@ from sglang_coserve.core.offline_queue.request import (
     QueuedRequest,
     common_prefix_bytes,
 )
+from sglang_coserve.core.validation import check_ranges
 from sglang_coserve.errors import RequestError
 
 _EQUAL: Final = 1e-6
 """Relative rounding error allowed when sums are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineQueueConfig:
+    """How the queue weighs prefix sharing, age, deadlines and length.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field.
+    """
+
+    utility_ratio: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Probability that a pick follows the prefix trie rather than age (HyGen A.3's u):
+    1 shares prefixes as much as possible, 0 serves in order of arrival."""
+
+    max_overtakes: Annotated[int | None, Field(ge=0)] = 64
+    """Most consecutive picks that may pass over the oldest request; ``None``: no limit."""
+
+    deadline_slack_s: Annotated[float | None, Field(ge=0)] = 600.0
+    """A request goes before those without time pressure once less than this is left
+    until its latest start; ``None``: deadlines do not matter."""
+
+    longest_first: bool = True
+    """Whether a request that alone would run longer than all waiting work takes, spread over the
+    running requests, goes before those without time pressure."""
+
+    seed: int = 0
+    """Seed of the draws that the utility ratio needs."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "offline queue: {}".format)
 
 
 class OfflineQueue:
@@ -28,6 +60,7 @@ class OfflineQueue:
 
     A request is added and waits; it is taken and runs; it is restored when it is retracted,
     and waits again at its position; it is removed when it ends for whatever reason.
+    A rid that is not in the queue is a ``RequestError``, unless it is said to be ignored.
 
     The next request is, by the first rule that applies:
 
@@ -90,9 +123,9 @@ class OfflineQueue:
         """Return the number of waiting requests."""
         return len(self._by_age)
 
-    def __contains__(self, rid: object) -> bool:
+    def __contains__(self, rid: str) -> bool:
         """Return whether the request with this id waits."""
-        leaf = self._leaves.get(rid) if isinstance(rid, str) else None
+        leaf = self._leaves.get(rid)
         return leaf is not None and leaf.is_waiting
 
     @property
@@ -106,11 +139,7 @@ class OfflineQueue:
         return leaf is not None and not leaf.is_waiting
 
     def running(self, rid: str) -> QueuedRequest:
-        """Return a running request as it was when it was taken.
-
-        Raises:
-            RequestError: no request has this rid.
-        """
+        """Return a running request as it was when it was taken."""
         leaf = self._leaf(rid)
         assert not leaf.is_waiting, f"{rid!r} waits"
         return leaf.request
@@ -148,11 +177,7 @@ class OfflineQueue:
         return next(self.candidates(now_s), None)
 
     def take(self, rid: str) -> QueuedRequest:
-        """Mark a waiting request as running and return it. O(prompt tokens + log n).
-
-        Raises:
-            RequestError: no request has this rid.
-        """
+        """Mark a waiting request as running and return it. O(prompt tokens + log n)."""
         leaf = self._leaf(rid)
         assert leaf.is_waiting, f"{rid!r} is taken while it runs"
         self._num_overtakes = 0 if leaf is self._by_age[0] else self._num_overtakes + 1
@@ -190,9 +215,6 @@ class OfflineQueue:
         """Return whether no request shares a longer prefix with this one than that taken last.
 
         Only then may the KV cache hold more of its prompt than the trie knows. O(prompt tokens).
-
-        Raises:
-            RequestError: no request has this rid.
         """
         leaf = self._leaf(rid)
         assert leaf.parent is not None
@@ -231,9 +253,6 @@ class OfflineQueue:
         """Remove a request that has finished, failed or was cancelled, running or waiting.
 
         O(prompt tokens + log n).
-
-        Raises:
-            RequestError: no request has this rid.
         """
         leaf = self._leaf(rid)
         if leaf.is_waiting:
