@@ -21,9 +21,8 @@ class Advisory:
     def __init__(self, report: Callable[[str, Exception], None] | None = None) -> None:
         """Have no part off.
 
-        Args:
-            report: Called with the name of a part that raised, and what. Without it errors are
-                raised, as for a simulator or a test.
+        ``report`` is called with the name of a part that raised, and what. Without it errors are
+        raised, as for a simulator or a test.
         """
         self._report = report
         self._off: dict[str, str] = {}

@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.migration import preferred_length, step_bound_s
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.core.validation import JsonDocument
 
-_Count = Annotated[int, Field(ge=0)]
-_Amount = Annotated[float, Field(ge=0)]
 _Some = Annotated[int, Field(ge=1)]
 
 Pool = Literal["relaxed", "strict"]
@@ -31,12 +29,12 @@ running lines over that suit it (OOCO §3.2)."""
 class ClassLoad(JsonDocument):
     """The requests of one class in an engine."""
 
-    running: _Count = 0
+    running: NonNegativeInt = 0
     """Those that hold KV: prefilling, decoding, paused or in a suspended step."""
 
-    waiting: _Count = 0
+    waiting: NonNegativeInt = 0
 
-    outstanding_tokens: _Count = 0
+    outstanding_tokens: NonNegativeInt = 0
     """Tokens of them that are yet to be computed: prompts, and outputs as long as they are
     expected to become, else as they may become."""
 
@@ -60,26 +58,26 @@ class ReplicaLoad(JsonDocument):
     online: ClassLoad
     offline: ClassLoad
 
-    kv_tokens: _Count
+    kv_tokens: NonNegativeInt
     """Tokens whose KV fits the device."""
 
-    online_kv_tokens: _Count
+    online_kv_tokens: NonNegativeInt
     """Of them, those that online requests hold. Shared prefixes count once."""
 
-    reclaimable_kv_tokens: _Count
+    reclaimable_kv_tokens: NonNegativeInt
     """Those that online requests can reclaim: of offline requests alone, or only cached. The rest
     is free."""
 
-    reclaim_s: _Amount | None = None
+    reclaim_s: NonNegativeFloat | None = None
     """How long an online request is predicted to wait for them: until the step under way can be
     suspended, or ends. None where no latency model predicts."""
 
-    headroom_tokens_per_s: _Amount | None = None
+    headroom_tokens_per_s: NonNegativeFloat | None = None
     """Prompt and output tokens a second that offline work would get now, predicted: the rate of an
     engine without online requests, by the part of the time that they leave and that offline work
     may fill. None where no latency model predicts."""
 
-    max_lines: _Count
+    max_lines: NonNegativeInt
     """Offline requests, of the length of those that are there, that fit in at a time beside the
     online ones."""
 
@@ -111,8 +109,8 @@ class Versions(JsonDocument):
 class EngineLoad(ReplicaLoad):
     """What ``GET /coserve/load`` answers: all replicas of a server together, and what it serves."""
 
-    replicas: Annotated[int, Field(ge=1)]
-    age_s: _Amount
+    replicas: _Some
+    age_s: NonNegativeFloat
     """Age of the oldest report among the replicas."""
 
     is_draining: bool
@@ -204,15 +202,9 @@ def wanted_lines(
 ) -> WantedLines | None:
     """Return the lines that a strict engine would take over; None for none.
 
-    Args:
-        model: Predicts its steps.
-        online: Tokens of context of each online request that runs.
-        offline: The same of the offline ones.
-        tpot_s: The online requests' target for the time between tokens.
-        gap_share: Of what they leave of it, the share that offline work may have.
-        free_kv_tokens: Tokens of KV that nobody holds.
-        free_requests: Offline requests that may run beside those.
-        runs_all: Whether no offline request waits. Online ones wait for their first token alone.
+    ``online`` and ``offline`` are the tokens of context of each request that runs; offline work may
+    have ``gap_share`` of what the online ones leave of ``tpot_s``. ``runs_all``: no offline request
+    waits. Online ones wait for their first token alone.
     """
     preference = preferred_length(
         model,
@@ -238,11 +230,9 @@ class OnlineShare:
         self._seen: deque[tuple[float, float]] = deque()
 
     def at(self, now_s: float, online_s: float) -> float:
-        """Return the part, 0 to 1; O(1) amortized.
+        """Return the part, 0 to 1, at a time that never goes back; O(1) amortized.
 
-        Args:
-            now_s: Never earlier than in the call before.
-            online_s: What all steps so far took for online requests.
+        ``online_s`` is what all steps so far took for online requests.
         """
         seen = self._seen
         seen.append((now_s, online_s))

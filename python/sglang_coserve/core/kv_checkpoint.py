@@ -77,12 +77,9 @@ def plan_copies(
 
     The requests admitted last come first, as they are retracted first.
 
-    Args:
-        policy: Limits them.
-        dirty_tokens: What each offline request has to save, in order of admission.
-        page_tokens: Only whole pages are copied.
-        used_share: Share of the device's KV slots that requests hold, 0 to 1.
-        in_flight_tokens: Whose copies are under way.
+    Only whole pages are copied. ``dirty_tokens`` is what each offline request has to save, in order
+    of admission; copies of ``in_flight_tokens`` are under way. ``used_share`` is that of the
+    device's KV slots that requests hold, 0 to 1.
     """
     if policy.mode in (CheckpointMode.OFF, CheckpointMode.LAZY):
         return {}

@@ -27,10 +27,8 @@ def pipelined(
     Between its start and its tokens K steps begin, including itself. At each start all
     batches advance by one stage, which takes 1/K of the time of the slowest. O(K**2).
 
-    Args:
-        predict: Returns the seconds of a batch that passes through all stages alone.
-        batch: The batch of the step.
-        overlapping: The K - 1 batches before it and the K - 1 after it, in order; empty if K is 1.
+    ``overlapping`` are the K - 1 batches before it and the K - 1 after it, in order. ``predict``
+    returns the seconds of a batch that passes through all stages alone.
     """
     alone_s = predict(batch)
     if not overlapping:

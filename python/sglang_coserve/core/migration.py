@@ -26,12 +26,8 @@ def preferred_length(
 
     In tokens; ``None`` if nothing should be pulled, 1 to prefer the shortest.
 
-    Args:
-        model: the latency model.
-        batch: the decode batch of the last step.
-        slo_s: the latency bound of a step, i.e. the TPOT target.
-        free_kv_tokens: KV slots left, the paper's 1 − U_mem.
-        includes_all: whether every request of the instance was in that batch.
+    ``batch`` are the decodes of the last step, of all requests of the instance if
+    ``includes_all``; ``slo_s`` bounds a step, and ``free_kv_tokens`` is the paper's 1 − U_mem.
 
     Requests are pulled only if the instance runs all its requests and has time left (line 2).
     With compute saturated more requests gain nothing, so prefer the greatest length that fits time
@@ -77,12 +73,8 @@ def requests_to_pull(
 ) -> list[_Request]:
     """Return which requests to pull, closest to the preferred length first (line 14).
 
-    Args:
-        lengths: Tokens of context of each that may be pulled.
-        preferred_tokens: What the instance prefers.
-        most_tokens: What fits.
-        most: Requests that it has room for.
-        coming_tokens: Of requests on their way to it, which the preference does not know of.
+    ``lengths`` are the tokens of context of those that may be pulled. ``coming_tokens`` are of
+    requests on their way, which the preference does not know of.
 
     Together they are no longer than what fits as one request. That is exact for memory; for time
     it leaves out what each request costs beside its context, which the next

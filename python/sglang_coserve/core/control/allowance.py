@@ -117,13 +117,7 @@ class Allowance:
     """
 
     def __init__(self, slos: Sequence[Slo], *, ttft_prior_s: float, gap_prior_s: float) -> None:
-        """Start without requests.
-
-        Args:
-            slos: Absolute limits, and tolerances relative to the no-interference baseline.
-            ttft_prior_s: Baseline TTFT assumed until one is known.
-            gap_prior_s: Baseline gap assumed until one is known.
-        """
+        """Start without requests; the priors are what the baseline has until it is known."""
         self._ttft = _Headroom(Latency.TTFT, slos, ttft_prior_s)
         self._tpot = _Headroom(Latency.TPOT, slos, gap_prior_s)
         self._tbt = _Headroom(Latency.TBT, slos, gap_prior_s)

@@ -121,7 +121,6 @@ class Baseline(Generic[R]):
     """
 
     def __init__(self, size: EngineSize) -> None:
-        """Start without requests, as an engine of this size with a single micro-batch."""
         assert min(size.chunk_tokens, size.max_requests, size.kv_tokens) > 0
         self._size = size
         self._clock_s = 0.0
@@ -181,9 +180,8 @@ class Baseline(Generic[R]):
     def advance(self, predict: Callable[[StepStats], float], now_s: float) -> list[BaselineStep[R]]:
         """Run and return the steps that start by ``now_s``, as far as their tokens are known.
 
-        Args:
-            predict: Returns the duration of a step in seconds.
-            now_s: The current time; every request that arrived by then has been added.
+        Every request that arrived by then has been added; ``predict`` returns the duration of a
+        step in seconds.
         """
         steps: list[BaselineStep[R]] = []
         while self._step(predict, now_s, steps):

@@ -75,7 +75,6 @@ class Bill:
     """
 
     def __init__(self) -> None:
-        """Start with nothing billed."""
         self._work_s: OrderedDict[str | None, float] = OrderedDict()
         """In this busy period; the job that ran last stands last."""
 
@@ -103,12 +102,7 @@ class Bill:
             _add_to(self._work_s, self._last_s)
 
     def worked(self, offline_s: float, jobs: Sequence[JobTokens]) -> None:
-        """Note how long a step took for offline work; O(jobs in it).
-
-        Args:
-            offline_s: Seconds, of those that the step took.
-            jobs: Whose work it was; nobody's when empty.
-        """
+        """Note how long a step took for offline work, and whose it was; O(jobs in it)."""
         if offline_s <= 0:
             return
         total = sum(tokens for _, tokens in jobs)
@@ -125,15 +119,8 @@ class Bill:
     def charge(self, delay: Delay, arrived: WorkMark, first: WorkMark) -> bool:
         """Bill an online request that has ended in the engine and in the baseline.
 
-        O(jobs told apart).
-
-        Args:
-            delay: Of its tokens.
-            arrived: The work when it arrived.
-            first: The work at its first token.
-
-        Returns:
-            False when there was no offline work that could have delayed it.
+        ``arrived`` and ``first`` are the work when it arrived and at its first token. Return False
+        when there was no offline work that could have delayed it. O(jobs told apart).
         """
         now = self.mark()
         if not now:

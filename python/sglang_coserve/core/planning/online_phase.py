@@ -106,13 +106,11 @@ def _is_prompts_first(batch: StepBuilder) -> bool:
     if batch.context.is_plain:
         return not batch.context.mixes_decodes
     step_s = batch.slack_s * batch.context.timely
-    if math.isinf(step_s) or batch.free_tokens <= 0:
+    if math.isinf(step_s):
         return False
     first = batch.first_prompts(batch.free_tokens)
     tokens = sum([one.tokens_to_compute for one in first])
     step_tokens = min(tokens, batch.free_tokens)
-    if not step_tokens:
-        return False
     mixed = batch.online_decode_stats
     prompts_s = batch.predict_with_prefill(step_tokens, 0)
     if prompts_s + batch.model.predict(mixed) <= step_s:

@@ -55,11 +55,8 @@ class StepMemory:
         """Count what is free, less the next tokens of other micro-batches.
 
         Offline requests are retracted if these need more than there is. O(requests elsewhere).
-
-        Args:
-            snapshot: The engine.
-            victims: Returns the offline requests in the order in which they are to be retracted;
-                called once, when memory is short.
+        ``victims`` returns them in the order in which they are to be retracted; it is called once,
+        when memory is short.
         """
         self._snapshot = snapshot
         self._page_tokens = snapshot.page_tokens

@@ -194,10 +194,6 @@ class _Choice(NamedTuple):
     tokens: int
     kv_tokens: int
 
-    @property
-    def is_cut(self) -> bool:
-        return self.tokens < self.candidate.prompt.rest_tokens
-
 
 class _Packing:
     """Selects candidates under a latency bound and a limit on the number of requests.
@@ -344,7 +340,7 @@ class _Packing:
         self._free_tokens -= tokens
         self._kv_tokens += kv_tokens
         self._slots += candidate.prompt.is_new
-        if choice.is_cut:
+        if tokens < candidate.prompt.rest_tokens:
             self._cut = candidate
 
     def _drop_last_online(self) -> _Choice:
