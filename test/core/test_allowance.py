@@ -115,6 +115,18 @@ def test_targets_that_requests_bring_along_count_unless_they_could_not_be_met() 
     assert seen.arrival_s == pytest.approx(0.03, rel=0.02)
 
 
+@pytest.mark.parametrize("slos", [(), ("ttft p99 <= 10s",)])
+@pytest.mark.parametrize(("others", "is_counted"), [(60, True), (200, False)])
+def test_what_a_hundredth_of_the_requests_bring_along_does_not_count(
+    slos: tuple[str, ...], others: int, is_counted: bool
+) -> None:
+    """They may be harmed, as under an SLO for P99."""
+    seen = allowance(*slos)
+    first_tokens(seen, 1, 0.01, own_s=0.1)
+    first_tokens(seen, others, 0.01)
+    assert (seen.arrival_s == pytest.approx(0.09, rel=0.02)) == is_counted
+
+
 @given(
     st.lists(st.tuples(st.floats(1e-3, 10), st.integers(1, 40)), max_size=30),
     st.sampled_from(["<= 100ms", "<= +10%"]),

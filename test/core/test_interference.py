@@ -66,16 +66,6 @@ def test_without_a_baseline_it_is_judged_at_once_and_nothing_said_of_alone() -> 
     assert len(found) == 0
 
 
-def test_what_a_client_takes_back_says_nothing() -> None:
-    found = followed()
-    found.arrived(info())
-    found.produced("a", 9.0)
-    found.ended("a", Ending.ABORTED)
-    found.advance(predict, 10.0)
-    assert found.monitor.report(10.0).requests == 0
-    assert len(found) == 0
-
-
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_a_request_may_come_again_after_it_was_taken_back(tokens: int) -> None:
     found = followed()
@@ -111,25 +101,15 @@ def test_a_rid_that_is_used_again_is_another_request() -> None:
     assert len(found) == 1
 
 
-def test_a_request_that_nobody_says_has_ended_does_not_stop_the_judging() -> None:
+def test_a_request_that_the_baseline_gave_up_is_judged_by_what_was_measured() -> None:
     found = followed()
-    found.arrived(RequestInfo("lost", RequestClass.ONLINE, 10, 64, arrival_s=0.0))
-    for number in range(80):
-        now_s = float(number)
-        request = RequestInfo(str(number), RequestClass.ONLINE, 10, 64, arrival_s=now_s)
-        found.arrived(request)
-        for tokens in range(2):
-            found.produced(str(number), now_s + 0.125 * (tokens + 1))
-        found.ended(str(number), Ending.COMPLETE)
-        found.advance(predict, now_s + 0.5)
-    assert found.monitor.report(80.0).requests == 80
-    assert len(found) == 1
-    # It was only slow: it is judged all the same, by what was measured.
-    found.produced("lost", 81.0)
-    found.ended("lost", Ending.COMPLETE)
+    found.arrived(info("slow"))
+    for now_s in (1.0, 62.0):
+        found.advance(predict, now_s)
+    found.produced("slow", 81.0)
+    found.ended("slow", Ending.COMPLETE)
     report = found.monitor.report(82.0)
-    assert report.requests == 81
-    assert report.attainment == pytest.approx(80 / 81)
+    assert (report.requests, report.attainment, report.attainment_alone) == (1, 0.0, None)
     assert len(found) == 0
 
 
@@ -138,8 +118,7 @@ def test_a_baseline_that_falls_behind_keeps_nobody_for_longer_than_five_minutes(
     found = followed()
     for number in range(12_000):
         now_s = 0.05 * number
-        request = RequestInfo(str(number), RequestClass.ONLINE, 100, 64, arrival_s=now_s)
-        found.arrived(request)
+        found.arrived(replace(info(str(number)), prompt_tokens=100, arrival_s=now_s))
         found.produced(str(number), now_s + 0.05)
         found.ended(str(number), Ending.COMPLETE)
         found.advance(predict, now_s + 0.05)

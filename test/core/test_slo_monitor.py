@@ -194,18 +194,6 @@ def test_what_offline_work_delayed_could_have_been_met() -> None:
     assert (report.attainment, report.attainment_alone) == (0.0, 1.0)
 
 
-def test_gaps_alone_are_judged_beside_the_measured_ones() -> None:
-    monitor = SloMonitor(TARGETS, (parse_slo("tbt mean <= 15ms"),))
-    info = RequestInfo("r", RequestClass.ONLINE, 10, 64, 0.0)
-    for number in range(10):
-        monitor.gap(info, number * 0.02, (number + 1) * 0.02)
-        monitor.gaps_alone(0.01, (number + 1) * 0.01, 1)
-    (standing,) = monitor.report(0.2).standings
-    assert standing.measured_s == pytest.approx(0.02)
-    assert standing.alone_s == pytest.approx(0.01)
-    assert standing.is_feasible
-
-
 def test_what_online_work_alone_misses_is_infeasible_and_the_reason_says_it_all() -> None:
     monitor = SloMonitor(TARGETS, (parse_slo("ttft p99 <= 300ms"), parse_slo("tpot mean <= 1s")))
     tell_all(monitor, *[served(0.45, alone=(0.45, 0.01))] * 10)

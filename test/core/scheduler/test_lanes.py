@@ -14,7 +14,6 @@ from core.scheduler.scenarios import (
     offline,
     online,
     queued,
-    ran,
     scheduler,
     snapshot,
 )
@@ -142,19 +141,6 @@ def test_nothing_of_the_lane_begins_while_an_online_request_waits_for_memory() -
         assert {chunk.rid for chunk in plan.prefills} <= {holding.info.rid}
 
 
-def test_its_result_comes_after_those_of_steps_that_ran_meanwhile() -> None:
-    core = scheduler("coserve", queued(500, rid="offline"))
-    alone = plan_of(core, seen())
-    core.start(alone, alone.prefills)
-    request = online(100)
-    engine = replace(seen(request), suspended=SuspendedStep(alone.step, alone.batch, 0.5))
-    ran(core, plan_of(core, engine), engine)
-    assert plan_of(core, replace(engine, waiting=())).resumes
-    core.update(StepResult(alone.step, 0.0, 0.07, alone.batch, alone.prefills))
-    with pytest.raises(AssertionError, match="not in flight"):
-        core.update(StepResult(alone.step, 0.0, 0.07, alone.batch, alone.prefills))
-
-
 # --- Beside decodes -----------------------------------------------------------------------
 
 
@@ -260,15 +246,6 @@ def test_only_conserve_lets_arrivals_wait() -> None:
 
 
 # --- Where there is no lane ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_steps_that_cannot_be_suspended_are_as_they_were(policy: str) -> None:
-    requests = (online(100, DECODING), offline(100, DECODING), online(50))
-    core = scheduler(policy, queued(500))
-    plan = plan_of(core, seen(*requests, stop_share=1.0))
-    assert plan == plan_of(core, snapshot(*requests))
-    assert plan.lane is Lane.SHARED
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "priority", "non_preemptive"])

@@ -38,13 +38,6 @@ def test_decodes_that_do_not_fit_pause_the_last_first() -> None:
     assert plan.predicted_s <= 0.1 < MODEL.predict(longer)
 
 
-def test_paused_decodes_resume_when_there_is_time() -> None:
-    requests = [offline(100, PAUSED), offline(100, DECODING)]
-    plan = scheduler("coserve").plan(snapshot(online(10, DECODING), *requests), NO_CACHE)
-    assert plan.resume == rids(requests[:1])
-    assert not plan.pause
-
-
 def test_a_decode_that_cannot_pause_is_retracted_where_others_pause() -> None:
     """All but its last page stays in the prefix cache, so that it loses little."""
     requests = (
@@ -139,19 +132,6 @@ def test_what_is_cached_is_not_computed_but_for_the_last_token(
     assert plan.prefills == (PrefillChunk("hit", tokens),)
 
 
-def test_planning_takes_nothing_and_committing_does() -> None:
-    brain = scheduler("coserve", queued(100, rid="one"))
-    plan = brain.plan(snapshot(), NO_CACHE)
-    assert plan == brain.plan(snapshot(), NO_CACHE)
-    assert "one" in brain.queue
-    brain.start(plan, plan.prefills)
-    assert brain.queue.is_running("one")
-    brain.restore("one", 3)
-    assert "one" in brain.queue
-    brain.finish("one")
-    assert len(brain.queue) == 0
-
-
 @pytest.mark.parametrize("limit", ["max_picks", "max_offline_requests"])
 def test_picks_and_requests_are_bounded(limit: str) -> None:
     waiting = [queued(64) for _ in range(9)]
@@ -186,18 +166,6 @@ def test_who_was_admitted_in_the_same_step_is_left_room_too() -> None:
     for headroom_tokens, admitted in ((0, 2), (100, 1)):
         plan = scheduler("coserve", *waiting, headroom_tokens=headroom_tokens).plan(seen, NO_CACHE)
         assert len(plan.prefills) == admitted
-
-
-def test_retracted_requests_are_not_admitted_again_at_once() -> None:
-    """KV ran out, one request went: its KV covers its own return, but no headroom."""
-    requests = [offline(100) for _ in range(4)]
-    brain = scheduler("coserve", headroom_tokens=50)
-    plan = brain.plan(snapshot(*requests, free_kv_tokens=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [requests[-1].info.rid]
-    brain.add_offline(queued(100, rid="returns"))
-    after = brain.plan(snapshot(*requests[:3], free_kv_tokens=1, evictable_kv_tokens=96), NO_CACHE)
-    assert not after.prefills
-    assert after.batch.decode_requests == 3
 
 
 def test_the_last_decode_pauses_rather_than_starting_over() -> None:

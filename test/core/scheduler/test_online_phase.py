@@ -28,18 +28,13 @@ DECODING, PAUSED = RequestState.DECODING, RequestState.PAUSED
 PARKED, PREFILLING = RequestState.PARKED, RequestState.PREFILLING
 
 
-def test_prompts_join_in_order_of_arrival() -> None:
-    requests = [online(50), online(50), online(50)]
-    plan = scheduler("coserve").plan(snapshot(*requests), NO_CACHE)
-    assert [chunk.rid for chunk in plan.prefills] == [*rids(requests)]
-
-
-def test_the_unfinished_prompt_goes_on_before_others() -> None:
-    waiting, begun = online(50), online(50, PREFILLING, computed=16)
-    plan = scheduler("coserve").plan(snapshot(waiting, begun), NO_CACHE)
+def test_the_unfinished_prompt_goes_on_before_others_in_order_of_arrival() -> None:
+    first, second, begun = online(50), online(60), online(50, PREFILLING, computed=16)
+    plan = scheduler("coserve").plan(snapshot(first, second, begun), NO_CACHE)
     assert [tuple(chunk) for chunk in plan.prefills] == [
         (begun.info.rid, 34),
-        (waiting.info.rid, 50),
+        (first.info.rid, 50),
+        (second.info.rid, 60),
     ]
 
 
@@ -247,12 +242,6 @@ def test_nobody_is_retracted_in_vain() -> None:
     assert not plan.retract
     assert not plan.prefills, "nor does anything new take the KV it waits for"
     assert plan.batch.decode_requests == 2
-
-
-def test_a_request_slot_is_taken_from_the_last_admitted() -> None:
-    requests = (offline(), offline())
-    plan = scheduler("coserve").plan(snapshot(*requests, online(), free_slots=0), NO_CACHE)
-    assert [retraction.rid for retraction in plan.retract] == [*rids(requests[1:])]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"fcfs"}))

@@ -6,10 +6,7 @@ import pytest
 
 from core.scheduler.scenarios import NO_CACHE, offline, online, queued, scheduler, snapshot
 from sglang_coserve.config import OFFLINE_POLICIES, CoserveConfig
-from sglang_coserve.core.control.allowance import Allowance
-from sglang_coserve.core.control.slo import parse_slo
-from sglang_coserve.core.request import RequestClass, RequestState
-from sglang_coserve.core.snapshot import RequestInfo
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.step import StepPlan
 from sglang_coserve.metrics import SloTargets
 
@@ -71,30 +68,3 @@ def test_offline_work_leaves_a_late_own_target_alone(policy: str) -> None:
     served = [chunk.rid for chunk in plan.prefills]
     assert served[0] == request.info.rid
     assert (served == [request.info.rid]) == (policy != "bros")
-
-
-# --- Who has yet to arrive ------------------------------------------------------------------
-
-
-def arrivals(allowance: Allowance, *own_ttft_s: float | None, alone_s: float = 0.01) -> float:
-    """Tell of first tokens that took as long as alone; return how long an arrival may wait."""
-    for target_s in own_ttft_s:
-        info = RequestInfo("r", RequestClass.ONLINE, 10, 10, 0.0, ttft_target_s=target_s)
-        allowance.first_token(info, alone_s, 0.0)
-    return allowance.arrival_s
-
-
-def allowance(*slos: str) -> Allowance:
-    return Allowance(tuple(map(parse_slo, slos)), ttft_prior_s=0.01, gap_prior_s=0.01)
-
-
-@pytest.mark.parametrize("slos", [(), ("ttft p99 <= 10s",)])
-def test_steps_are_bounded_for_arrivals_as_strict_as_those_before(slos: tuple[str, ...]) -> None:
-    assert arrivals(allowance(*slos), *[None] * 50) >= 1.25
-    assert arrivals(allowance(*slos), *[None] * 50, 0.1, 0.1) == pytest.approx(0.09, rel=0.01)
-
-
-def test_what_a_hundredth_of_the_requests_bring_along_does_not_count() -> None:
-    """They may be harmed, as under an SLO for P99."""
-    assert arrivals(allowance(), 0.1, *[None] * 60) < 0.1
-    assert arrivals(allowance(), 0.1, *[None] * 200) > 100

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from core.scheduler.scenarios import (
     MODEL,
     NO_CACHE,
+    decoded_for,
     offline,
     online,
     queued,
@@ -18,7 +20,7 @@ from core.scheduler.scenarios import (
     snapshot,
 )
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
-from sglang_coserve.core.policies import make_policy
+from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import FcfsPolicy, SarathiPolicy
 from sglang_coserve.core.policies.bros import BrosPolicy
 from sglang_coserve.core.policies.hygen import HygenPolicy
@@ -99,8 +101,8 @@ class TestBros:
     def test_who_is_replaced_is_in_time_one_average_step_after_the_whole_of_this_one(self) -> None:
         """It has 120 ms, and the average step takes 50."""
         brain = scheduler(BrosPolicy(base_batch_requests=1))
-        seen = snapshot(online(400))
-        ran(brain, brain.plan(seen, NO_CACHE), seen)
+        seen = snapshot(online(100))
+        ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.05)
         urgent, relaxed = online(100, DECODING), online(100, DECODING, tpot_s=0.12)
         prompt = offline(5000, PREFILLING, computed=100, generated=0)
         plan = brain.plan(snapshot(urgent, relaxed, prompt), NO_CACHE)
@@ -124,8 +126,8 @@ class TestBros:
     def test_no_online_request_is_replaced_that_cannot_wait(self) -> None:
         """It has 60 ms left; this step takes 30 and the average one 50."""
         brain = scheduler(BrosPolicy(base_batch_requests=1))
-        seen = snapshot(online(400))
-        ran(brain, brain.plan(seen, NO_CACHE), seen)
+        seen = snapshot(online(100))
+        ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=0.05)
         prompts = (online(100, arrival_s=-0.95), online(100, arrival_s=-0.94))
         plan = brain.plan(snapshot(*prompts, offline(5000)), NO_CACHE)
         assert {chunk.rid for chunk in plan.prefills} == {*rids(prompts)}
@@ -262,3 +264,34 @@ class TestBaselines:
         plan = scheduler("online_only", queued()).plan(snapshot(offline(), online(5000)), NO_CACHE)
         assert plan.batch.decode_requests == 0
         assert [chunk.tokens for chunk in plan.prefills] == [2048]
+
+
+# --- Deadlines of offline requests --------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"online_only"}))
+def test_a_request_whose_deadline_is_at_risk_is_first(policy: str) -> None:
+    older = [queued(100, arrival_s=float(number)) for number in range(3)]
+    due = replace(queued(100, rid="due", arrival_s=5.0), deadline_s=20.0)
+    brain = scheduler(policy, *older, due)
+    plan = brain.plan(snapshot(now_s=10.0, free_slots=1), NO_CACHE)
+    assert [chunk.rid for chunk in plan.prefills] == ["due"]
+
+
+def test_urgency_begins_at_the_latest_start() -> None:
+    """Both are due at the same time; one of them has twice as much to generate."""
+    short = replace(queued(100, rid="short", arrival_s=0.0), deadline_s=1000.0)
+    long = replace(queued(100, rid="long", arrival_s=5.0), deadline_s=1000.0, max_new_tokens=128)
+    brain = scheduler("conserve")
+    decoded_for(brain, tokens=3, token_s=5.0)
+    for request in (short, long):
+        brain.add_offline(request)
+
+    def first(now_s: float) -> str:
+        (chunk,) = brain.plan(snapshot(now_s=now_s, free_slots=1), NO_CACHE).prefills
+        return chunk.rid
+
+    # 64 tokens take 320 s, 128 take 640 s; at risk is what starts in less than 600 s.
+    assert brain.queue.peek(0.0) is not None
+    assert first(-250.0) == "short"
+    assert first(-230.0) == "long"

@@ -67,16 +67,6 @@ def test_what_a_step_in_flight_took_from_the_queue_is_not_planned_again() -> Non
 # --- A part of a plan ---------------------------------------------------------------------
 
 
-def test_what_was_not_admitted_goes_on_waiting_and_is_planned_again() -> None:
-    brain = scheduler("coserve", *(queued(100, rid=f"q{i}", first=1000 * i) for i in range(3)))
-    seen = snapshot()
-    plan = brain.plan(seen, NO_CACHE)
-    assert len(plan.prefills) == 3
-    ran(brain, plan, seen, admitted=plan.prefills[:1])
-    assert brain.queue.is_running("q0")
-    assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q1", "q2"]
-
-
 def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:
     brain = scheduler("coserve", *(queued(300, rid=f"q{i}", first=1000 * i) for i in range(3)))
     seen = snapshot()
@@ -87,17 +77,6 @@ def test_the_time_of_a_part_teaches_the_model_of_that_part() -> None:
 
 
 # --- A step of which nothing came ---------------------------------------------------------
-
-
-def test_a_step_that_was_dropped_teaches_nothing() -> None:
-    brain = scheduler("coserve", queued(500, rid="q"))
-    seen = snapshot()
-    plan = brain.plan(seen, NO_CACHE)
-    brain.start(plan, plan.prefills)
-    brain.update(StepResult(plan.step, seen.now_s, 9.0, dropped=("q",)))
-    assert brain.prediction_error.mape is None
-    brain.restore("q", 0)
-    assert [chunk.rid for chunk in brain.plan(seen, NO_CACHE).prefills] == ["q"]
 
 
 def test_a_step_that_did_not_run_teaches_nothing() -> None:
@@ -144,27 +123,6 @@ def test_what_a_step_without_a_plan_served_is_judged_as_well() -> None:
     assert attainment(brain, prompt.info.rid) == 0.0
 
 
-def test_steps_with_equal_batches_are_not_taken_for_each_other() -> None:
-    """The first is dropped, so it has no first token; the second, which began when the first
-    was late already, is in time for the request that it serves."""
-    brain = scheduler("coserve")
-    plans = []
-    for now_s in (0.0, 5.0):
-        brain.add_offline(queued(500, rid=f"q{now_s}", first=int(1000 * now_s)))
-        prompt = online(100, rid=f"p{now_s}", arrival_s=now_s - 0.1)
-        brain.arrived(prompt.info)
-        seen = snapshot(prompt, now_s=now_s)
-        plan = brain.plan(seen, NO_CACHE)
-        brain.start(plan, plan.prefills)
-        plans.append((plan, seen))
-    (first, first_seen), (second, second_seen) = plans
-    assert first.batch == second.batch
-    everyone = tuple(chunk.rid for chunk in first.prefills)
-    brain.update(StepResult(first.step, first_seen.now_s, dropped=everyone))
-    brain.update(result_of(second, second_seen, chunks=second.prefills, seconds=0.2))
-    assert attainment(brain, "p5.0") == 1.0
-
-
 def test_a_gap_is_judged_by_when_its_token_came() -> None:
     brain = scheduler("coserve", slos=("tbt p99 <= 100ms",))
     request = online(10, DECODING, last_token_s=50.0, arrival_s=49.0)
@@ -175,10 +133,3 @@ def test_a_gap_is_judged_by_when_its_token_came() -> None:
     (standing,) = brain.interference.monitor.report(60.0).standings
     assert standing.measured_s == pytest.approx(0.5)
     assert not standing.is_met
-
-
-def test_the_average_iteration_is_the_one_that_was_measured() -> None:
-    policy = BrosPolicy()
-    brain, seen = scheduler(policy), snapshot(online(10, DECODING))
-    ran(brain, brain.plan(seen, NO_CACHE), seen, seconds=2.0)
-    assert policy._mean_iteration_s == 2.0
