@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -176,17 +176,12 @@ def _overlap(setting: GpuSetting, folder: Path) -> list[str]:
     dry = setting.dry_run
     # On a CPU the schedulers' own defaults serve. No larger decode graphs than the batches.
     settings = {} if dry else setting.server_settings() | {"cuda_graph_max_bs_decode": 32}
-    flags: dict[str, object] = {
-        "model-path": setting.model_path,
-        "settings": json.dumps(settings),
-        "rounds": 1 if dry else 3,
-        "passes": 10 if dry else 100,
-        "limit-s": 5 if dry else 10,
-        "out": folder / "overhead.json",
-    }
+    command = [sys.executable, str(_BENCHMARKS / "bench_overhead.py")]
+    command += ["--model-path", setting.model_path, "--settings", json.dumps(settings)]
+    command += ["--rounds", "1" if dry else "3", "--passes", "10" if dry else "100"]
+    command += ["--limit-s", "5" if dry else "10", "--out", str(folder / "overhead.json")]
     systems = [f"{who} overlap {how}" for who in ("coserve", "stock") for how in ("on", "off")]
-    program = str(_BENCHMARKS / "bench_overhead.py")
-    command = [sys.executable, program, *_words(flags), "--systems", *systems]
+    command += ["--systems", *systems]
     return [*command, "--waiting", *(["100"] if dry else ["100", "10000"])]
 
 
@@ -195,10 +190,6 @@ def _tests(_setting: GpuSetting, _folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-c"]
     command += [str(root / "pyproject.toml"), "-p", "no:cacheprovider", "-v", "-m", "gpu"]
     return [*command, str(_GPU_TESTS)]
-
-
-def _words(flags: Mapping[str, object]) -> list[str]:
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 def _coload(name: str, question: str, load: CoLoad, least_s: float = 200) -> Step:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,7 @@ from common.arrivals import gamma_arrivals, synthesize
 from interference_bench.load import OnlineArrival
 from paper.testbed import Lengths
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.workload.shape import fit_to_context, prompt_token_ids
+from sglang_coserve.workload.shape import fit_to_context, prompt_token_ids, until
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 CONTEXT_TOKENS: Final = 32_000
@@ -84,8 +83,7 @@ class BurstyTraffic(TraceTraffic):
     def requests(self, rate_per_s: float, seconds: float, seed: int) -> list[TraceRequest]:
         """See ``TraceTraffic``."""
         arrivals_s = gamma_arrivals(rate_per_s, self.cv, seed)
-        within_s = takewhile(lambda at_s: at_s < seconds, arrivals_s)
-        return list(synthesize(within_s, self.lengths.draws(seed)))
+        return list(until(synthesize(arrivals_s, self.lengths.draws(seed)), seconds))
 
 
 TRACES: Final[Mapping[str, str | BurstyTraffic]] = {

@@ -6,12 +6,12 @@ with Gamma arrivals of the CV that the paper takes from it, 0.5.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Final
 
 from common.arrivals import synthesize
@@ -33,10 +33,11 @@ from paper.conserve import (
 from paper.experiment import Cell, Findings
 from paper.testbed import offline_per_s, p99_itl_ms, p99_ttft_ms
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.metrics import SloTargets, percentile
+from sglang_coserve.metrics import SloTargets, summarize
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.result import SimulationResult
 from sglang_coserve.simulator.run import Workload
+from sglang_coserve.workload.shape import until
 from sglang_coserve.workload.trace import read_trace, sample_path
 
 AZURE_PER_10_S: Final = (
@@ -76,8 +77,7 @@ def azure_arrivals(rate_per_s: float) -> Iterator[float]:
 def like_azure(rate_per_s: float, seconds: float) -> Workload:
     """Return requests of BurstGPT's lengths that come as Azure's, beside an offline backlog."""
     requests = synthesize(azure_arrivals(rate_per_s), BURSTGPT.draws(1))
-    trace = list(takewhile(lambda request: request.arrival_s < seconds, requests))
-    online = partial(from_trace, trace, RequestClass.ONLINE)
+    online = partial(from_trace, list(until(requests, seconds)), RequestClass.ONLINE)
     return replace(workload(rate_per_s, seconds), online=online)
 
 
@@ -193,7 +193,8 @@ def by_window(result: SimulationResult) -> Iterator[tuple[float, float]]:
         for gap_s, at_s in zip(request.itls_s, request.token_times_s[1:], strict=True):
             gaps[int(at_s // WINDOW_S)].append(gap_s)
     for window in range(int(result.interval_s // WINDOW_S)):
-        yield percentile(ttfts[window], 99), percentile(gaps[window], 99)
+        ttft_p99_s, gap_p99_s = (summarize(found[window]).p99_s for found in (ttfts, gaps))
+        yield ttft_p99_s or math.nan, gap_p99_s or math.nan
 
 
 def _shares(windows: Sequence[tuple[float, float]], line: SloTargets) -> str:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, takewhile
+from itertools import count
 from typing import Final
 
 from common.arrivals import gamma_arrivals, synthesize
@@ -93,16 +93,11 @@ def gamma_arriving(
     request_class: RequestClass = RequestClass.ONLINE,
 ) -> Requests:
     """Return requests that come as a Gamma process."""
-    trace = list(
-        takewhile(
-            lambda request: request.arrival_s < seconds,
-            synthesize(gamma_arrivals(rate_per_s, cv, seed), lengths.draws(seed)),
-        )
-    )
-    return partial(from_trace, trace, request_class)
+    endless = synthesize(gamma_arrivals(rate_per_s, cv, seed), lengths.draws(seed))
+    return partial(from_trace, list(until(endless, seconds)), request_class)
 
 
-def azure_online(qps: float, seconds: float, seed: int = 1) -> Requests:
+def azure_online(qps: float, seconds: float) -> Requests:
     """Return online requests sampled from the bundled trace to a mean rate, as HyGen §5.1 does.
 
     The beginning of the trace is thinned, and compressed first where it has fewer
@@ -117,7 +112,7 @@ def azure_online(qps: float, seconds: float, seed: int = 1) -> Requests:
     whole = (scale_rate(trace, factor) for factor in count(1))
     part = next(p for p in map(list, map(partial(until, end_s=seconds), whole)) if asked <= len(p))
     # Each request by itself (OOCO §5.1.3): a spike of five minutes stays one of five minutes.
-    rng = random.Random(seed)
+    rng = random.Random(1)
     thinned = (request for request in part if rng.random() < asked / len(part))
     kept, _ = fit_to_context(thinned, max_context_tokens=4096)
     return partial(from_trace, kept, RequestClass.ONLINE)

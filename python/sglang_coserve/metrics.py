@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
@@ -88,17 +88,6 @@ class RequestTimeline:
         return None if self.e2e_s is None else self.e2e_s / self.output_tokens
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the ``q``-th percentile (0–100) of at least one value.
-
-    Linear interpolation between order statistics x_0 ≤ … ≤ x_(m−1): the value
-    at position (m − 1)·q/100, NumPy's default.
-    """
-    assert len(values) > 0, "a percentile needs at least one value"
-    assert 0 <= q <= 100, f"percentile {q} is not within 0..100"
-    return float(np.percentile(np.asarray(values, dtype=np.float64), q))
-
-
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The distribution of one latency. With ``n == 0`` every other field is None."""
@@ -117,7 +106,11 @@ class Summary:
 
 
 def summarize(values_s: Iterable[float | None]) -> Summary:
-    """Summarize latencies in seconds; None (undefined for a request) is left out."""
+    """Summarize latencies in seconds; None (undefined for a request) is left out.
+
+    Of m values the q-th percentile is that at position (m − 1)·q/100, interpolated linearly
+    between order statistics x_0 ≤ … ≤ x_(m−1): NumPy's default.
+    """
     defined = np.array([value for value in values_s if value is not None], dtype=np.float64)
     if defined.size == 0:
         return Summary(n=0)
@@ -251,10 +244,6 @@ class Throughput:
     output_tokens_per_s: float
     computed_tokens_per_s: float
     total_tokens_per_s: float
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the fields by name."""
-        return asdict(self)
 
 
 def throughput(timelines: Iterable[RequestTimeline], start_s: float, end_s: float) -> Throughput:

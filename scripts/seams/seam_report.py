@@ -39,13 +39,13 @@ def main(argv: Sequence[str]) -> int:
         try:
             tree = _sources(_wheel(args.version, directory))
             lines = problems(tree, args.version)
-            _say(f"SGLang {args.version}: {_count(args.version)} checked, {len(lines)} missing")
-            _say(*(f"  {line}" for line in lines))
+            print(f"SGLang {args.version}: {_count(args.version)} checked, {len(lines)} missing")
+            print(*(f"  {line}\n" for line in lines), sep="", end="")
             if args.since != args.version:
                 before = _sources(_wheel(args.since, directory))
                 differences = changes(before, tree, args.since, args.version)
-                _say(f"{args.since} -> {args.version}: {len(differences)} changed")
-                _say(*(f"  {line}" for line in differences))
+                print(f"{args.since} -> {args.version}: {len(differences)} changed")
+                print(*(f"  {line}\n" for line in differences), sep="", end="")
         except (OSError, zipfile.BadZipFile) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -135,11 +135,6 @@ def _version(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}; supported: {supported_text()}") from None
     return text
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(line)
 
 
 if __name__ == "__main__":

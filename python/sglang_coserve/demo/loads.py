@@ -11,7 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Self
 
 import httpx
@@ -89,11 +88,7 @@ def _copy(line: RequestLine, number: int) -> StreamedRequest:
 
 
 def replayed(
-    trace: Iterable[TraceRequest],
-    *,
-    vocab_size: int,
-    seed: int = 0,
-    fields: Mapping[str, Any] = MappingProxyType({}),
+    trace: Iterable[TraceRequest], *, vocab_size: int, fields: Mapping[str, Any]
 ) -> Iterator[StreamedRequest]:
     """Yield requests with random prompts and outputs of exactly the traced lengths.
 
@@ -101,7 +96,7 @@ def replayed(
     """
     for request in trace:
         body = {
-            "input_ids": prompt_token_ids(request, vocab_size=vocab_size, seed=seed).tolist(),
+            "input_ids": prompt_token_ids(request, vocab_size=vocab_size, seed=0).tolist(),
             "sampling_params": {
                 "max_new_tokens": request.output_tokens,
                 "temperature": 0.0,

@@ -140,7 +140,8 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
         lines = f"offline: {offline}{joined}, again and again as long as a window lasts"
         console.print(printable(lines), markup=False)
         groups = ((OURS,),) if options.quick else _COMPARED
-        with _progress(console) as progress:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("", total=options.window_s * sum(map(len, groups)))
             measuring = _Run(
                 options, model, requests, vocab_size, offline, lines_in_one, progress, task
@@ -271,16 +272,6 @@ def _make_model(folder: Path, emulation: Emulation | None) -> Path:
 def _empty_cache(base_url: str) -> None:
     """Have the next system compute every prompt, as the one before it had to."""
     httpx.post(f"{base_url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 def _limits(model: Path) -> tuple[int, int]:

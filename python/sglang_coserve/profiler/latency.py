@@ -92,8 +92,6 @@ def repeat_error(measurements: Iterable[ShapeTiming]) -> float | None:
 
 
 def _is_precise(runs_s: Sequence[float]) -> bool:
-    if len(runs_s) < MIN_RUNS:
-        return False
     kept = _without_outliers(runs_s)
     if len(kept) < MIN_RUNS:
         return False

@@ -215,8 +215,6 @@ class ReplayedPlan:
     @property
     def differences(self) -> tuple[str, ...]:
         """Names of the fields in which the plans differ; times may differ by rounding."""
-        if self.recorded == self.replayed:
-            return ()
         names = (field.name for field in fields(StepPlan))
         return tuple(
             name

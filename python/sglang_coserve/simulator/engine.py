@@ -231,8 +231,6 @@ class SimEngine:
             self.counters.retractions += 1
             self._wait_again(request)
         self.counters.pauses += len(plan.pause)
-        if not self._observers:
-            return
         requests = self.executor.admitted
         for rids, event in (
             (plan.pause, RequestEvent.PAUSED),

@@ -28,7 +28,7 @@ _DECODES_IN: Final = {Lane.SHARED: RequestState.DECODING, Lane.OFFLINE: RequestS
 class SimulatedExecutor:
     """The requests of one engine, their KV, and the time that steps take.
 
-    Also implements the core's ``SimulatedPrefixCache``. A step costs O(requests), plus O(prompt)
+    Also implements the core's ``PrefixCache``. A step costs O(requests), plus O(prompt)
     for each chunk.
     """
 

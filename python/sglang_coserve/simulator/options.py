@@ -68,7 +68,7 @@ class SimulationOptions(SimulationFlags):
         copied_bytes_per_s = self.checkpoint_gb_s * 1e9 * has_mechanisms
         safepoint_layers = self.safepoint_layers * has_mechanisms
         slos = tuple(map(parse_slo, self.slo or ()))
-        targets = SloTargets(_seconds(self.slo_ttft_ms), _seconds(self.slo_tpot_ms))
+        targets = SloTargets.of_ms(self.slo_ttft_ms, self.slo_tpot_ms)
         if slos:
             targets = request_targets([slo for slo in slos if slo.limit_s is not None])
         return SimulationSetup(
@@ -140,7 +140,3 @@ class SimulationOptions(SimulationFlags):
         """Return the length of the longest request, by the options and the device's memory."""
         whole_pages = self._capacity_tokens() // self.page_tokens * self.page_tokens
         return min(self.max_context_tokens, whole_pages)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3

@@ -85,14 +85,14 @@ class SimulationResult:
             "targets": {"ttft_s": targets.ttft_s, "tpot_s": targets.tpot_s},
             "online": {
                 "latency": latency_report(self.online).to_dict(),
-                "throughput": self.online_throughput.to_dict(),
+                "throughput": asdict(self.online_throughput),
                 "attainment": attainment(self.online, targets),
                 "token_attainment": token_attainment(self.online, targets),
                 "goodput_per_s": goodput_per_s(self.online, targets, 0.0, self.interval_s),
             },
             "offline": {
                 "latency": latency_report(self.offline).to_dict(),
-                "throughput": self.offline_throughput.to_dict(),
+                "throughput": asdict(self.offline_throughput),
             },
             "end_s": self.end_s,
             "engine": {

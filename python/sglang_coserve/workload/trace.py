@@ -165,16 +165,12 @@ def read_trace(path: str | Path) -> Iterator[TraceRequest]:
             request.
         WorkloadError: A row is malformed or earlier than the row before it.
     """
-    return _requests(Path(path), detect_format(path))
-
-
-def detect_format(path: str | Path) -> TraceLayout:
-    """Return the format of a trace file, judged by the names in its first line.
-
-    Raises:
-        InputFileError: The file cannot be read or its format is unknown.
-    """
     path = Path(path)
+    return _requests(path, _layout_of(path))
+
+
+def _layout_of(path: Path) -> TraceLayout:
+    """Return the format of a trace file, judged by the names in its first line."""
     first_line = next((line for line in _lines(path) if line.strip()), "")
     try:
         row = json.loads(first_line)
