@@ -1,4 +1,4 @@
-"""The baseline of a co-served run, against a run of the same requests alone (both simulated)."""
+"""Baseline and bill of a co-served run, against a run of the same requests alone (simulated)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,14 @@ import pytest
 
 from core.test_baseline import NamedBaseline
 from sglang_coserve.core.control.baseline import EngineSize
-from sglang_coserve.core.control.slo import parse_slo
+from sglang_coserve.core.control.bill import BillReport
+from sglang_coserve.core.control.slo import deadlines, parse_slo
+from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass
+from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import SimulatedMachine, offline_requests
 from sglang_coserve.simulator.binding import from_trace
@@ -41,6 +44,21 @@ def trace(rate_per_s: float, prompt_tokens: int, output_tokens: int) -> Iterator
         arrival_s += rng.expovariate(rate_per_s)
         lengths = (rng.lognormvariate(math.log(n), 0.6) for n in (prompt_tokens, output_tokens))
         yield TraceRequest(index, arrival_s, *(max(1, int(n)) for n in lengths))
+
+
+def workload(requests: list[TraceRequest], offline: str) -> Workload:
+    return Workload(
+        online=lambda: from_trace(requests, request_class=RequestClass.ONLINE, seed=0),
+        offline=offline_requests(offline, max_context_tokens=100_000),
+        backlog_depth=64,
+        interval_s=requests[-1].arrival_s,
+    )
+
+
+def alone_of(config: ExecutorConfig) -> EngineSize:
+    """Of a baseline that composes steps as the policy ``online_only`` does."""
+    chunk_tokens = OnlineOnlyPolicy().chunk_tokens
+    return replace(config.engine_size, chunk_tokens=chunk_tokens, mixes_decodes=True)
 
 
 class Follower(SimulationObserver):
@@ -102,21 +120,13 @@ def test_it_says_within_a_twentieth_what_requests_get_alone(
     """Without offline work the policy coserve runs what plain SGLang runs."""
     requests = list(trace(8.0, *lengths))
     config = ExecutorConfig(kv_capacity_tokens=KV_TOKENS, overlap=overlap)
-    size = config.engine_size
-    if alone == "online_only":
-        chunk_tokens = OnlineOnlyPolicy().chunk_tokens
-        size = replace(size, chunk_tokens=chunk_tokens, mixes_decodes=True)
+    size = alone_of(config) if alone == "online_only" else config.engine_size
 
     def run(policy: str, offline: str, targets: SloTargets) -> tuple[list[float], list[float]]:
         setup = SimulationSetup(MODEL, config, targets)
         follower = Follower(size)
-        workload = Workload(
-            online=lambda: from_trace(requests, request_class=RequestClass.ONLINE, seed=0),
-            offline=offline_requests(offline, max_context_tokens=100_000),
-            backlog_depth=64,
-            interval_s=requests[-1].arrival_s,
-        )
-        simulate(workload, setup, make_policy(policy), observers=[follower])
+        load = workload(requests, offline)
+        simulate(load, setup, make_policy(policy), observers=[follower])
         follower.advance(math.inf)
         served = {r: list(q.token_times_s) for r, q in follower.online.items() if q.is_complete}
         baseline = {rid: follower.alone[rid] for rid in served}
@@ -144,13 +154,50 @@ def test_a_policy_that_looks_at_no_latencies_plans_the_same_without_them(policy:
     assert setup.follows_latencies(make_policy(policy)) == (policy not in BASELINES)
     logs = []
     for each in (setup, ToldSetup(*machine, slos=slos)):
-        workload = Workload(
-            online=lambda: from_trace(list(trace(8.0, 1024, 64))[:40], RequestClass.ONLINE),
-            offline=offline_requests("1024x64", max_context_tokens=20_000),
-            backlog_depth=16,
-            interval_s=4.0,
-        )
+        load = replace(workload(list(trace(8.0, 1024, 64))[:40], "1024x64"), interval_s=4.0)
         log = io.StringIO()
-        simulate(workload, each, make_policy(policy), observers=[EventLog(log, {})])
+        simulate(load, each, make_policy(policy), observers=[EventLog(log, {})])
         logs.append(log.getvalue())
     assert logs[0] == logs[1]
+
+
+@dataclass(frozen=True)
+class BilledSetup(ToldSetup):
+    """Keeps its schedulers, for what they have billed."""
+
+    made: list[Scheduler] = field(default_factory=list)
+
+    def make_scheduler(self, policy: Policy) -> Scheduler:
+        queue = OfflineQueue(policy.queue_config(self.scheduler.seed))
+        size = alone_of(self.executor)
+        self.made.append(
+            Scheduler(
+                policy, self.model, deadlines(self.targets), queue, self.scheduler, engine=size
+            )
+        )
+        return self.made[-1]
+
+
+@pytest.mark.parametrize("rate_per_s", [1.0, 4.0])
+@pytest.mark.parametrize("policy", ["coserve", "non_preemptive"])
+def test_the_billed_sum_is_what_online_requests_lost(policy: str, rate_per_s: float) -> None:
+    requests = list(trace(rate_per_s, 1024, 128))[:300]
+    config = ExecutorConfig(kv_capacity_tokens=KV_TOKENS)
+    setup = BilledSetup(MODEL, config, SloTargets(0.5, 0.05))
+
+    def run(policy: str, offline: str) -> tuple[float, BillReport]:
+        """All TTFTs and all gaps together, and the bill."""
+        result = simulate(workload(requests, offline), setup, make_policy(policy))
+        bill = setup.made[-1].interference.bill
+        assert bill is not None
+        served = [one for one in result.online if one.token_times_s]
+        return sum(one.token_times_s[-1] - one.arrival_s for one in served), bill.report()
+
+    alone_s, unbilled = run("online_only", "none")
+    assert unbilled.requests == 0
+    beside_s, billed = run(policy, "2048x256")
+    lost_s = beside_s - alone_s
+    assert lost_s > 0.2 * alone_s, "offline work must make a difference to be told apart"
+    assert billed.requests >= 0.9 * len(requests)
+    assert billed.total_s == pytest.approx(lost_s, rel=0.15)
+    assert billed.unowned_s == pytest.approx(billed.total_s)
