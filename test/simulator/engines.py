@@ -95,11 +95,18 @@ def check_executor(executor: SimulatedExecutor) -> None:
         kept = request.worked_tokens + request.given_tokens + request.reloaded_tokens
         assert request.computed_tokens == kept - request.lost_tokens, request.info.rid
         assert request.locked_tokens <= request.computed_tokens <= request.length_tokens
+        assert request.recomputed_tokens <= request.lost_tokens
     assert executor.num_online == sum(r.info.is_online for r in executor.admitted.values())
     away = executor.suspended.requests if executor.suspended else []
-    running = executor.admitted.values()
-    assert not any(r.state is RequestState.WAITING or r.state.is_final for r in running)
-    assert all(r.computed_tokens > 0 or r in away for r in running)
+    snapshot = executor.snapshot(0.0)
+    for request in executor.admitted.values():
+        assert request.state is not RequestState.WAITING
+        assert not request.state.is_final
+        assert request.computed_tokens > 0 or request in away
+        shared = kv.cache.shared_tokens(request.lock) if request.lock else 0
+        assert request.view.cached_tokens == (shared if request.computed_tokens else 0)
+    slots = snapshot.free_kv_tokens + snapshot.evictable_kv_tokens + kv.held_tokens
+    assert slots == kv.capacity_pages * kv.page_tokens
 
 
 def check_cache(cache: SimulatedPrefixCache) -> None:
