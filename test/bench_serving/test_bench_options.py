@@ -61,6 +61,7 @@ def test_a_system_is_told_its_targets_in_milliseconds() -> None:
     ("words", "said"),
     [
         ([*MODEL, "--systems", "vllm", *LOADS], "'vllm': known are alone, stock"),
+        ([*MODEL, "--systems", "coserve 'x", *LOADS], "No closing quotation"),
         ([*MODEL, "--offline", "--seed", "1"], "add --online"),
         ([*MODEL, "--online", "--seed", "1"], "add --offline"),
         (LOADS, "either --model-path, to start servers, or --base-url"),

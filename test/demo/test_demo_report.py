@@ -178,6 +178,29 @@ def test_lines_are_repeated_without_end(tmp_path: Path) -> None:
     assert found[1].body["messages"][0]["content"] == "Who?\u2028\x85"
 
 
+@pytest.mark.parametrize(
+    ("messages", "second"),
+    [
+        ([{"content": [{"type": "text", "text": "Who?"}]}], "Copy 1. "),
+        ([{"role": "user"}], None),
+        ("Who?", None),
+    ],
+)
+def test_messages_that_are_no_texts_are_repeated_too(
+    tmp_path: Path, messages: Any, second: str | None
+) -> None:
+    line = {"custom_id": "l", "method": "POST", "url": "/v1/chat/completions"}
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({**line, "body": {"messages": messages}}) + "\n")
+    one, other = (request.body["messages"] for request in first(2, source))
+    assert one == messages
+    if second is None:
+        assert other == messages
+    else:
+        parts = messages[0]["content"]
+        assert other == [{"content": [{"type": "text", "text": second}, *parts]}]
+
+
 def test_lines_are_joined_for_longer_prompts() -> None:
     source = sample_path("offline")
     alone = [json.loads(text) for text in source.read_text().splitlines()]

@@ -83,10 +83,11 @@ def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
         "",
         batch_line("same beginning, two", max_tokens=9),
         json.dumps({"body": {"input": "a response", "max_output_tokens": 7}}),
+        json.dumps({"body": {"prompt": "half a pair: \ud800"}}),
     ]
     path.write_text("\n".join(lines))
-    first, second, response = from_jsonl(path)
-    assert [each.output_tokens for each in (first, second, response)] == [256, 9, 7]
+    first, second, *others = from_jsonl(path)
+    assert [each.output_tokens for each in (first, second, *others)] == [256, 9, 7, 256]
     assert shared_tokens(first.tokens, second.tokens) == len("user\nsame beginning, ") // 4
     assert first.info.prompt_tokens == -(-len("user\nsame beginning, one\n") // 4)
 

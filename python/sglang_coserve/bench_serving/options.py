@@ -169,9 +169,12 @@ def parse_system(text: str) -> System:
     """Return the system that ``NAME [FLAGS…]`` describes: a known one, with more server flags.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: the name is unknown, or a quotation does not end.
     """
-    name, *flags = shlex.split(text) or [""]
+    try:
+        name, *flags = shlex.split(text) or [""]
+    except ValueError as error:
+        raise ConfigError(f"--systems {text!r}: {error}") from error
     if name not in SYSTEMS:
         raise ConfigError(f"--systems {name!r}: known are {', '.join(SYSTEMS)}")
     return replace(SYSTEMS[name], name=text, flags=(*SYSTEMS[name].flags, *flags))

@@ -78,12 +78,16 @@ def repeated(
 
 
 def _copy(line: RequestLine, number: int) -> StreamedRequest:
-    body = deepcopy(line.body) if number else line.body
-    start = f"Copy {number}. " if number else ""
-    if isinstance(body.get("prompt"), str):
-        body["prompt"] = start + body["prompt"]
-    elif messages := body.get("messages"):
-        messages[0]["content"] = start + str(messages[0]["content"])
+    body = line.body
+    if number:
+        body, start = deepcopy(body), f"Copy {number}. "
+        match body:
+            case {"prompt": str(prompt)}:
+                body["prompt"] = start + prompt
+            case {"messages": [{"content": str(text)} as first, *_]}:
+                first["content"] = start + text
+            case {"messages": [{"content": [*parts]} as first, *_]}:
+                first["content"] = [{"type": "text", "text": start}, *parts]
     return StreamedRequest(line.custom_id, line.url, body)
 
 

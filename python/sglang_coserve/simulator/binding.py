@@ -164,7 +164,7 @@ def _from_line(line: str, where: str, index: int) -> SimRequest:
         ) from error
     if type(limit) is not int or limit < 1:
         raise WorkloadError(f"{where}: {name}: expected a whole number from 1 up, got {limit!r}")
-    data = text.encode()
+    data = text.encode(errors="replace")  # Half a surrogate pair is no UTF-8.
     tokens = pack_tokens(array("I", data + b"\0" * (-len(data) % _TEXT_BYTES)))
     if not tokens:
         raise WorkloadError(f"{where}: the prompt is empty")
