@@ -319,12 +319,9 @@ class SimulatedExecutor:
         """Return the requests that decode in a step. O(requests)."""
         if plan.skips_decodes:
             return []
+        # Where a step of the offline lane begins, none is suspended, and nothing online decodes.
         state = _DECODES_IN[plan.lane]
-        decodes = [request for request in self.admitted.values() if request.state is state]
-        if plan.lane is Lane.SHARED:
-            return decodes
-        away = set(self.suspended.requests) if self.suspended else ()
-        return [one for one in decodes if not one.info.is_online and one not in away]
+        return [request for request in self.admitted.values() if request.state is state]
 
 
 def _arrival_order(request: SimRequest) -> tuple[float, str]:
