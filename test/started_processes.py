@@ -19,9 +19,11 @@ def processes_of(out: Path) -> list[psutil.Process]:
     return list(filter(is_alive, found))
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether it runs; one that has ended and was not waited for does not."""
+def is_alive(process: psutil.Process | int) -> bool:
+    """Return whether it, given as such or by its id, runs; an ended one not waited for does not."""
     try:
+        if isinstance(process, int):
+            process = psutil.Process(process)
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -9,7 +9,7 @@ from typing import Any
 from bound_bench.upper_bound import Capacity, OfflineShape, cached_tokens, offline_bound, required
 from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
-from interference_bench.report import figures
+from interference_bench.report import figures, in_ms
 from sglang_coserve.core.control.baseline import Baseline, BaselineRequest, EngineSize
 from sglang_coserve.metrics import SloTargets, attainment, latency_report
 from sglang_coserve.srt.emulation.model_directory import flag_defaults
@@ -46,10 +46,9 @@ def full_rate_per_s(emulation: Emulation, requests: Sequence[TraceRequest]) -> f
 
 def row(outcome: RunOutcome, targets: Mapping[str, SloTargets]) -> dict[str, Any]:
     """Return the figures of one run; ``targets`` by what the share that keeps them is called."""
-    normalized_s = latency_report(outcome.online).normalized.mean_s
     return {
         **figures(outcome),
-        "normalized_ms": 1e3 * (math.nan if normalized_s is None else normalized_s),
+        "normalized_ms": in_ms(latency_report(outcome.online).normalized.mean_s),
         "seconds": outcome.seconds,
         "steps": outcome.num_steps,
         "host_ms_per_step": 1e3 * outcome.host_s / max(1, outcome.num_steps),

@@ -20,10 +20,10 @@ def figures(outcome: RunOutcome) -> dict[str, Any]:
     return {
         "online": found.ttft.n,
         "unfinished": outcome.num_unfinished,
-        "ttft_p50_ms": _ms(found.ttft.p50_s),
-        "ttft_p99_ms": _ms(found.ttft.p99_s),
-        "itl_p50_ms": _ms(found.itl.p50_s),
-        "itl_p99_ms": _ms(found.itl.p99_s),
+        "ttft_p50_ms": in_ms(found.ttft.p50_s),
+        "ttft_p99_ms": in_ms(found.ttft.p99_s),
+        "itl_p50_ms": in_ms(found.itl.p50_s),
+        "itl_p99_ms": in_ms(found.itl.p99_s),
         "offline_tokens_per_s": outcome.offline_tokens_per_s,
         "counters": outcome.counters,
     }
@@ -54,5 +54,6 @@ def _median(runs: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{np.median([one[name] for one in runs]):.1f}"
 
 
-def _ms(seconds: float | None) -> float:
+def in_ms(seconds: float | None) -> float:
+    """Return seconds in milliseconds, NaN for None."""
     return math.nan if seconds is None else seconds * 1e3

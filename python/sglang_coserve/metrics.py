@@ -102,7 +102,7 @@ class Summary:
     def to_dict(self) -> dict[str, float | int | None]:
         """Return ``{n, mean, p50, p90, p99, max}`` with the latencies in milliseconds."""
         names = ("mean", "p50", "p90", "p99", "max")
-        return {"n": self.n, **{name: to_ms(getattr(self, f"{name}_s")) for name in names}}
+        return {"n": self.n, **{name: milliseconds(getattr(self, f"{name}_s")) for name in names}}
 
 
 def summarize(values_s: Iterable[float | None]) -> Summary:
@@ -179,7 +179,7 @@ class SloTargets:
 
     def in_ms(self) -> tuple[float | None, float | None]:
         """Return the targets of TTFT and TPOT in milliseconds."""
-        return to_ms(self.ttft_s), to_ms(self.tpot_s)
+        return milliseconds(self.ttft_s), milliseconds(self.tpot_s)
 
     def met_by(self, timeline: RequestTimeline) -> bool:
         """True when the request finished, its TTFT and its TPOT within target.
@@ -286,6 +286,6 @@ def _ended_within(timeline: RequestTimeline, start_s: float, end_s: float) -> bo
     return start_s < timeline.token_times_s[-1] <= end_s
 
 
-def to_ms(seconds: float | None) -> float | None:
-    """Return seconds in milliseconds; None where undefined."""
+def milliseconds(seconds: float | None) -> float | None:
+    """Return seconds in milliseconds, None for None."""
     return None if seconds is None else seconds * 1000

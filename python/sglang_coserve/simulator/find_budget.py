@@ -14,7 +14,7 @@ from sglang_coserve.core.control.slo import Slo, format_slo, parse_slo, request_
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report, to_ms
+from sglang_coserve.metrics import LatencyReport, SloTargets, latency_report, milliseconds
 from sglang_coserve.simulator.observer import RunControl
 from sglang_coserve.simulator.options import SimulationOptions
 from sglang_coserve.simulator.report import text_table
@@ -196,7 +196,7 @@ class BudgetSearch:
         return {
             "label": LABEL,
             "settings": self._options.to_dict(),
-            "budget_ms": to_ms(self.budget_s),
+            "budget_ms": milliseconds(self.budget_s),
             "is_limit": self.is_limit,
             "problem": self.problem,
             "serve": self._command(),
@@ -336,13 +336,13 @@ def _cell(result: SloResult) -> str:
 
 def _to_dict(trial: Trial) -> dict[str, Any]:
     return {
-        "budget_ms": to_ms(trial.budget_s),
+        "budget_ms": milliseconds(trial.budget_s),
         "is_met": trial.is_met,
         "slos": [
             {
                 "slo": format_slo(result.slo),
-                "limit_ms": to_ms(result.limit_s),
-                "value_ms": to_ms(result.measured_s),
+                "limit_ms": milliseconds(result.limit_s),
+                "value_ms": milliseconds(result.measured_s),
                 "is_met": result.is_met,
             }
             for result in trial.results

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from sglang_coserve.core.control.slo import Latency, Slo, format_slo
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.metrics import SloTargets, summarize, to_ms
+from sglang_coserve.metrics import SloTargets, milliseconds, summarize
 
 _LEAST_MISSES: Final = 5
 """Least number of values above the limit in the baseline for an SLO to count as infeasible; fewer
@@ -44,9 +44,9 @@ class SloStanding:
         return {
             "slo": format_slo(self.slo),
             "values": self.values,
-            "measured_ms": to_ms(self.measured_s),
-            "online_alone_ms": to_ms(self.alone_s),
-            "limit_ms": to_ms(self.limit_s) if self.limit_s < math.inf else None,
+            "measured_ms": milliseconds(self.measured_s),
+            "online_alone_ms": milliseconds(self.alone_s),
+            "limit_ms": milliseconds(self.limit_s) if self.limit_s < math.inf else None,
             "met": self.is_met,
             "feasible": self.is_feasible,
         }
@@ -73,7 +73,7 @@ class SloReport:
         feasible."""
         missed = [
             f"{format_slo(standing.slo)!r} cannot be met, online requests alone reach "
-            f"{to_ms(standing.alone_s):.4g}ms"
+            f"{milliseconds(standing.alone_s):.4g}ms"
             for standing in self.standings
             if not standing.is_feasible
         ]
