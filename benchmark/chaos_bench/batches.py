@@ -194,11 +194,8 @@ class Batches:
             status, detail, content = 0, "", b""
             try:
                 response = self._client.request(method, path, headers=headers, **request)
-                status, detail, content = (
-                    response.status_code,
-                    response.text[:300],
-                    response.content,
-                )
+                status, content = response.status_code, response.content
+                detail = response.text[:300]
             except httpx.TransportError:
                 pass
             self.seen.append(Observation("batch", start_s, time.monotonic(), status, detail=detail))

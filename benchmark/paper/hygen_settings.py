@@ -131,11 +131,8 @@ def advance(lanes: Sequence[Lane], step: Callable[[SimEngine], bool]) -> None:
     while going:
         lane = min(going, key=lambda one: one.engine.now_s)
         lane.other_s = max((one.own_s for one in going if one is not lane), default=0.0)
-        engine, begin_s, iterations = (
-            lane.engine,
-            lane.engine.now_s,
-            lane.engine.counters.iterations,
-        )
+        engine = lane.engine
+        begin_s, iterations = engine.now_s, engine.counters.iterations
         if not step(engine):
             going.remove(lane)
         if engine.counters.iterations > iterations:

@@ -105,21 +105,12 @@ def test_latencies_are_set_against_those_alone() -> None:
     assert as_json(found)["offline"]["tokens_per_s"] == 900
 
 
-def test_the_picture_is_drawn_also_of_one_system(tmp_path: Path) -> None:
-    ours = system("coserve", 0.11, 0.011, 900)
-    for number, found in enumerate(
-        (result(ours, system("stock", 0.5, 0.02, 1000)), DemoResult((ours,), SloTargets(0.5, 0.1)))
-    ):
-        draw(found, tmp_path / f"{number}.png")
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_is_emulated_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
     name = "emulated-llama-3.1-8b-h100"
     ours, stock = system("coserve", 0.11, 0.011, 900), system("stock", 0.5, 0.02, 1000)
     for found in (
         replace(result(ours, stock), emulated=name),
-        DemoResult((ours,), SloTargets(), name),
+        DemoResult((ours,), SloTargets(0.5, 0.1), name),
     ):
         out = StringIO()
         Console(width=120, file=out).print(as_table(found))

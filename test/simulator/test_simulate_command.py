@@ -127,16 +127,11 @@ def test_ctrl_c_reports_what_was_simulated(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < only["interval_s"] == only["end_s"] < 500
 
 
-def trace_of(tmp_path: Path, lengths: str) -> Path:
-    path = tmp_path / f"{lengths}.csv"
-    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,{lengths}\n")
-    return path
-
-
 @pytest.mark.parametrize("lengths", ["10,5", "0,0"])
 def test_what_would_have_no_end_needs_a_duration(tmp_path: Path, lengths: str) -> None:
     """One request at 0 tells no interval to measure, and one that failed is left out."""
-    trace = trace_of(tmp_path, lengths)
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,{lengths}\n")
     with pytest.raises(CoserveError, match=r"offline 40x5 never ends: .*duration"):
         SimulationOptions(trace=trace, offline="40x5").workload()
     options = SimulationOptions(trace=trace, policy="fcfs")

@@ -64,24 +64,22 @@ def _row(result: SimulationResult) -> tuple[str, ...]:
     computed = engine.online_tokens + engine.offline_tokens
     return (
         result.policy + ("" if result.is_complete else " (broken off)"),
-        ms_text(latency.ttft.p50_s),
-        ms_text(latency.ttft.p99_s),
-        ms_text(latency.tpot.p50_s),
-        ms_text(latency.tpot.p99_s),
-        ms_text(latency.itl.p99_s),
-        percent_text(attained),
+        _ms(latency.ttft.p50_s),
+        _ms(latency.ttft.p99_s),
+        _ms(latency.tpot.p50_s),
+        _ms(latency.tpot.p99_s),
+        _ms(latency.itl.p99_s),
+        _percent(attained),
         f"{result.online_throughput.total_tokens_per_s:,.0f}",
         f"{result.offline_throughput.total_tokens_per_s:,.0f}",
-        percent_text(result.recomputed_tokens / computed if computed else None),
+        _percent(result.recomputed_tokens / computed if computed else None),
         str(engine.suspensions),
     )
 
 
-def ms_text(value_s: float | None) -> str:
-    """Return seconds as milliseconds in a table, "-" for None."""
+def _ms(value_s: float | None) -> str:
     return "-" if value_s is None else f"{value_s * 1e3:,.1f}"
 
 
-def percent_text(share: float | None) -> str:
-    """Return a share as a percentage in a table, "-" for None."""
+def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
