@@ -264,6 +264,24 @@ def test_an_answer_that_is_no_list_does_not_say_that_there_is_no_batch_api(body:
     play(handle, ask)
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [("200 OK\r\ncontent-encoding: gzip", b"{}"), ("503 Unavailable", b"[" * 2000)],
+    ids=["wrong encoding", "deep"],
+)
+def test_an_answer_that_cannot_be_read_is_asked_for_again(status: str, body: bytes) -> None:
+    async def handle(_reader: Reader, writer: Writer, heads: list[bytes]) -> None:
+        if len(heads) == 1:
+            await answer(writer, body, status)
+        await answer(writer, b'{"object": "list"}')
+
+    async def ask(base_url: str) -> None:
+        async with BatchApi(base_url, None, RetryPolicy(first_delay_s=0.02)) as api:
+            assert await api.is_on()
+
+    assert play(handle, ask) == 2
+
+
 async def test_what_is_waited_for_is_shown_without_an_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,10 +77,11 @@ def test_a_table(tmp_path: Path, columns: dict[str, list[Any]], kind: str) -> No
 
 
 def test_a_table_without_urls_is_of_chats(tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "Who?"}]}
+    body = {"messages": [{"role": "user", "content": "Who? \ud83d"}], "seed": 2**70}
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.Table.from_pylist([{"custom_id": "a", "body": body}]), path)
+    pq.write_table(pa.Table.from_pylist([{"custom_id": "a", "body": json.dumps(body)}]), path)
     (line,) = read(str(path))
+    body["messages"] = [{"role": "user", "content": "Who? \ufffd"}]  # As of any line.
     assert (line["url"], line["body"]) == ("/v1/chat/completions", body)
 
 

@@ -187,7 +187,7 @@ class Caller:
                 return await attempt(outage)
             except _PassingError as error:
                 reason = str(error)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:  # Also of content that is not what it says it is.
                 reason = str(error) or type(error).__name__
             self.last_failure = reason
             await asyncio.sleep(outage.failed(reason, time.monotonic()))
@@ -267,7 +267,7 @@ def _error(answer: httpx.Response) -> Mapping[str, Any]:
         content = json.loads(answer.content)
         # SGLang's own errors have no object around them.
         error = content if content.get("object") == "error" else content["error"]
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return {}
     return error if isinstance(error, dict) else {"message": error}
 

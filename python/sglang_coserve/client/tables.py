@@ -12,11 +12,11 @@ from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Final
 
-import orjson
-
 from sglang_coserve.client.output_files import BatchResult, read_results
 from sglang_coserve.durable_files import replace
 from sglang_coserve.errors import InputFileError, require
+from sglang_coserve.jsonl.request_line import parse_json
+from sglang_coserve.lines.result_record import encode_json
 
 TABLE: Final = ".parquet"
 _STDIN: Final = "-"
@@ -81,12 +81,14 @@ def _line(row: Mapping[str, Any]) -> bytes:
     if isinstance(line, bytes):
         return line.replace(b"\n", b" ")
     body = row["body"]
-    return orjson.dumps(
+    if isinstance(body, str):
+        body = body.encode()
+    return encode_json(
         {
             "custom_id": row["custom_id"],
             "method": "POST",
             "url": row.get("url") or "/v1/chat/completions",
-            "body": orjson.loads(body) if isinstance(body, str | bytes) else body,
+            "body": parse_json(body) if isinstance(body, bytes) else body,
         }
     )
 
