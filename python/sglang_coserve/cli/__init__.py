@@ -25,13 +25,8 @@ from sglang_coserve.errors import CoserveError, path_errors
 
 __all__ = ["app", "main"]
 
-_PASS_THROUGH = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    # SGLang's parser prints the help: it knows the flags.
-    "help_option_names": list[str](),
-}
-"""Settings of a command that leave every flag to the server."""
+_PASS_THROUGH = {**PROFILE_SETTINGS, "help_option_names": list[str]()}
+"""Settings of a command that leave every flag to the server, also --help: its parser knows them."""
 
 
 def gateway(context: typer.Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import (
-    ExitCode,
-    OperatorFlags,
-    ServerFlags,
-    code_of_signal,
-    say,
-    takes,
-)
+from sglang_coserve.cli.console import ExitCode, OperatorFlags, ServerFlags, say, takes
 from sglang_coserve.errors import ConfigError, ServerError, ServerGoneError
-from sglang_coserve.terminal import flag, printable
+from sglang_coserve.terminal import INTERRUPTED, flag, printable
 
 if TYPE_CHECKING:
     from sglang_coserve.client import Batch, BatchApi
@@ -60,7 +53,7 @@ def watch_server(flags: TopFlags) -> None:
     try:
         _call(flags, lambda api: _watch(api, flags))
     except KeyboardInterrupt:
-        raise typer.Exit(code_of_signal(signal.SIGINT)) from None
+        raise typer.Exit(INTERRUPTED) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ServerError(
             f"{flags.base_url}: what the server says cannot be shown ({error!r}): is it of the same"
@@ -202,11 +195,13 @@ def _call(flags: ServerFlags, do: Callable[[BatchApi], Awaitable[T]]) -> T:
     from sglang_coserve.client import BatchApi, RetryPolicy
 
     as_operator = isinstance(flags, OperatorFlags) and flags.as_operator
+    admin_key = os.environ.get("COSERVE_ADMIN_API_KEY") if as_operator else None
+    key = admin_key or flags.api_key
 
     async def run() -> T:
         # Short commands do not wait for a server that is down.
         policy = RetryPolicy(retry_for_s=5.0)
-        async with BatchApi(flags.base_url, flags.key, policy, as_operator=as_operator) as api:
+        async with BatchApi(flags.base_url, key, policy, as_operator=as_operator) as api:
             return await do(api)
 
     return asyncio.run(run())

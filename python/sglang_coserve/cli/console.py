@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,11 +28,6 @@ class ExitCode(IntEnum):
 
     SERVER = 3
     """The server does not answer or refuses the client; the same command continues later."""
-
-
-def code_of_signal(number: int) -> int:
-    """Return the exit code after a clean stop by a signal, as shells number it: 130 for Ctrl-C."""
-    return 128 + number
 
 
 def code_of_error(error: CoserveError) -> ExitCode:
@@ -113,11 +107,6 @@ class ServerFlags:
         group=_SERVER,
     )
 
-    @property
-    def key(self) -> str | None:
-        """The key to send."""
-        return self.api_key
-
 
 @dataclass(frozen=True)
 class OperatorFlags(ServerFlags):
@@ -130,9 +119,3 @@ class OperatorFlags(ServerFlags):
         "--as-operator",
         group=_SERVER,
     )
-
-    @property
-    def key(self) -> str | None:
-        """See ``ServerFlags``."""
-        key = os.environ.get("COSERVE_ADMIN_API_KEY") if self.as_operator else None
-        return self.api_key if key is None else key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from sglang_coserve.cli.console import code_of_signal, say, takes
-from sglang_coserve.terminal import StoppableBar, flag
+from sglang_coserve.cli.console import say, takes
+from sglang_coserve.terminal import INTERRUPTED, StoppableBar, flag
 
 if TYPE_CHECKING:
     from sglang_coserve.profiler.latency import ShapeTiming
@@ -173,7 +172,7 @@ def profile(
     write_profile(to_profile(chosen, machine), output)
     say(f"profile: {output} ({chosen.model.kind})")
     if progress.is_interrupted:
-        raise typer.Exit(code_of_signal(signal.SIGINT))
+        raise typer.Exit(INTERRUPTED)
 
 
 class ProfileProgress(StoppableBar):

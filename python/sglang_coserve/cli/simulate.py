@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from sglang_coserve.cli.console import ExitCode, Quiet, code_of_signal, say, takes
+from sglang_coserve.cli.console import ExitCode, Quiet, say, takes
 from sglang_coserve.simulator.flags import SimulationFlags
+from sglang_coserve.terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from sglang_coserve.recording.calls import ReplayedPlan, SchedulerSetup
@@ -70,7 +70,7 @@ def simulate(
         say(table_text(results), newline=False)
         say(f"report: {output / 'report.json'}")
     if control.is_interrupted:
-        raise typer.Exit(code_of_signal(signal.SIGINT))
+        raise typer.Exit(INTERRUPTED)
 
 
 def _find_budget(options: SimulationOptions, directory: Path, control: RunControl) -> None:
@@ -85,7 +85,7 @@ def _find_budget(options: SimulationOptions, directory: Path, control: RunContro
     say(search.to_text(), newline=False)
     say(f"report: {report}")
     if control.is_interrupted:
-        raise typer.Exit(code_of_signal(signal.SIGINT))
+        raise typer.Exit(INTERRUPTED)
     if search.problem is not None:
         raise typer.Exit(ExitCode.SOME_FAILED)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from sglang_coserve.cli.console import ExitCode, ServerFlags, code_of_signal, say, takes
+from sglang_coserve.cli.console import ExitCode, ServerFlags, say, takes
 from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
 from sglang_coserve.terminal import flag
 
@@ -150,7 +150,7 @@ def submit(
             if error:
                 raise error
             if job.status.state is JobState.CANCELLED:
-                return code_of_signal(signals[0])
+                return 128 + signals[0]  # As shells number it.
             return ExitCode.SOME_FAILED if job.status.failed else ExitCode.OK
 
     with local_lines(source) as path:

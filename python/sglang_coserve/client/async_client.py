@@ -176,8 +176,8 @@ class AsyncCoserveClient:
         """
         source, output = Path(source), Path(output)
         has_options = batch_options is not None
-        if await self._is_for_server(source, output, retry_failed, use_batch, has_options):
-            open_input(source).close()
+        open_input(source).close()  # Before a server is waited for.
+        if await self._is_for_server(output, retry_failed, use_batch, has_options):
             run: JobRun = ServerBatch(source, output, self.batches, batch_options or BatchOptions())
         else:
             run = await self._line_run(source, output, retry_failed=retry_failed)
@@ -188,12 +188,7 @@ class AsyncCoserveClient:
         return job
 
     async def _is_for_server(
-        self,
-        source: Path,
-        output: Path,
-        retry_failed: bool,
-        use_batch: bool | None,
-        has_options: bool,
+        self, output: Path, retry_failed: bool, use_batch: bool | None, has_options: bool
     ) -> bool:
         if submission_path(output).exists():
             if retry_failed or use_batch is False:
@@ -212,7 +207,6 @@ class AsyncCoserveClient:
                     f" these lines are sent one by one{reason}: leave them out"
                 )
             return False
-        open_input(source).close()  # Before a server is waited for.
         is_on = await self.batches.is_on()
         if not is_on and (use_batch or has_options):
             wanted = "a batch" if use_batch else "a window, a priority and best effort"

@@ -152,12 +152,9 @@ class ResultFiles:
             InputFileError: the files are in use, are not ours, or were made
                 from another input; see ``ResultLog`` and ``FinishedLines``.
         """
-        open_input(source).close()
         for path in (self.output, self.errors):
             if path.exists() and path.samefile(source):
                 raise InputFileError(f"{path} would overwrite the input: choose another output")
-            if path.exists() and not path.is_file():
-                raise InputFileError(f"{path} is not a regular file: choose another output")
         self._lock.enter_context(locked(self.output))
         # A line has at least one byte: a number beyond that is from another file,
         # and must not size an array.

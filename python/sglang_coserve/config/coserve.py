@@ -57,10 +57,6 @@ _CHECKPOINT_MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """By flag: the modes of --kv-checkpoint that it is for."""
 
-MEDIA_SOURCES = ("inline", "public", "any")
-
-OVERLOADS = tuple(overload.value for overload in Overload)
-
 _AUTO = "auto"
 _SLOWDOWN = "10%"
 """What --online-slowdown is where nobody says anything about targets or policy."""
@@ -116,7 +112,7 @@ class CoserveConfig(BatchApiConfig):
         "What to do when online requests alone cannot meet their targets. best_effort: serve "
         "them all, late. shed: refuse those that can no longer meet their TTFT target, with "
         "503 and Retry-After. For policies that plan.",
-        choices=OVERLOADS,
+        choices=tuple(overload.value for overload in Overload),
     )
     offline_objectives: tuple[str, ...] = setting(
         OFFLINE_OBJECTIVES,
@@ -247,7 +243,7 @@ class CoserveConfig(BatchApiConfig):
         "Where images, videos and sounds may come from. inline: the request itself. public: "
         "http(s) addresses in the internet, too. any: whatever SGLang opens, private addresses "
         "and files of this machine among it.",
-        choices=MEDIA_SOURCES,
+        choices=("inline", "public", "any"),
     )
 
     log_format: str = setting(

@@ -108,14 +108,8 @@ class FlagSettings:
         group = parser.add_argument_group(
             "coserve", "Serving online and offline requests on one engine."
         )
-        inherited = {
-            field.name
-            for base in cls.__bases__
-            if dataclasses.is_dataclass(base)
-            for field in dataclasses.fields(base)
-        }
-        own_first = sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited)
-        add_flags(group, own_first)
+        own = cls.__annotations__  # They come first.
+        add_flags(group, sorted(dataclasses.fields(cls), key=lambda field: field.name not in own))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

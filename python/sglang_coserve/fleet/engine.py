@@ -139,7 +139,7 @@ class RemoteEngine:
     @property
     def model(self) -> str | None:
         """What it serves; None while it takes no lines."""
-        is_up = self.state is EngineState.UP and self.description is not None
+        is_up = self.state is EngineState.UP
         return self.description.model if is_up and self.description else None
 
     @property

@@ -105,7 +105,8 @@ class EngineConnection:
             async with self._session.get(path, timeout=timeout, allow_redirects=False) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineLostError(self._failed(error), had_the_line=False) from None
+            reason = str(error) or type(error).__name__
+            raise EngineLostError(f"{self.url}: {reason}", had_the_line=False) from None
         if answer.status == HTTPStatus.OK:
             return content
         message = refusal_text(f"{self.url}{path}", answer.status, content)
@@ -143,9 +144,6 @@ class EngineConnection:
         """
         if self._stream is not None:
             self._stream.ask_back(request)
-
-    def _failed(self, error: BaseException) -> str:
-        return f"{self.url}: {str(error) or type(error).__name__}"
 
 
 def engine_address(url: str) -> str:
@@ -242,10 +240,10 @@ class EngineStream:
             self._send(LineCall(number, None))
 
     async def _serve(self) -> None:
-        address, silent_s = f"{self._url}{LINES_PATH}", _SILENT_S
+        address = f"{self._url}{LINES_PATH}"
         try:
-            async with asyncio.timeout(silent_s) as silence:
-                await self._converse(silence, silent_s)
+            async with asyncio.timeout(_SILENT_S) as silence:
+                await self._converse(silence)
         except LineMovedError as error:
             message = str(error)
             self._end(lambda _: LineMovedError(message))
@@ -255,7 +253,7 @@ class EngineStream:
         except aiohttp.ClientError as error:  # One of them is a TimeoutError, too.
             self._lose(str(error) or type(error).__name__)
         except TimeoutError:
-            self._lose(f"it has said nothing for {silent_s:g} s")
+            self._lose(f"it has said nothing for {_SILENT_S:g} s")
         except OSError as error:
             self._lose(str(error))
         except Exception as error:
@@ -264,7 +262,7 @@ class EngineStream:
         finally:
             self._lose("the connection was closed here")
 
-    async def _converse(self, silence: asyncio.Timeout, silent_s: float) -> None:
+    async def _converse(self, silence: asyncio.Timeout) -> None:
         """Raises what ends the stream."""
         loop = asyncio.get_running_loop()
         async with self._session.post(
@@ -282,7 +280,7 @@ class EngineStream:
                 raise kind(f"{self._url}{text}")
             parts: list[bytes] = []
             async for chunk in answer.content.iter_any():
-                silence.reschedule(loop.time() + silent_s)
+                silence.reschedule(loop.time() + _SILENT_S)
                 for line in _lines(parts, chunk):
                     self._handle(decode_message(line, LineEvent))
         # It ends its answer when it has given back what it had: the rest it has never taken.

@@ -37,18 +37,11 @@ class History:
     def __init__(self, samples: int = _SAMPLES) -> None:
         self._rows: deque[dict[str, Any]] = deque(maxlen=samples)
         self._totals: dict[str, float] | None = None
-        self._at_s = 0.0
-        self._latest: tuple[_Replica, ...] = ()
-
-    @property
-    def latest(self) -> tuple[_Replica, ...]:
+        self.latest: tuple[_Replica, ...] = ()
         """The states of the replicas as they were sampled last; empty before the first."""
-        return self._latest
 
-    @property
-    def latest_at_s(self) -> float:
+        self.latest_at_s = 0.0
         """When that was."""
-        return self._at_s
 
     def add(self, at_s: float, replicas: Sequence[_Replica]) -> None:
         """Take a sample. O(replicas).
@@ -65,7 +58,7 @@ class History:
         row: dict[str, Any] = {"at": round(at_s, 3)}
         for name in (*_SHARES, *_RATES):
             row[name] = None
-        elapsed_s = at_s - self._at_s
+        elapsed_s = at_s - self.latest_at_s
         if totals is not None and self._totals is not None and elapsed_s > 0:
             before = self._totals
             for name, of in _SHARES.items():
@@ -82,7 +75,7 @@ class History:
         for state in ("cached", "free"):
             row[f"{state}_kv_tokens"] = sum(replica["kv_tokens"][state] for replica in replicas)
         self._rows.append(row)
-        self._totals, self._at_s, self._latest = totals, at_s, tuple(replicas)
+        self._totals, self.latest_at_s, self.latest = totals, at_s, tuple(replicas)
 
     def columns(self, since_s: float = 0.0) -> dict[str, list[Any]]:
         """Return the samples taken after ``since_s``: a list for each quantity, all as long."""
