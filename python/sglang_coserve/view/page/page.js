@@ -24,6 +24,10 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+function cell(label, kind, ...parts) {
+  return element("td", { role: "cell", "data-label": label, class: kind }, element("span", {}, ...parts));
+}
+
 function shape(tag, attributes, text = null) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -44,13 +48,12 @@ function announce(text) {
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const number = (value) => (value === null || value === undefined ? "–" : value < 1e4 ? whole.format(value) : short.format(value));
-const fine = (value) => (value < 10 ? value.toFixed(1) : number(value));
-const percent = (share) => (share === null || share === undefined ? "–" : `${whole.format(share * 100)}%`);
-const milliseconds = (value) => {
-  if (value === null || value === undefined) return "–";
-  return value >= 1e4 ? `${number(value / 1000)} s` : `${value >= 100 || value === 0 ? whole.format(value) : value.toPrecision(3)} ms`;
-};
+const ifKnown = (format) => (value) => ((value ?? null) === null ? "–" : format(value));
+const number = ifKnown((value) => (value < 1e4 ? whole.format(value) : short.format(value)));
+const fine = ifKnown((value) => (value < 10 ? value.toFixed(1) : number(value)));
+const percent = ifKnown((share) => `${whole.format(share * 100)}%`);
+const milliseconds = ifKnown((value) =>
+  value >= 1e4 ? `${number(value / 1000)} s` : `${value >= 100 || value === 0 ? whole.format(value) : value.toPrecision(3)} ms`);
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
 function moment(seconds) {
@@ -87,8 +90,6 @@ function showUsers(users) {
 }
 
 function sloRow(slo) {
-  const cell = (label, text, kind = "number") =>
-    element("td", { role: "cell", "data-label": label, class: kind }, element("span", {}, text));
   const [text, kind] = !slo.known || slo.measured_ms === null ? ["not known yet", ""]
     : slo.met ? ["✓ met", "good"]
     : slo.feasible ? ["✗ missed", "bad"]
@@ -96,11 +97,11 @@ function sloRow(slo) {
   const added = slo.added_ms === null ? "–" : `+${milliseconds(slo.added_ms)}`;
   return element("tr", { role: "row" },
     element("th", { role: "rowheader", scope: "row" }, slo.slo),
-    cell("Measured", milliseconds(slo.measured_ms)),
-    cell("Limit", milliseconds(slo.limit_ms)),
-    cell("Without offline work", milliseconds(slo.online_alone_ms)),
-    cell("Because of offline work", added),
-    cell("Standing", text, kind));
+    cell("Measured", "number", milliseconds(slo.measured_ms)),
+    cell("Limit", "number", milliseconds(slo.limit_ms)),
+    cell("Without offline work", "number", milliseconds(slo.online_alone_ms)),
+    cell("Because of offline work", "number", added),
+    cell("Standing", kind, text));
 }
 
 // --- Engines of a gateway -----------------------------------------------------------------
@@ -120,8 +121,6 @@ function showFleet(fleet, engines) {
 }
 
 function engineRow(engine) {
-  const cell = (label, kind, ...parts) =>
-    element("td", { role: "cell", "data-label": label, class: kind }, element("span", {}, ...parts));
   const why = engine.takes_no_lines_because;
   const state = [engine.state, ...(why ? [element("br"), element("span", { class: "small" }, why)] : [])];
   const [standing, kind] = engine.online_users ? STANDINGS[engine.online_users.level] : ["–", ""];
@@ -147,12 +146,14 @@ const series = (name) => history[name] || [];
 const latest = (name) => series(name).at(-1) ?? null;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-// The mean of the last so many seconds; null where nothing is known.
-function recent(name, seconds = 60) {
+// The mean of so many seconds before an end; null where nothing is known.
+function mean(name, end, seconds) {
   const at = series("at");
-  const values = series(name).filter((value, i) => value !== null && at[i] > at.at(-1) - seconds);
+  const values = series(name).filter((value, i) => value !== null && at[i] <= end && at[i] > end - seconds);
   return values.length ? sum(values) / values.length : null;
 }
+
+const recent = (name) => mean(name, latest("at"), 60);
 
 function frame(top, format, from, to) {
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", preserveAspectRatio: "none" });
@@ -217,7 +218,7 @@ function showEngine() {
     ["Waiting", total("waiting")],
     ["Offline tokens/s, last minute", number(recent("offline_tokens_per_s"))],
     ["Engine time for offline work", percent(recent("offline_share"))],
-    ["Steps suspended a second", recent("suspensions_per_s") === null ? "–" : fine(recent("suspensions_per_s"))],
+    ["Steps suspended a second", fine(recent("suspensions_per_s"))],
   ]);
   const minute = (name, format) => format(recent(name));
   timeChart("time-chart", 1, percent, {
@@ -233,7 +234,7 @@ function showEngine() {
   }, `KV memory now: ${number(kv[0])} tokens online, ${number(kv[1])} offline, ${number(kv[2])} cached prefixes, ${number(kv[3])} free.`);
   timeChart("stop-chart", ceiling(Math.max(1, most("suspensions_per_s", "dropped_steps_per_s"))), fine, {
     curves: [["suspensions_per_s", "offline", "suspended"], ["dropped_steps_per_s", "lost", "given up"]],
-  }, `Offline steps a second, last minute: ${minute("suspensions_per_s", (value) => (value === null ? "–" : fine(value)))} suspended, ${minute("dropped_steps_per_s", (value) => (value === null ? "–" : fine(value)))} given up.`);
+  }, `Offline steps a second, last minute: ${minute("suspensions_per_s", fine)} suspended, ${minute("dropped_steps_per_s", fine)} given up.`);
   if (byId("history").closest("details").open) showHistory();
 }
 
@@ -252,15 +253,7 @@ function showHistory() {
   const at = series("at");
   const rows = [];
   for (let end = at.at(-1); end > at[0]; end -= 30) {
-    const inside = at.map((time, i) => i).filter((i) => at[i] <= end && at[i] > end - 30);
-    const mean = (name) => {
-      const known = inside.map((i) => series(name)[i]).filter((value) => value !== null);
-      return known.length ? sum(known) / known.length : null;
-    };
-    const values = COLUMNS.map(([name, , format]) => {
-      const value = mean(name);
-      return element("td", { class: "number" }, value === null ? "–" : format(value));
-    });
+    const values = COLUMNS.map(([name, , format]) => element("td", { class: "number" }, format(mean(name, end, 30))));
     rows.push(element("tr", {}, element("th", { scope: "row" }, clock(end)), ...values));
   }
   table.tBodies[0].replaceChildren(...rows);
