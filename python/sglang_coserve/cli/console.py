@@ -44,9 +44,6 @@ def say(text: object, *, newline: bool = True, is_error: bool = False) -> None:
     typer.echo(printable(str(text)), nl=newline, err=is_error)
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
-
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a dataclass as flags, in place of its parameter ``flags``.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from sglang_coserve.cli.console import ExitCode, Quiet, say, takes
+from sglang_coserve.cli.console import ExitCode, say, takes
 from sglang_coserve.simulator.flags import SimulationFlags
 from sglang_coserve.terminal import INTERRUPTED
 
@@ -43,7 +43,7 @@ def simulate(
         float,
         typer.Option(metavar="S", help="Real seconds after which to report what there is."),
     ] = math.inf,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare policies on a modelled machine. Every result is simulated.
 

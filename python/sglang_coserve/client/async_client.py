@@ -21,7 +21,7 @@ from sglang_coserve.client.output_files import (
 from sglang_coserve.client.progress import JobState, JobStatus, showing
 from sglang_coserve.client.server_batch import BatchOptions, ServerBatch, submission_path
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError
-from sglang_coserve.lines.background import Clock, WorkerThreads
+from sglang_coserve.lines.background import Clock, WorkerThreads, to_its_end
 from sglang_coserve.lines.engine_lines import EngineLines
 from sglang_coserve.lines.fair_slots import FairSlots
 from sglang_coserve.lines.serve_line import EngineHealth, LineContext
@@ -218,21 +218,19 @@ class AsyncCoserveClient:
 
     async def _line_run(self, source: Path, output: Path, *, retry_failed: bool) -> LocalBatch:
         files = ResultFiles(output)
-        opening = asyncio.ensure_future(
-            asyncio.to_thread(
-                files.open, source, self._options.max_line_bytes, retry_failed=retry_failed
-            )
-        )
+        options = self._options
         try:
-            await asyncio.shield(opening)
+            await to_its_end(
+                asyncio.to_thread(
+                    files.open, source, options.max_line_bytes, retry_failed=retry_failed
+                )
+            )
         except asyncio.CancelledError:
-            # The thread cannot be stopped, and what it locks must not stay locked.
-            opening.add_done_callback(lambda _: files.close())
+            files.close()
             raise
         # It loads aiohttp, without which commands about batches begin 0.2 s earlier.
         from sglang_coserve.client.line_server import LineServer
 
-        options = self._options
         server = LineServer(
             self._base_url, self._api_key, options.concurrency, options.request_timeout_s
         )

@@ -134,9 +134,7 @@ class ResultFiles:
     """
 
     def __init__(self, output: Path) -> None:
-        self.output = output
-        self.errors = errors_path(output)
-        self.log = ResultLog(self.output, self.errors, mode=0o666)
+        self.log = ResultLog(output, errors_path(output), mode=0o666)
         self.finished = FinishedLines()
         self._lock = ExitStack()
 
@@ -152,10 +150,11 @@ class ResultFiles:
             InputFileError: the files are in use, are not ours, or were made
                 from another input; see ``ResultLog`` and ``FinishedLines``.
         """
-        for path in (self.output, self.errors):
+        output = self.log.output
+        for path in (output, self.log.errors):
             if path.exists() and path.samefile(source):
                 raise InputFileError(f"{path} would overwrite the input: choose another output")
-        self._lock.enter_context(locked(self.output))
+        self._lock.enter_context(locked(output))
         # A line has at least one byte: a number beyond that is from another file,
         # and must not size an array.
         last_possible = source.stat().st_size
@@ -176,7 +175,7 @@ class ResultFiles:
         except InputFileError as error:
             self.close()
             raise InputFileError(
-                f"{self.output} cannot be continued from {source}: {error};"
+                f"{output} cannot be continued from {source}: {error};"
                 " choose another output, or move this one away"
             ) from error
         except BaseException:

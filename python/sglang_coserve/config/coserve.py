@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -339,14 +338,13 @@ class CoserveConfig(BatchApiConfig):
 
 
 def _check_kv_checkpoint(config: CoserveConfig) -> None:
-    for field in dataclasses.fields(config):
-        if field.name in _CHECKPOINT_MODES and getattr(config, field.name) != field.default:
-            useful = _CHECKPOINT_MODES[field.name]
-            if config.kv_checkpoint not in useful:
-                raise ConfigError(
-                    f"{flag(field.name)} has no effect with {flag('kv_checkpoint')} "
-                    f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
-                )
+    changed = config.changed()
+    for name, useful in _CHECKPOINT_MODES.items():
+        if name in changed and config.kv_checkpoint not in useful:
+            raise ConfigError(
+                f"{flag(name)} has no effect with {flag('kv_checkpoint')} "
+                f"{config.kv_checkpoint}: leave it out, or choose {' or '.join(useful)}"
+            )
 
 
 def _check_pool(config: CoserveConfig) -> None:

@@ -250,9 +250,7 @@ def _name(slo: Mapping[str, Any]) -> str:
     return f"{statistic.replace('p', 'P')} {_LATENCIES[latency]}"
 
 
-def _ms(value: float | None) -> str:
-    if value is None:
-        return "unknown"
+def _ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
