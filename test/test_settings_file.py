@@ -10,7 +10,7 @@ import pytest
 
 from sglang_coserve.config.settings_file import Settings
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.fleet.options import GatewayOptions, parse_options
+from sglang_coserve.fleet.options import parse_options
 
 FILE = """
 data-dir = "data"
@@ -39,42 +39,34 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-async def options(*argv: str) -> GatewayOptions:
-    return parse_options(argv)
-
-
-async def engines(found: GatewayOptions) -> list[str]:
-    return [url for source in found.sources for url in await source.urls()]
-
-
-async def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
     path = tmp_path / "coserve.toml"
     path.write_text(page.partition("```toml\n")[2].partition("```")[0])
     monkeypatch.setenv("COSERVE_ENGINE_ADMIN_KEY", "secret")
-    found = await options("--settings", str(path))
+    found = parse_options(["--settings", str(path)])
     assert found.router == "http://router:30080"
-    assert len(await engines(found)) == 2
+    assert len(found.engine) == 2
 
 
-async def test_the_environment_wins_over_the_file_and_flags_win_over_both(
+def test_the_environment_wins_over_the_file_and_flags_win_over_both(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = await options("--settings", file)
+    found = parse_options(["--settings", file])
     assert (found.port, found.data, found.batch_max_lines) == (4000, Path("data"), 7)
-    assert await engines(found) == ["http://a:1", "http://b:1"]
+    assert found.engine == ["http://a:1", "http://b:1"]
     monkeypatch.setenv("COSERVE_SETTINGS", file)
     monkeypatch.setenv("COSERVE_PORT", "5000")
     monkeypatch.setenv("COSERVE_DATA_DIR", "elsewhere")
     monkeypatch.setenv("COSERVE_ENGINE", "http://c:1 http://d:1")
     monkeypatch.setenv("COSERVE_API_KEY", "-key")
     monkeypatch.setenv("COSERVE_OF_SOMETHING_ELSE", "1")
-    found = await options()
+    found = parse_options([])
     assert (found.port, found.data, found.api_key) == (5000, Path("elsewhere"), "-key")
-    assert await engines(found) == ["http://c:1", "http://d:1"]
-    found = await options("--port", "6000", "--engine=http://e:1")
+    assert found.engine == ["http://c:1", "http://d:1"]
+    found = parse_options(["--port", "6000", "--engine=http://e:1"])
     assert found.port == 6000
-    assert await engines(found) == ["http://e:1"]
+    assert found.engine == ["http://e:1"]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +80,13 @@ async def test_the_environment_wins_over_the_file_and_flags_win_over_both(
         ("gateway = 1", r"gateway is a table"),
     ],
 )
-async def test_what_is_wrong_in_a_file_is_named(content: str, says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_is_named(content: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "coserve.toml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=says):
-        await options("--settings", str(path))
+        parse_options(["--settings", str(path)])
     with pytest.raises(ConfigError, match=r"missing.toml: cannot be read"):
-        await options("--settings", str(tmp_path / "missing.toml"))
+        parse_options(["--settings", str(tmp_path / "missing.toml")])
 
 
 def test_every_kind_of_flag_can_be_set(tmp_path: Path) -> None:

@@ -102,12 +102,3 @@ def test_a_failed_line_has_neither_text_nor_tokens() -> None:
     result = BatchResult(1, "a", Response(400, "", {"message": "no"}), LineError("http_400", "no"))
     assert not result.ok
     assert (result.text, result.prompt_tokens, result.completion_tokens) == (None, 0, 0)
-
-
-@pytest.mark.parametrize(
-    "other", [b"", b"{}\n", b'{"id":"batch_req_1_00000000000000ff"\n', b'{"id":"batch_req_0_1",}\n']
-)
-def test_other_lines_are_not_records(other: bytes) -> None:
-    assert record_identity(other) is None
-    with pytest.raises(ValueError, match="not a record"):
-        decode_record(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_coserve.client.output_files import open_input
-from sglang_coserve.errors import InputFileError
 from sglang_coserve.jsonl.lines import FileLine, read_lines
 
 
@@ -63,16 +61,3 @@ def test_no_byte_is_lost_and_no_line_is_longer_than_allowed(
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     expected = [line if len(line) <= max_line_bytes else None for line in lines]
     assert contents(path, max_line_bytes) == expected
-
-
-def test_files_that_cannot_be_a_batch(tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match=r"cannot read .*missing.jsonl"):
-        read(tmp_path / "missing.jsonl")
-    with pytest.raises(InputFileError, match="not a regular file"):
-        read(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputFileError, match="not a regular file"):
-        read(tmp_path / "pipe")
-    (tmp_path / "utf16.jsonl").write_text("{}", encoding="utf-16")
-    with pytest.raises(InputFileError, match="save it as UTF-8"):
-        read(tmp_path / "utf16.jsonl")

@@ -26,9 +26,8 @@ from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 from waiting import GIVE_UP_S, until
 
 
-def request(name: str = "a", generated: Sequence[int] = ()) -> LineRequest:
-    fields = {"prompt": name, "max_tokens": 6}
-    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated))
+def request(name: str = "a") -> LineRequest:
+    return LineRequest("batch_1", 1, ENDPOINT, {"prompt": name, "max_tokens": 6})
 
 
 @asynccontextmanager

@@ -27,9 +27,8 @@ from sglang_coserve.jsonl.body_limits import BodyLimits
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 
 
-def request(name: str = "a", generated: Sequence[int] = (), **body: Any) -> LineRequest:
-    fields = {"prompt": name, **body}
-    return LineRequest("batch_1", 1, ENDPOINT, fields, tuple(generated))
+def request(name: str = "a", **body: Any) -> LineRequest:
+    return LineRequest("batch_1", 1, ENDPOINT, {"prompt": name, **body})
 
 
 def ignore(_tokens: Sequence[int]) -> None:

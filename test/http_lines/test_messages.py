@@ -20,7 +20,7 @@ from sglang_coserve.http_lines.messages import (
     encode_message,
 )
 from sglang_coserve.jsonl.body_limits import BodyLimits
-from sglang_coserve.lines.backend import FailureKind, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.backend import LineRequest, LineResult, MovedKv
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 VALUES = st.recursive(
@@ -60,21 +60,6 @@ def test_a_request_keeps_all_but_the_clock(
     due_s = None if left_s is None else pytest.approx(there_s + left_s, abs=1e-3)
     assert there.deadline_s == due_s
     assert msgspec.structs.replace(there, deadline_s=deadline_s, model="") == request
-
-
-@given(
-    status=st.integers(0, 599),
-    body=BODIES,
-    is_retryable=st.booleans(),
-    kind=st.sampled_from(FailureKind),
-    pause_s=st.floats(0, 100),
-)
-def test_a_result_comes_over_whole(
-    status: int, body: dict[str, Any], is_retryable: bool, kind: FailureKind, pause_s: float
-) -> None:
-    result = LineResult(status, "id", body, is_retryable, kind, pause_s)
-    event = decode_message(encode_message(LineEvent(5, result=result)), LineEvent)
-    assert event == LineEvent(5, result=result)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,3 @@ def test_values_are_shown() -> None:
     assert "ttft p99 241 ms (+31 ms)" in line
     assert "delayed by 34 ms a request" in line
     assert "offline 1,500 tokens/s 50% of the time" in line
-    text = shown(known)
-    assert "31 ms" in text
-    assert "1,500 tokens/s" in text
