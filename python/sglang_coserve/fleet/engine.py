@@ -236,7 +236,7 @@ class DnsName(EngineSource):
         """
         address = http_address(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
-        if address.scheme != "http" or port is None:
+        if address.scheme != "http" or port is None or address.path != "/":
             # A certificate is for the name, and each engine is called by its address.
             raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")
         self._name, self._port = address.host, port

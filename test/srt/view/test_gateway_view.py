@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from client.coserve_process import coserve
 from fleet.gateway_process import client_of, gateway
 from sglang_coserve.local_server import LocalServer
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, lines
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
 CLIENT, OPERATOR = "client of the gateway", "operator of the gateway"
@@ -35,12 +34,7 @@ def view(server: LocalServer, key: str | None) -> httpx.Response:
 
 
 def batch(server: LocalServer, count: int, max_tokens: int) -> str:
-    client = client_of(server, CLIENT)
-    file = client.files.create(file=("in.jsonl", lines(count, max_tokens)), purpose="batch")
-    made = client.batches.create(
-        input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
-    )
-    return made.id
+    return create(client_of(server, CLIENT), lines(count, max_tokens)).id
 
 
 def _delay_s(server: LocalServer, batch_id: str) -> object:
@@ -88,36 +82,29 @@ def test_top_shows_the_same(server: LocalServer, deployment: Deployment) -> None
 
 
 def test_the_page_shows_engines_and_pauses_a_batch(
-    server: LocalServer, deployment: Deployment
+    server: LocalServer, deployment: Deployment, browser: Any
 ) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        pytest.skip("no Chromium is installed")
     batch_id = batch(server, 3000, 64)
     faults: list[str] = []
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = running.new_page(viewport={"width": 360, "height": 800})
-        page.set_default_timeout(120_000)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto(f"{server.base_url}/coserve")
-        page.get_by_label("--api-key").fill(CLIENT)
-        page.get_by_role("button", name="Continue").click()
-        engine: Any = page.locator(f"[data-engine='{deployment.base_url}']")
-        engine.get_by_text("up", exact=True).wait_for()
-        page.locator("#fleet").filter(has_text="1 of 2").wait_for()
-        assert page.get_by_role("heading", name="What the engine does").count() == 0
-        assert page.get_by_role("heading", name="Why").count() == 0
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        row = page.locator(f"[data-batch={batch_id}]")
-        row.get_by_role("button", name="Pause").click()
-        row.get_by_role("button", name="Resume").wait_for()
-        row.get_by_role("button", name="Cancel").click()
-        page.get_by_role("button", name="Cancel the batch").click()
-        row.get_by_role("button").first.wait_for(state="hidden")
-        running.close()
+    page = browser.new_page(viewport={"width": 360, "height": 800})
+    page.set_default_timeout(120_000)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(f"{server.base_url}/coserve")
+    page.get_by_label("--api-key").fill(CLIENT)
+    page.get_by_role("button", name="Continue").click()
+    engine: Any = page.locator(f"[data-engine='{deployment.base_url}']")
+    engine.get_by_text("up", exact=True).wait_for()
+    page.locator("#fleet").filter(has_text="1 of 2").wait_for()
+    assert page.get_by_role("heading", name="What the engine does").count() == 0
+    assert page.get_by_role("heading", name="Why").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    row = page.locator(f"[data-batch={batch_id}]")
+    row.get_by_role("button", name="Pause").click()
+    row.get_by_role("button", name="Resume").wait_for()
+    row.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel the batch").click()
+    row.get_by_role("button").first.wait_for(state="hidden")
+    page.close()
     assert not faults
     client = client_of(server, CLIENT)
     eventually(lambda: client.batches.retrieve(batch_id).status == "cancelled")

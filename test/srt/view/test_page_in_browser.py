@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from batch.route_calls import until
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
+from batch.route_calls import create, until
+from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, lines
 from waiting import eventually
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed"),
-]
+pytestmark = pytest.mark.heavy
 
 WAIT_MS = 120_000
 MARKUP = "<img src=x onerror=document.title='hacked'>"
 
 Page = Any
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -70,13 +53,7 @@ def is_paused(client: openai.OpenAI, batch_id: str) -> bool:
 def test_an_operator_pauses_resumes_and_cancels_a_batch(
     page: Page, client: openai.OpenAI, faults: list[str]
 ) -> None:
-    file = client.files.create(file=("in.jsonl", lines(3000, 64)), purpose="batch")
-    batch_id = client.batches.create(
-        input_file_id=file.id,
-        endpoint="/v1/completions",
-        completion_window="24h",
-        metadata={"name": MARKUP},
-    ).id
+    batch_id = create(client, lines(3000, 64), metadata={"name": MARKUP}).id
     # Without a key: figures, and no batches.
     page.locator("#verdict").filter(has_text="nline").wait_for()
     assert "server’s key" in page.locator("#batches-note").inner_text()
