@@ -120,8 +120,6 @@ class RemoteEngine:
         self.lines_lost = 0
         """Attempts that ended with the connection."""
 
-        self._loaded_model: str | None = None
-
     @property
     def url(self) -> str:
         """Where it is, which is also its name."""
@@ -154,7 +152,8 @@ class RemoteEngine:
         """Ask how it is, and note that; it has ``in_flight`` lines from us."""
         try:
             load = _load(await self.connection.ask(LOAD_PATH), self.url)
-            if self.state is not EngineState.UP or load.model != self._loaded_model:
+            is_known = self.load is not None and load.model == self.load.model
+            if self.state is not EngineState.UP or not is_known:
                 await self._describe()
         except EngineLostError as error:
             self.set_state(EngineState.DOWN, str(error))
@@ -162,7 +161,7 @@ class RemoteEngine:
             self.set_state(EngineState.REFUSING, str(error))
         else:
             assert self.description is not None
-            self.load, self._loaded_model = load, load.model
+            self.load = load
             self.window = line_window(in_flight, load.offline.waiting)
             if self.streak.is_resting(self._monotonic_s()):
                 self.set_state(EngineState.FAILING, self.reason)
