@@ -56,10 +56,10 @@ def check_key(what: str, key: str | None) -> None:
     Raises:
         ConfigError: it cannot; the message has no part of the key.
     """
-    if key and not (key.isascii() and key.isprintable()):
+    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
         raise ConfigError(
-            f"{what} has characters that no header can carry, such as a line break at its end: "
-            "leave them out"
+            f"{what} has characters that no header can carry, such as a space or a line break at "
+            "its end: leave them out"
         )
 
 

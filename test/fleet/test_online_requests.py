@@ -326,6 +326,7 @@ async def test_without_kv_a_request_passes_unchanged(
         # As of a file with a line break at its end.
         (("--engine-admin-key", "k\n"), "line break"),
         (("--api-key", "k\n"), "line break"),
+        (("--api-key", "k "), "space"),
         (("--admin-api-key", "k\n"), "line break"),
         (("--engine", "http://a:1/v1"), "http://a:1/v1"),
     ],
