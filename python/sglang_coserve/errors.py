@@ -8,9 +8,7 @@
     ├── StartupError           a part of co-serving did not take its place in the engine
     ├── MissingExtraError      a package of an optional extra is not installed
     ├── RequestError           one request cannot be served as asked (HTTP 400)
-    │   └── UnknownClassError  its class is none of RequestClass
-    ├── InputFileError         a whole file cannot be used (JSONL, trace, profile)
-    ├── WorkloadError          one row of a trace or workload is malformed
+    ├── InputFileError         a file, or a line of it, cannot be used (JSONL, trace, profile)
     ├── StorageError           the disk is full or failing; what was stored stays
     └── ServerError            the server refused, failed, or is gone
         └── ServerGoneError    no answer after every retry
@@ -52,16 +50,8 @@ class RequestError(CoserveError):
     """One request cannot be served as asked; HTTP routes answer 400."""
 
 
-class UnknownClassError(RequestError):
-    """A request names a class that does not exist."""
-
-
 class InputFileError(CoserveError):
-    """A file as a whole cannot be used."""
-
-
-class WorkloadError(CoserveError):
-    """A row of a trace or workload file is malformed; the message names the line."""
+    """A file cannot be used; the message names the line, if one is at fault."""
 
 
 class StorageError(CoserveError):

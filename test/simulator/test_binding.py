@@ -11,7 +11,7 @@ import pytest
 from sglang_coserve.core.latency_model.operators import kv_capacity_tokens
 from sglang_coserve.core.offline_queue import PackedTokens, unpack_tokens
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import ConfigError, InputFileError, WorkloadError
+from sglang_coserve.errors import ConfigError, InputFileError
 from sglang_coserve.simulator.assemble import (
     SimulatedMachine,
     find_shape,
@@ -67,7 +67,7 @@ def test_a_limit_on_outputs_is_what_the_scheduler_is_told() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 1), (1, 0), (-3, 5), (5, -3)])
 def test_lengths_below_one_are_refused(lengths: tuple[int, int]) -> None:
-    with pytest.raises(WorkloadError, match=r"offline request 4: .*at least 1"):
+    with pytest.raises(InputFileError, match=r"offline request 4: .*at least 1"):
         list(from_trace([TraceRequest(4, 0.0, *lengths)], RequestClass.OFFLINE))
 
 
@@ -106,14 +106,14 @@ def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text(f"{batch_line('fine')}\n{line}\n")
-    with pytest.raises(WorkloadError, match=f"batch.jsonl:2: .*{problem}"):
+    with pytest.raises(InputFileError, match=f"batch.jsonl:2: .*{problem}"):
         list(from_jsonl(path))
 
 
 def test_a_batch_file_is_read_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text(f"{batch_line('fine')}\n{{\n")
-    with pytest.raises(WorkloadError, match=r"batch\.jsonl:2: "):
+    with pytest.raises(InputFileError, match=r"batch\.jsonl:2: "):
         SimulationOptions(offline=str(path)).workload()
 
 

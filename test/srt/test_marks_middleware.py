@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.errors import RequestError
 from sglang_coserve.fleet.online_requests import ONLINE_PATHS
 from sglang_coserve.guard.bodies import RequestGateMiddleware
 from sglang_coserve.srt.marks.http_marks import SERVICE_TIERS, class_of_body
@@ -354,7 +354,7 @@ def test_marks_may_agree_and_those_that_disagree_are_refused() -> None:
         {"service_tier": "flex", "custom_params": {"coserve_class": "offline"}},
     ):
         assert class_of_body(fields) is RequestClass.OFFLINE
-    with pytest.raises(UnknownClassError, match="contradicting"):
+    with pytest.raises(RequestError, match="contradicting"):
         class_of_body({"service_tier": "flex", "coserve_class": "online"})
 
 

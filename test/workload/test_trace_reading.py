@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.errors import InputFileError, WorkloadError
+from sglang_coserve.errors import InputFileError
 from sglang_coserve.workload.trace import TraceRequest, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -147,7 +147,7 @@ class TestMalformedRows:
     )
     def test_a_field_is_named_with_its_line(self, trace, row, field):
         path = trace(f"{row}\n")
-        with pytest.raises(WorkloadError) as error:
+        with pytest.raises(InputFileError) as error:
             list(read_trace(path))
         assert str(error.value).startswith(f"{path}:2: {field}: expected ")
         assert len(str(error.value)) < 300 + len(str(path))
@@ -168,7 +168,7 @@ class TestMalformedRows:
     )
     def test_broken_lines(self, trace, content, problem):
         path = trace(content)
-        with pytest.raises(WorkloadError) as error:
+        with pytest.raises(InputFileError) as error:
             list(read_trace(path))
         assert str(error.value).startswith(f"{path}:{problem}")
 
@@ -181,13 +181,13 @@ class TestMalformedRows:
         ],
     )
     def test_out_of_order(self, trace, content, field):
-        with pytest.raises(WorkloadError, match=f"{field}: .* earlier than the row before: sort"):
+        with pytest.raises(InputFileError, match=f"{field}: .* earlier than the row before: sort"):
             list(read_trace(trace(content)))
 
     def test_rows_before_the_bad_one_are_delivered(self, trace):
         requests = read_trace(trace(mooncake(input_length=7) + "broken"))
         assert next(requests).prompt_tokens == 7
-        with pytest.raises(WorkloadError):
+        with pytest.raises(InputFileError):
             next(requests)
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.errors import UnknownClassError
+from sglang_coserve.errors import RequestError
 
 
 class RequestClass(Enum):
@@ -26,13 +26,13 @@ class RequestClass(Enum):
         """Return the class named ``text``.
 
         Raises:
-            UnknownClassError: ``text`` is none of the class names.
+            RequestError: ``text`` is none of the class names.
         """
         for member in cls:
             if text == member.value:
                 return member
         valid = " or ".join(repr(member.value) for member in cls)
-        raise UnknownClassError(f"unknown request class {text!r}: use {valid}")
+        raise RequestError(f"unknown request class {text!r}: use {valid}")
 
 
 class RequestState(Enum):

@@ -27,7 +27,7 @@ from sglang_coserve.demo.servers import (
     make_server,
     stock_chunk_tokens,
 )
-from sglang_coserve.errors import ConfigError, WorkloadError, path_errors
+from sglang_coserve.errors import ConfigError, InputFileError, path_errors
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import (
@@ -124,7 +124,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
     repeated(offline, {}, lines_in_one=offline_scale.lines_in_one)  # What is wrong is told now.
     requests = list(until(trace_scale.applied(read_trace(trace)), options.window_s))
     if not requests:
-        raise WorkloadError(f"{trace}: no request in the first {options.window_s:g} s")
+        raise InputFileError(f"{trace}: no request in the first {options.window_s:g} s")
     options.out.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
         with console.status("making a model"):

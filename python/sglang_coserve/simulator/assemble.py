@@ -91,7 +91,7 @@ def offline_requests(
     in OpenAI's format, or a trace.
 
     Raises:
-        InputFileError, WorkloadError: a file is not usable.
+        InputFileError: a file is not usable.
         ConfigError: the lengths are below 1 or beyond the context.
     """
     if source == "none":

@@ -15,7 +15,7 @@ from sglang_coserve.core.offline_queue import PackedTokens, pack_tokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import RequestClass
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.errors import InputFileError, WorkloadError, unreadable
+from sglang_coserve.errors import InputFileError, unreadable
 from sglang_coserve.jsonl.request_line import OUTPUT_LIMITS
 from sglang_coserve.simulator.request import SimRequest
 from sglang_coserve.workload.shape import prompt_token_ids
@@ -91,13 +91,13 @@ def from_trace(
     true output length if None; longer outputs are cut to it.
 
     Raises:
-        WorkloadError: a prompt or output length is below 1.
+        InputFileError: a prompt or output length is below 1.
     """
     # Serials of online requests are even, those of offline ones odd, so outputs always differ.
     parity = request_class is RequestClass.OFFLINE
     for request in requests:
         if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise WorkloadError(
+            raise InputFileError(
                 f"{request_class.value} request {request.index}: {request.prompt_tokens} prompt "
                 f"and {request.output_tokens} output tokens: both must be at least 1 "
                 "(fit_to_context leaves out requests that failed when recorded)"
@@ -135,8 +135,7 @@ def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
     is as long as the line's limit, such as ``max_tokens``, else 256.
 
     Raises:
-        InputFileError: the file cannot be read or holds no request.
-        WorkloadError: a line has no usable body; the message names it.
+        InputFileError: the file cannot be read or holds no request; or a line has no usable body.
     """
     path = Path(path)
     index = 0
@@ -159,15 +158,15 @@ def _from_line(line: str, where: str, index: int) -> SimRequest:
         limits = ((name, body[name]) for name in OUTPUT_LIMITS if body.get(name) is not None)
         name, limit = next(limits, ("", _DEFAULT_OUTPUT_TOKENS))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WorkloadError(
+        raise InputFileError(
             f"{where}: not a batch request with a prompt: {type(error).__name__}: {error}"
         ) from error
     if type(limit) is not int or limit < 1:
-        raise WorkloadError(f"{where}: {name}: expected a whole number from 1 up, got {limit!r}")
+        raise InputFileError(f"{where}: {name}: expected a whole number from 1 up, got {limit!r}")
     data = text.encode(errors="replace")  # Half a surrogate pair is no UTF-8.
     tokens = pack_tokens(array("I", data + b"\0" * (-len(data) % _TEXT_BYTES)))
     if not tokens:
-        raise WorkloadError(f"{where}: the prompt is empty")
+        raise InputFileError(f"{where}: the prompt is empty")
     info = RequestInfo(
         rid=f"offline-{index}",
         request_class=RequestClass.OFFLINE,

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
-from sglang_coserve.errors import InputFileError, WorkloadError
+from sglang_coserve.errors import InputFileError
 
 BLOCK_TOKENS: Final = 512
 """Prompt tokens covered by one of Mooncake's hash ids."""
@@ -162,8 +162,7 @@ def read_trace(path: str | Path) -> Iterator[TraceRequest]:
 
     Raises:
         InputFileError: The file cannot be read, is in no known format, or holds no
-            request.
-        WorkloadError: A row is malformed or earlier than the row before it.
+            request; or a row is malformed, or earlier than the row before it.
     """
     path = Path(path)
     return _requests(path, _layout_of(path))
@@ -215,8 +214,8 @@ def _requests(path: Path, layout: TraceLayout) -> Iterator[TraceRequest]:
         raise InputFileError(f"{path}: the trace holds no request")
 
 
-def _malformed(path: Path, line: int, problem: str) -> WorkloadError:
-    return WorkloadError(f"{path}:{line}: {problem}")
+def _malformed(path: Path, line: int, problem: str) -> InputFileError:
+    return InputFileError(f"{path}:{line}: {problem}")
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from sglang_coserve.asgi import OBJECTIVE_HEADERS
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.errors import RequestError, UnknownClassError
+from sglang_coserve.errors import RequestError
 from sglang_coserve.srt.marks.request_marks import CLASS_KEY, MARK_PREFIX, GatewayHints
 
 SERVICE_TIER: Final = "service_tier"
@@ -43,7 +43,7 @@ def marks_of_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     all entry points share.
 
     Raises:
-        UnknownClassError: a mark names no class, or two marks disagree.
+        RequestError: a mark names no class, or two marks disagree.
     """
     marks = {
         key: value
@@ -60,7 +60,7 @@ def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
     """Return the class that a body asks for; None if it names none.
 
     Raises:
-        UnknownClassError: a mark names no class, or two marks disagree.
+        RequestError: a mark names no class, or two marks disagree.
     """
     asked: dict[str, RequestClass] = {}
     if body.get(SERVICE_TIER) is not None:
@@ -75,14 +75,14 @@ def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
         del asked[SERVICE_TIER]
     if len(set(asked.values())) > 1:
         said = ", ".join(f"{name} says {value.value}" for name, value in asked.items())
-        raise UnknownClassError(f"contradicting request classes: {said}")
+        raise RequestError(f"contradicting request classes: {said}")
     return next(iter(asked.values()), None)
 
 
 def _class_of_tier(tier: object) -> RequestClass:
     if not isinstance(tier, str) or tier not in SERVICE_TIERS:
         valid = ", ".join(repr(name) for name in SERVICE_TIERS)
-        raise UnknownClassError(f"unknown service_tier {tier!r}: use one of {valid}")
+        raise RequestError(f"unknown service_tier {tier!r}: use one of {valid}")
     return SERVICE_TIERS[tier]
 
 
