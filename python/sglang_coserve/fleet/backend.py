@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Final, Self
 
 from msgspec.structs import replace
@@ -92,7 +93,7 @@ class FleetBackend(Backend):
         self._turns: dict[int, asyncio.Future[RemoteEngine]] = {}
         """For each line that is being served, the engine that is to have it next."""
 
-        self._num_lines = 0
+        self._numbers = count()
         self._model: str | None = None
         self.served = ServedModel()
         """By the engines of the model; while there are none, as it was when there were."""
@@ -229,8 +230,7 @@ class FleetBackend(Backend):
     ) -> LineResult:
         """See ``Backend.run``."""
         model, generated = self.model, list(request.generated)
-        number = self._num_lines
-        self._num_lines += 1
+        number = next(self._numbers)
         new_turn = asyncio.get_running_loop().create_future
         self._turns[number] = new_turn()
         is_known = True
@@ -243,11 +243,12 @@ class FleetBackend(Backend):
                 self._turns[number] = new_turn()
                 attempt = replace(request, generated=tuple(generated), kv=kv)
                 move: Move | None = None
-                self._begin(number, engine, attempt)
+                has_died = False
+                self._attempts[number] = (engine, attempt)
+                self._pools.start(number, engine.url, len(generated), self._monotonic_s())
                 try:
                     return await self._attempt(number, model, generated, on_tokens)
                 except LineMovedError as error:
-                    has_died = False
                     # What an engine has left is good until another one has taken it.
                     kv = error.kv or kv
                     move = self._pools.move_of(number)
@@ -255,7 +256,6 @@ class FleetBackend(Backend):
                         self.ends["moved"] += 1
                         self._close(engine, EngineState.DRAINING, str(error))
                 except EngineRefusesError as error:
-                    has_died = False
                     self.ends["moved"] += 1
                     self._close(engine, EngineState.REFUSING, str(error))
                 except EngineLostError as error:
@@ -266,7 +266,8 @@ class FleetBackend(Backend):
                         deaths.append(str(error))
                     self._close(engine, EngineState.DOWN, str(error))
                 finally:
-                    self._end(number)
+                    del self._attempts[number]
+                    self._pools.stop(number)
                 placed = self._place_again(number, move, engine_died=has_died)
                 if placed is None:
                     is_known = False
@@ -281,14 +282,6 @@ class FleetBackend(Backend):
             self._pools.end(number)
             if is_known:
                 self._carry_out(self._placement.end(number))
-
-    def _begin(self, number: int, engine: RemoteEngine, attempt: LineRequest) -> None:
-        self._attempts[number] = (engine, attempt)
-        self._pools.start(number, engine.url, len(attempt.generated), self._monotonic_s())
-
-    def _end(self, number: int) -> None:
-        del self._attempts[number]
-        self._pools.stop(number)
 
     def _place_again(
         self, number: int, move: Move | None, *, engine_died: bool

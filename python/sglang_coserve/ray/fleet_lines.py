@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from sglang_coserve.errors import ServerGoneError
@@ -76,18 +75,13 @@ class FleetLines:
         self._no_engine = asyncio.create_task(self._watch_for_engines())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         tasks = {self._following, self._no_engine}
         for task in tasks:
             task.cancel()
         # What ended the watch was raised to those who had lines.
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._fleet.__aexit__(kind, error, traceback)
+        await self._fleet.__aexit__(*error)
 
     async def answers(self, lines: Sequence[bytes | None]) -> list[Answer]:
         """Return what came of each of ``lines``, in their order; None is one without a text.

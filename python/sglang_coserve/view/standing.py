@@ -55,9 +55,7 @@ class History:
         if not replicas:
             return
         totals = _totals(replicas)
-        row: dict[str, Any] = {"at": round(at_s, 3)}
-        for name in (*_SHARES, *_RATES):
-            row[name] = None
+        row: dict[str, Any] = {"at": round(at_s, 3), **dict.fromkeys((*_SHARES, *_RATES))}
         elapsed_s = at_s - self.latest_at_s
         if totals is not None and self._totals is not None and elapsed_s > 0:
             before = self._totals
