@@ -262,13 +262,10 @@ class CoserveConfig(BatchApiConfig):
         for name in ("slo", "offline_objectives"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # argparse makes a list.
         BatchApiConfig.__post_init__(self)
-        for text in self.slo:
-            _slo(text)
-        if self.online_slowdown is not None:
-            _slowdown(self.online_slowdown)
+        slos = self.slos()  # Raises for one that is none.
         if self.offline_policy == _AUTO:
             object.__setattr__(self, "offline_policy", "coserve")
-            if not self.slos():
+            if not slos:
                 object.__setattr__(self, "online_slowdown", _SLOWDOWN)
         _check_kv_checkpoint(self)
         _check_pool(self)
