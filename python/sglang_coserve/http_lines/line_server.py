@@ -129,19 +129,18 @@ _STARTING: Final = "the engine does not serve lines yet"
 router = operator_router(LINES_PATH, tag="gateway", route_class=OpenAIRoute)
 
 
-def add_line_routes(app: FastAPI) -> None:
-    """Add the routes to ``app``; until ``set_line_server`` they answer 503."""
+def add_line_routes(app: FastAPI) -> list[Any]:
+    """Add the routes to ``app``; return the functions behind them, which need the admin key.
+
+    Until ``set_line_server`` they answer 503.
+    """
     app.router.routes.extend(router.routes)
+    return endpoints_of(router)
 
 
 def set_line_server(app: FastAPI, server: LineServer) -> None:
     """Say what the routes of ``app`` serve lines with."""
     setattr(app.state, _STATE, server)
-
-
-def line_endpoints() -> list[Any]:
-    """Return the functions behind the routes, which need the admin key."""
-    return endpoints_of(router)
 
 
 @router.get("")

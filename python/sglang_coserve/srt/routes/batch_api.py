@@ -21,12 +21,7 @@ from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.config import CoserveConfig
-from sglang_coserve.http_lines.line_server import (
-    LineServer,
-    add_line_routes,
-    line_endpoints,
-    set_line_server,
-)
+from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.engine_routes import add_trace_route
@@ -55,7 +50,7 @@ def add_batch_api(http_server: Any, health: Health, admin_api_key: str | None) -
     """Add the routes of batches, of lines and of the operator to SGLang's app; see ``served``."""
     app: FastAPI = http_server.app
     add_batch_routes(app)
-    add_line_routes(app)
+    lines = add_line_routes(app)
     drain = add_drain_routes(app, health)
     trace = add_trace_route(http_server)
     if admin_api_key:
@@ -64,7 +59,7 @@ def add_batch_api(http_server: Any, health: Health, admin_api_key: str | None) -
         set_admin_key(app, admin_api_key)
         # Else SGLang would let nobody pass who has not --api-key. Without an admin key the
         # routes say so themselves, and SGLang need not look at every request.
-        for endpoint in (*operator_endpoints(), *line_endpoints(), *drain, trace):
+        for endpoint in (*operator_endpoints(), *lines, *drain, trace):
             auth_level(AuthLevel.ADMIN_FORCE)(endpoint)
 
 
