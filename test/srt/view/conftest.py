@@ -12,9 +12,7 @@ import httpx
 import openai
 import pytest
 
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment
-
-__all__ = ["ADMIN_KEY", "API_KEY"]
+from srt.batch_server.deployment import API_KEY, Deployment
 
 
 @pytest.fixture(scope="package")
