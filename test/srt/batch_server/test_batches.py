@@ -10,8 +10,8 @@ import pytest
 
 from batch.route_calls import records, text_of, until
 from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
-from srt.batch_server.webhook_receiver import WebhookReceiver
 from waiting import eventually
+from web_server import WebServer
 
 
 def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> None:
@@ -62,15 +62,15 @@ def test_cancelling_leaves_the_engine_idle(deployment: Deployment, client: opena
 
 
 def test_a_webhook_tells_the_end(
-    deployment: Deployment, client: openai.OpenAI, webhook_receiver: WebhookReceiver
+    deployment: Deployment, client: openai.OpenAI, webhook_receiver: WebServer
 ) -> None:
     batch = create(client, lines(1))
 
     def told() -> list[tuple[str, str]]:
         events = [
-            client.webhooks.unwrap(body, headers, secret=WEBHOOK_SECRET)
-            for headers, body in webhook_receiver.posts
-            if json.loads(body)["data"]["id"] == batch.id
+            client.webhooks.unwrap(call.content, dict(call.headers), secret=WEBHOOK_SECRET)
+            for call in webhook_receiver.calls
+            if json.loads(call.content)["data"]["id"] == batch.id
         ]
         return [(event.type, event.data.id) for event in events]
 
