@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from app_thread import TIMEOUT_S, app_thread
 from batch.scripted_backend import ScriptedBackend
+from calls import client_of
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.routes import add_batch_routes
 from sglang_coserve.batch.routes.caller import set_admin_key, set_service
@@ -63,9 +64,7 @@ class LiveApp:
         self._running.__exit__(*error)  # type: ignore[arg-type]
 
     def client(self, api_key: str = "key") -> openai.OpenAI:
-        """OpenAI's client, which tells of every failure at once."""
-        url = f"{self.base_url}/v1"
-        return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=30)
+        return client_of(self, api_key)
 
     def in_loop(self, do: Callable[[], Any]) -> None:
         """Call ``do`` on the server's event loop, where the engine is."""

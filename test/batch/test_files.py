@@ -15,6 +15,7 @@ from sglang_coserve.batch.errors import (
 from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.errors import StorageError
+from waiting import until
 
 HOUR = ExpiresAfter(anchor="created_at", seconds=3600)
 
@@ -148,8 +149,7 @@ async def test_an_upload_goes_on_at_once_when_the_online_requests_are_done(tmp_p
     async with scene.service:
         upload = asyncio.create_task(scene.upload(bytes(SIZE_BYTES)))
         path = tmp_path / "files"
-        while not any(file.stat().st_size for file in path.iterdir()):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(file.stat().st_size for file in path.iterdir()))
         scene.backend.is_online_busy = False
         scene.clock.advance(SIZE_BYTES)  # What is held is held; the rest is not.
         assert (await upload).bytes == SIZE_BYTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,7 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert batch.expires_at == batch.created_at + 86_400
     engine_has(app, 3)
     finish(app, "id-1")
-    while (batch := client.batches.retrieve(batch.id)).output_file_id is None:
-        time.sleep(0.01)
+    batch = until(client, batch.id, "in_progress", some_done=True)
     # Readable while it runs.
     assert records(client, batch.output_file_id).keys() == {"id-1"}
     finish(app, "id-2", "bad")

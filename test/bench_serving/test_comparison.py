@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from sglang_coserve.local_server import LocalServer, free_port
 from srt.documentation.blocks import ROOT, blocks_of
 from started_processes import processes_of
+from waiting import eventually
 
 pytestmark = pytest.mark.heavy
 
@@ -145,12 +145,13 @@ def test_an_interrupted_comparison_leaves_no_process_behind(
     out = tmp_path / "out"
     words = ["--model-path", str(small_model), "--systems", "coserve"]
     process = bench(out, *words, "--server", "--served-model-name", str(out))
-    deadline = time.monotonic() + TIMEOUT_S
-    # The command, and a server that starts. While the command imports, Python may end it itself.
-    while not list(out.glob("runs/*/server.log")) or len(processes_of(out)) < 2:
-        assert time.monotonic() < deadline, "no server was started"
+
+    def has_started() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
+        return any(out.glob("runs/*/server.log")) and len(processes_of(out)) >= 2
+
+    # The command, and a server that starts. While the command imports, Python may end it itself.
+    eventually(has_started, TIMEOUT_S)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output

@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from forked_processes import ForkedServers
 from started_processes import is_alive, processes_of
+from waiting import eventually
 
 TIMEOUT_S = 240
 
@@ -144,12 +144,13 @@ def test_an_interrupted_demo_leaves_no_process_behind(
     out = tmp_path / "report"
     flags = ("--quick", "--seconds", "180", "--model", str(small_model))
     demo = Demo(forked_servers, out, *flags)
-    deadline = time.monotonic() + TIMEOUT_S
-    # It says where the server is when that is up, and sends soon after.
-    while "/coserve" not in demo.output():
-        assert time.monotonic() < deadline, "the demo did not start"
+
+    def has_started() -> bool:
         assert not demo.has_ended(), demo.output()
-        time.sleep(0.2)
+        return "/coserve" in demo.output()
+
+    # It says where the server is when that is up, and sends soon after.
+    eventually(has_started, TIMEOUT_S)
     started = processes_of(out)
     # The demo, the HTTP server, the scheduler, the detokenizer.
     assert len({p.pid for p in started}) >= 4

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_coserve.demo.loads import StreamedLoad, StreamedRequest
 from sglang_coserve.metrics import Outcome, RequestTimeline
+from waiting import until
 
 GIVE_UP_S = 30
 
@@ -85,10 +86,9 @@ async def test_a_stream_that_does_not_end_well_has_failed(stream: bytes, status:
 
 async def test_so_many_are_sent_at_once_until_it_is_left() -> None:
     requests = (StreamedRequest(f"r{number}", "/v1/completions", {}) for number in count())
-    async with serving(event("a", 1, "stop") + DONE) as url, asyncio.timeout(GIVE_UP_S):
+    async with serving(event("a", 1, "stop") + DONE) as url:
         async with StreamedLoad(url, requests, at_once=2) as load:
-            while load.num_answered < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: load.num_answered >= 5)
             assert load.is_running
         sent = load.timelines(0.0)
     assert [each.rid for each in sent] == [f"r{number}" for number in range(len(sent))]

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_coserve.local_server import LocalServer
+from waiting import eventually
 
 pytest.importorskip("ray")
 import psutil
@@ -130,11 +130,8 @@ def test_the_job_of_the_docs_goes_on_after_kill_9(
     job, results = job_of_docs(tmp_path, engine), tmp_path / "results"
     log = tmp_path / "job.log"
     with running(job) as first:
-        deadline_s = time.monotonic() + GIVE_UP_S
-        while not written(results):
-            assert first.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
-            time.sleep(0.02)
+        eventually(lambda: written(results) or first.poll() is not None, GIVE_UP_S)
+        assert first.poll() is None, log.read_text()[-3000:]
         os.kill(first.pid, signal.SIGKILL)
         first.wait(GIVE_UP_S)
     noted = noted_files(tmp_path)

@@ -7,7 +7,6 @@ requests find.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,11 @@ import pytest
 from sglang_coserve.core.engine_load import EngineLoad
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.local_server import LocalServer
-from waiting import eventually
+from waiting import GIVE_UP_S, eventually
 
 KV_TOKENS = 2048
 NUM_OFFLINE = 24
 OFFLINE_TOKENS = 300
-GIVE_UP_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +61,10 @@ def gauge(http: httpx.Client, name: str) -> float:
 
 
 def until(http: httpx.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not holds(load := load_of(http)):
-        assert time.monotonic() < give_up_s, f"still {load}"
-        time.sleep(0.05)
-    return load
+    def look() -> EngineLoad | None:
+        return load if holds(load := load_of(http)) else None
+
+    return eventually(look)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from calls import client_of
 from sglang_coserve.local_server import LocalServer
 from waiting import eventually
 
@@ -37,8 +38,7 @@ def server(small_model: Path, log_path: Path) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def client(server: LocalServer) -> Iterator[openai.OpenAI]:
-    url = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    with client_of(server) as client:
         yield client
 
 

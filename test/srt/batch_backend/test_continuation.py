@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from batch.route_calls import text_of
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -16,7 +17,6 @@ from srt.batch_backend.served import (
     RESPONSES,
     Served,
     comparable,
-    text_of,
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from batch.route_calls import text_of
 from sglang_coserve.lines.backend import LineResult
 from sglang_coserve.lines.result_record import usage_of
 from srt.batch_backend.served import (
@@ -22,7 +23,6 @@ from srt.batch_backend.served import (
     RESPONSES,
     Served,
     comparable,
-    text_of,
 )
 
 

@@ -24,16 +24,14 @@ def deployment(
     tmp_path_factory: pytest.TempPathFactory,
     webhook_receiver: WebServer,
 ) -> Iterator[Deployment]:
-    deployment = Deployment(
+    with Deployment(
         small_model,
         tmp_path_factory.mktemp("server"),
         *("--offline-max-running", "4", "--startup-profile-seconds", "0"),
         "--enable-metrics",
         *("--batch-webhook-url", f"{webhook_receiver.url}/hook"),
-    )
-    deployment.start()
-    yield deployment
-    deployment.stop()
+    ) as deployment:
+        yield deployment
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 from openai.types import Batch
 
 from batch import route_calls
+from calls import client_of, get
 from sglang_coserve.local_server import LocalServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -44,7 +44,7 @@ def lines(count: int, max_tokens: int = 8, url: str = COMPLETIONS, **extra: Any)
 class Deployment(LocalServer):
     """A server on one directory, with whatever policy a test needs."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+    def __init__(self, model: Path, directory: Path, *flags: str, policy: str = "fifo") -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
         self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
@@ -58,11 +58,11 @@ class Deployment(LocalServer):
             ready_timeout_s=START_S,
         )
         self._without_policy = self._command
-        self._policy = ""
-
-    def start(self, policy: str = "fifo") -> None:
         self._policy = policy
-        self._command = [*self._without_policy, "--offline-policy", policy]
+
+    def start(self, policy: str | None = None) -> None:
+        self._policy = policy or self._policy
+        self._command = [*self._without_policy, "--offline-policy", self._policy]
         self._env = {**os.environ, **self.environment}
         super().start()
 
@@ -73,13 +73,11 @@ class Deployment(LocalServer):
             self.start(policy)
 
     def client(self, api_key: str = API_KEY) -> openai.OpenAI:
-        url = f"{self.base_url}/v1"
-        return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60)
+        return client_of(self, api_key)
 
     def status(self) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {API_KEY}"}
-        answer = httpx.get(f"{self.base_url}/coserve/status", headers=headers, timeout=60)
-        status: dict[str, Any] = answer.raise_for_status().json()
+        answer = get(self, "/coserve/status", API_KEY).raise_for_status()
+        status: dict[str, Any] = answer.json()
         return status
 
 

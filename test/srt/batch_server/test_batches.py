@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from batch.route_calls import records, text_of, until
+from batch.route_calls import records, texts_of, until
 from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
 from waiting import eventually
 from web_server import WebServer
@@ -31,7 +31,7 @@ def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> 
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-        assert text_of(served[f"id-{n}"]) == alone.choices[0].text
+        assert texts_of(served)[f"id-{n}"] == alone.choices[0].text
     bad = records(client, batch.error_file_id)["bad"]
     assert bad["response"]["status_code"] == 400
     assert "max_" in bad["response"]["body"]["error"]["message"]
@@ -74,8 +74,7 @@ def test_a_webhook_tells_the_end(
         ]
         return [(event.type, event.data.id) for event in events]
 
-    eventually(told)
-    assert told() == [("batch.completed", batch.id)]
+    assert eventually(told) == [("batch.completed", batch.id)]
     assert client.batches.retrieve(batch.id).status == "completed"
     eventually(lambda: deployment.status()["batch_api"]["webhooks_pending"] == 0)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from calls import call
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 120, 20, 16
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))
@@ -28,16 +28,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     small_model: Path, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    deployment = Deployment(
+    with Deployment(
         small_model,
         tmp_path_factory.mktemp("server"),
         *("--startup-profile-seconds", "0", "--page-size", str(PAGE), "--enable-cache-report"),
         *("--max-total-tokens", "8192", "--kv-checkpoint", "eager"),
         *("--kv-move-dir", str(directory)),
-    )
-    deployment.start("coserve")
-    yield deployment
-    deployment.stop()
+        policy="coserve",
+    ) as deployment:
+        yield deployment
 
 
 def request(
@@ -49,9 +48,7 @@ def request(
 
 
 def post(server: Deployment, path: str, method: str = "POST") -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    url = f"{server.base_url}{path}"
-    httpx.request(method, url, headers=headers, timeout=GIVE_UP_S).raise_for_status()
+    call(server, method, path, ADMIN_KEY).raise_for_status()
 
 
 async def drained(
@@ -64,8 +61,7 @@ async def drained(
         asyncio.ensure_future(connection.run(each, model, tokens.extend))
         for each, tokens in zip(requests, heard, strict=True)
     ]
-    while min(map(len, heard)) < TOKENS_BEFORE:
-        await asyncio.sleep(0.01)
+    await until(lambda: min(map(len, heard)) >= TOKENS_BEFORE)
     await asyncio.to_thread(post, server, f"/coserve/drain?wait_s={GIVE_UP_S}")
     moved = await asyncio.gather(*attempts, return_exceptions=True)
     await asyncio.to_thread(post, server, "/coserve/drain", "DELETE")

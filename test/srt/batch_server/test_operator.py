@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
 import openai
 import pytest
 
 from batch.route_calls import until
+from calls import call
 from sglang_coserve.srt.routes.batch_api import open_routes_warning
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
-
-
-def call(deployment: Deployment, method: str, path: str, key: str | None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.request(method, f"{deployment.base_url}{path}", headers=headers, timeout=60)
 
 
 def test_the_admin_key_opens_the_operators_routes_and_no_others(

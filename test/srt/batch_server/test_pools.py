@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from calls import call
 from fleet.test_online_requests import gateway_before
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.engine_connection import EngineConnection
@@ -53,11 +54,12 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 *("--enable-cache-report", "--max-total-tokens", str(KV_TOKENS)),
                 *("--kv-checkpoint", "eager", "--kv-move-dir", str(directory), "--pool", pool),
                 *("--slo-tpot-ms", str(TPOT_MS)),
+                policy="ooco",
             )
             for pool in ("relaxed", "strict")
         ]
         with ThreadPoolExecutor() as threads:
-            starting = [threads.submit(each.start, "ooco") for each in deployments]
+            starting = [threads.submit(each.start) for each in deployments]
         for each, started in zip(deployments, starting, strict=True):
             if started.exception() is None:
                 stack.callback(each.stop)
@@ -154,9 +156,7 @@ def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
 
 
 def flush(server: Deployment) -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    url = f"{server.base_url}/flush_cache?timeout={GIVE_UP_S}"
-    httpx.post(url, headers=headers, timeout=GIVE_UP_S).raise_for_status()
+    call(server, "POST", f"/flush_cache?timeout={GIVE_UP_S}", ADMIN_KEY).raise_for_status()
 
 
 def test_running_lines_go_on_in_the_strict_server_after_a_page_at_most(servers: Two) -> None:
@@ -215,7 +215,7 @@ def test_the_end_of_the_strict_server_loses_nothing(servers: Two) -> None:
     try:
         run(servers, scenario)
     finally:
-        servers.strict.start("ooco")
+        servers.strict.start()
 
 
 async def online(http: httpx.AsyncClient, number: int) -> None:
@@ -317,4 +317,4 @@ def test_the_end_of_the_relaxed_server_loses_no_online_request(
     try:
         asyncio.run(asyncio.wait_for(scenario(), 2 * GIVE_UP_S))
     finally:
-        servers.relaxed.start("ooco")
+        servers.relaxed.start()

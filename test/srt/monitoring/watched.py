@@ -16,6 +16,7 @@ from httpx_sse import EventSource
 from prometheus_client.parser import text_string_to_metric_families
 
 from batch.route_calls import until
+from calls import get
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
@@ -58,8 +59,7 @@ class Watched:
         return replica
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.get(f"{self.base_url}{path}", headers=headers, timeout=60)
+        return get(self.deployment, path, key)
 
     def samples(self) -> Samples:
         """What ``/metrics`` says of us now, without the label of the model."""
@@ -135,12 +135,10 @@ def served(
         directory,
         *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
         *flags,
+        policy="coserve",
     )
     deployment.environment |= environment or {}
-    deployment.start("coserve")
-    try:
+    with deployment:
         watched = Watched(deployment)
         watched.load()
         yield watched
-    finally:
-        deployment.stop()

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from batch.route_calls import until
+from calls import get
 from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.routes.view import Caller, Keys
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
@@ -45,11 +46,6 @@ def test_a_key_shows_the_batches_that_it_opens(
 ) -> None:
     headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
     assert keys.caller(headers) == caller
-
-
-def get(deployment: Deployment, path: str, key: str | None = None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.get(f"{deployment.base_url}{path}", headers=headers, timeout=60)
 
 
 def view(deployment: Deployment, key: str | None = API_KEY, since: float = 0) -> dict[str, Any]:
