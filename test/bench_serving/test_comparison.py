@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from sglang_coserve.local_server import LocalServer, free_port
-from srt.documentation.blocks import ROOT, blocks_of
+from srt.documentation.blocks import ROOT, Reader, blocks_of
 from started_processes import processes_of
 from waiting import eventually
 
@@ -111,28 +112,19 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
 
 
 def test_the_two_lines_of_the_docs(server: LocalServer, tmp_path: Path) -> None:
-    (script,) = [
-        block.script
+    (block,) = [
+        block
         for block in blocks_of(ROOT / "docs" / "compare.md")
         if "sglang.bench_serving" in block.script
     ]
     received_before = num_offline_received(server)
-    script = script.replace("http://127.0.0.1:30000", server.base_url)
     # Shorter, and each into a file of its own.
-    script = re.sub(r"--random-input-len \d+ --random-output-len \d+", "--output-file FILE", script)
+    lengths = r"--random-input-len \d+ --random-output-len \d+"
+    script = re.sub(lengths, "--output-file FILE", block.script)
     script = re.sub(r"--num-prompts \d+", "--num-prompts 16", script)
     script = script.replace("--output-file", " ".join(ONLINE[2:6]) + " --output-file")
     script = script.replace("FILE", "online.jsonl", 1).replace("FILE", "offline.jsonl", 1)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    Reader(server.base_url, tmp_path).follow(replace(block, text=script))
     for name in ("online", "offline"):
         (report,) = map(json.loads, (tmp_path / f"{name}.jsonl").open())
         assert report["completed"] == 16

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt.documentation.blocks import PAGES, ROOT
 from srt.own_process import printed_by
 
-ROOT = Path(__file__).parents[2]
 CHANGES = ROOT / "CHANGELOG.md"
 """Names what is gone, too."""
-PAGES = [*sorted({*ROOT.glob("*.md")} - {CHANGES}), *sorted((ROOT / "docs").glob("*.md"))]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
