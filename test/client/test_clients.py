@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line
 from certificates import own_authority
-from client.batch_files import line, write_lines
+from client.batch_files import write_lines
 from client.fault_server import FaultServer
 from sglang_coserve.bench_serving.one_run import make_ready
 from sglang_coserve.client import (

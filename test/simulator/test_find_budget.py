@@ -132,7 +132,7 @@ def test_what_is_proposed_can_be_had(profile: Path) -> None:
 
 
 def command(asked: SimulationOptions, output: Path, *arguments: str) -> Result:
-    result = CliRunner().invoke(
+    return CliRunner().invoke(
         app,
         [
             *("simulate", "--find-budget", "--quiet", "-o", str(output)),
@@ -141,10 +141,8 @@ def command(asked: SimulationOptions, output: Path, *arguments: str) -> Result:
             *("--policy", "hygen", *arguments),
         ],
         env={"COLUMNS": "200"},
+        catch_exceptions=False,
     )
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def written(output: Path) -> dict[str, Any]:

@@ -228,10 +228,7 @@ def busy_recording(path: Path) -> list[Event]:
 
 
 def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
 
 
 def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:
