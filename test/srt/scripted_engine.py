@@ -310,6 +310,10 @@ class EngineProcess:
         self._process.join(10)
 
 
+Start = Callable[..., EngineProcess]
+"""Starts an engine with settings."""
+
+
 def serve(connection: Any, spec: EngineSpec) -> None:
     """Answer the calls of an ``EngineProcess``."""
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"

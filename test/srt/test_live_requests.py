@@ -9,7 +9,7 @@ import pytest
 
 from sglang_coserve.core.request import RequestClass
 from srt import test_scheduler as scenarios
-from srt.scripted_engine import EngineProcess, ScriptedEngine
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
 
 CHUNK_TOKENS = 64
 RELAXED = {"offline_policy": "coserve", "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
@@ -24,12 +24,10 @@ SETTINGS: dict[str, Any] = {
     params=[("coserve", False), ("coserve", True), ("fifo", False)],
     ids=["planned", "planned-overlap", "fifo"],
 )
-def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
     policy, overlap = request.param
     coserve = RELAXED if policy == "coserve" else {"offline_policy": "fifo", "slo_ttft_ms": 6e4}
-    process = start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
 
 
 def known_rids(engine: ScriptedEngine) -> set[str]:

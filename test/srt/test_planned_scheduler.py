@@ -8,7 +8,7 @@ import pytest
 
 from srt import test_scheduler as scenarios
 from srt.conftest import LOOPS_AND_PAGES, Reference
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
 
 PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 LOOSE = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 40.0}
@@ -19,12 +19,10 @@ lane of their own, where they would go on."""
 
 
 @pytest.fixture(params=LOOPS_AND_PAGES)
-def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+def planned(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
     """The default policy, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param
-    process = start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
 
 
 def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(

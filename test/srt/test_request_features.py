@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from srt import test_scheduler as scenarios
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import EngineProcess, ScriptedEngine
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
 from srt.test_planned_scheduler import LOOSE, TIGHT
 
 ADAPTERS = ("poet", "clerk", "pilot")
@@ -120,9 +120,6 @@ def load_adapters(engine: ScriptedEngine, paths: dict[str, Path]) -> None:
         message = LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(path), lora_id=name)
         loaded = engine.scheduler.load_lora_adapter(message)
         assert loaded.success, loaded.error_message
-
-
-Start = Callable[..., EngineProcess]
 
 
 @pytest.fixture(scope="module")

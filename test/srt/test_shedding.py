@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from srt.conftest import Reference
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
 from srt.test_safeguards import refusals
 from srt.test_scheduler import prompt
 
@@ -21,13 +21,11 @@ LOOSE = {
 
 
 @pytest.fixture(params=[(False, 1), (True, 16)], ids=["normal-page1", "overlap-page16"])
-def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
     """An engine that refuses; requests bring targets that cannot be met."""
     overlap, page_size = request.param
     coserve = {**LOOSE, "overload": "shed"}
-    process = start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
 
 
 def offline_load(engine: ScriptedEngine) -> list[Any]:

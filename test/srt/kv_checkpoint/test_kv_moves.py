@@ -17,7 +17,7 @@ from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.consistency import assert_consistent
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
 
 MODEL = "some model"
 NUM_TOKENS, TOKENS_BEFORE = 90, 40
@@ -57,14 +57,12 @@ def engine(kind: Any, start_checkpointing: Any, directory: Path) -> EngineProces
 
 
 def started(
-    start: Any, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
+    start: Start, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
 ) -> EngineProcess:
     coserve: dict[str, Any] = {"kv_move_dir": str(directory), "offline_policy": policy}
     if policy == "fifo":
         coserve |= {"startup_profile_seconds": 10.0, "safepoint_interval": None}
-    process = start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
 
 
 # --- What happens in the engine ----------------------------------------------------------
