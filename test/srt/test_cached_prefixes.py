@@ -8,10 +8,10 @@ import pytest
 
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine
+from srt.test_planned_scheduler import PLANNED
 
 PREFIX_TOKENS, OWN_TOKENS, MEMBERS = 320, 16, 3
 GROUPS = "abcdef"
-PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 
 
 def prompt(group: str, member: int) -> list[int]:

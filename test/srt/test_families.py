@@ -14,14 +14,9 @@ import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here imp
 from srt import test_scheduler as scenarios
 from srt.families import make_family_model
 from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine, Spec, run_at_once
+from srt.test_planned_scheduler import LOOSE
 
-PLANNED = {
-    "offline_policy": "coserve",
-    "startup_profile_seconds": 1.0,
-    "slo_ttft_ms": 300.0,
-    "slo_tpot_ms": 40.0,
-    "safepoint_interval": 1,
-}
+PLANNED = {**LOOSE, "startup_profile_seconds": 1.0, "safepoint_interval": 1}
 
 SMALL = {
     "max_total_tokens": 1024,

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from srt.scripted_engine import EngineProcess
+from srt.scripted_engine import EngineProcess, Start
+from srt.test_planned_scheduler import LOOSE
 
-PLANNED = {
-    "offline_policy": "coserve",
-    "startup_profile_seconds": 0.0,
-    "slo_ttft_ms": 300.0,
-    "slo_tpot_ms": 40.0,
-    "safepoint_interval": 0,
-}
+PLANNED = {**LOOSE, "safepoint_interval": 0}
 
 
 @pytest.fixture(scope="module")
-def start_checkpointing(
-    start_engine: Callable[..., EngineProcess],
-) -> Callable[..., EngineProcess]:
+def start_checkpointing(start_engine: Start) -> Start:
     """Starts engines by mode, event loop and page size."""
 
     def start(mode: str, *, coserve: Any = (), **settings: Any) -> EngineProcess:
