@@ -221,16 +221,8 @@ def test_offered_offline_requests_do_not_fill_the_queue_of_online_ones(
 def run_abort_all(engine: ScriptedEngine) -> None:
     """At any step, requests of both classes in all states."""
     for last in (1, 2, 3, 5, 8):
-
-        def script(iteration: int, last: int = last) -> list[Any]:
-            if iteration == 0:
-                online = [engine.request(f"on{i}", scenarios.prompt(i, 150), 9) for i in range(3)]
-                return [*backlog(engine), *online]
-            if iteration > last:
-                raise StopIteration
-            return [engine.abort(abort_all=True)] if iteration == last else []
-
-        engine.run(script)
+        online = [engine.request(f"on{i}", scenarios.prompt(i, 150), 9) for i in range(3)]
+        engine.run({0: [*backlog(engine), *online], last: [engine.abort(abort_all=True)]})
         assert_all_noticed(engine)
 
 
@@ -241,18 +233,11 @@ def test_all_that_is_aborted_at_once_is_forgotten(engine: EngineProcess) -> None
 def run_abort_one(engine: ScriptedEngine, when: int) -> dict[str, str]:
     """Abort one of several requests whose names begin alike; return how all have ended."""
     names = {"r-1": False, "r-10": False, "r-1000": False, "r-11": True, "r-12": True}
-
-    def script(iteration: int) -> list[Any]:
-        if iteration == 0:
-            return [
-                engine.request(name, scenarios.prompt(place, 90), 12, offline=offline)
-                for place, (name, offline) in enumerate(names.items())
-            ]
-        if iteration > when:
-            raise StopIteration
-        return [engine.abort("r-1")] if iteration == when else []
-
-    engine.run(script)
+    requests = [
+        engine.request(name, scenarios.prompt(place, 90), 12, offline=offline)
+        for place, (name, offline) in enumerate(names.items())
+    ]
+    engine.run({0: requests, when: [engine.abort("r-1")]})
     engine.assert_nothing_leaked()
     parts = engine.scheduler.parts
     assert (len(parts.ledger), parts.live.num_unnoticed) == (0, 0)

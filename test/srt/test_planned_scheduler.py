@@ -144,20 +144,12 @@ def test_requests_that_pause_all_the_time_generate_the_same(
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
     """Return the prefill tokens of each step, by rid."""
-    arrivals = {
-        0: [("off", scenarios.prompt(1, 900), True)],
-        2: [("on", scenarios.prompt(2, 42), False), ("late", scenarios.prompt(3, 37), False)],
-    }
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 40:
-            raise StopIteration
-        return [
-            engine.request(rid, tokens, 4, offline=offline)
-            for rid, tokens, offline in arrivals.get(iteration, ())
-        ]
-
-    iterations = engine.run(script)
+    offline = engine.request("off", scenarios.prompt(1, 900), 4, offline=True)
+    online = [
+        engine.request("on", scenarios.prompt(2, 42), 4),
+        engine.request("late", scenarios.prompt(3, 37), 4),
+    ]
+    iterations = engine.run({0: [offline], 2: online})
     engine.assert_nothing_leaked()
     # The requests that decode come last, with one token each.
     return [dict(zip(it.rids, it.extend_lens, strict=False)) for it in iterations if it.is_extend]
@@ -177,17 +169,11 @@ def test_a_begun_offline_prompt_goes_on_beside_online_ones(
 
 def run_one_at_a_time_with_a_deadline(engine: ScriptedEngine) -> list[str]:
     """Return the offline requests in the order in which they were admitted; the last has one."""
-
-    def script(iteration: int) -> list[Any]:
-        if iteration:
-            raise StopIteration
-        messages = [
-            engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
-        ]
-        messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
-        return messages
-
-    iterations = engine.run(script)
+    messages = [
+        engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
+    ]
+    messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
+    iterations = engine.run(messages)
     engine.assert_nothing_leaked()
     return list(dict.fromkeys(rid for it in iterations if it.is_extend for rid in it.rids))
 

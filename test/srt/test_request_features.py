@@ -220,17 +220,10 @@ def run_script(
     Returns the results, the forward passes that each request was in, and counts.
     """
     before = scenarios.counts(engine)
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > max(arrivals):
-            raise StopIteration
-        return [
-            ask.message(engine)
-            for ask, arrival in zip(asks, arrivals, strict=True)
-            if arrival == iteration
-        ]
-
-    iterations = engine.run(script)
+    messages: dict[int, list[Any]] = {}
+    for ask, arrival in zip(asks, arrivals, strict=True):
+        messages.setdefault(arrival, []).append(ask.message(engine))
+    iterations = engine.run(messages)
     engine.assert_nothing_leaked()
     passes: dict[str, list[int]] = {ask.rid: [] for ask in asks}
     for i, iteration in enumerate(iterations):
