@@ -89,10 +89,7 @@ class DataDirectory:
             ) from error
 
     def _check_private(self, path: Path) -> None:
-        """Refuse a directory that other users can read or write.
-
-        Links are followed.
-        """
+        """Refuse what other users can read or write. Links are followed."""
         found = path.stat()
         if found.st_uid != os.geteuid():
             raise StartupError(

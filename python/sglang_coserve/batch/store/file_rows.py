@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
@@ -26,7 +27,7 @@ AND :id IN (input_file_id, output_file_id, error_file_id)
 
 def insert(connection: sqlite3.Connection, file: FileRecord) -> None:
     """Add a file."""
-    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", _row(file))
+    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", asdict(file))
 
 
 def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
@@ -34,7 +35,7 @@ def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
     connection.execute(
         f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES}) ON CONFLICT (id) DO UPDATE SET"
         " size_bytes = :size_bytes, created_at_s = :created_at_s, expires_at_s = :expires_at_s",
-        _row(file),
+        asdict(file),
     )
 
 
@@ -161,10 +162,6 @@ def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tu
         (now_s, limit),
     )
     return [(owner, file_id) for owner, file_id in rows]
-
-
-def _row(file: FileRecord) -> dict[str, Any]:
-    return {name: getattr(file, name) for name in _COLUMNS.split(", ")}
 
 
 def _record(row: tuple[Any, ...]) -> FileRecord:
