@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batch.records import a_batch
@@ -82,7 +82,6 @@ def simulated(batches: list[RemainingWork], tokens_per_s: float) -> list[float]:
     return ended
 
 
-@settings(deadline=None)
 @given(batches=works, tokens_per_s=st.sampled_from([0.5, 10.0, 5000.0]))
 def test_delays_are_those_of_a_simulation(
     batches: list[RemainingWork], tokens_per_s: float
