@@ -76,12 +76,19 @@ def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]
     return records(client, batch.output_file_id, batch.error_file_id)
 
 
-def text_of(record: dict[str, Any]) -> str:
-    body = record["response"]["body"]
+def answer_in(body: dict[str, Any]) -> str:
     if "output" in body:
         return str(body["output"][0]["content"][0]["text"])
     choice = body["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def text_of(record: dict[str, Any]) -> str:
+    return answer_in(record["response"]["body"])
+
+
+def texts(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {custom_id: text_of(record) for custom_id, record in records.items()}
 
 
 def refused(

@@ -35,12 +35,6 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
         yield app
 
 
-@pytest.fixture
-def client(app: LiveApp) -> Iterator[openai.OpenAI]:
-    with app.client() as client:
-        yield client
-
-
 def begin(client: openai.OpenAI, name: str, **fields: Any) -> Response:
     created: Response = client.responses.create(
         model="small", input=name, background=True, service_tier="flex", **fields

@@ -105,10 +105,3 @@ def comparable(body: Any) -> Any:
         left_out = ("id", "created", "created_at")
         return {key: comparable(value) for key, value in body.items() if key not in left_out}
     return [comparable(item) for item in body] if isinstance(body, list) else body
-
-
-def text_of(body: dict[str, Any]) -> str:
-    if "output" in body:
-        return str(body["output"][0]["content"][0]["text"])
-    choice = body["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from pathlib import Path
@@ -13,16 +12,17 @@ import openai
 from openai.types import Batch
 
 from batch import route_calls
+from batch.scenarios import SECRET
 from sglang_coserve.local_server import LocalServer
+from waiting import GIVE_UP_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 START_S = 300
 """Of replicas, whose controller is one more process that imports SGLang before they do."""
 
 API_KEY = "secret"
 ADMIN_KEY = "admin secret"
-WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
 
 
 def line(custom_id: str, max_tokens: Any = 8, url: str = COMPLETIONS, **extra: Any) -> str:
@@ -47,7 +47,7 @@ class Deployment(LocalServer):
     def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
-        self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
+        self.environment = {"COSERVE_WEBHOOK_SECRET": SECRET}
         super().__init__(
             [
                 *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
@@ -76,9 +76,20 @@ class Deployment(LocalServer):
         url = f"{self.base_url}/v1"
         return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60)
 
+    def ask(
+        self, method: str, path: str, key: str | None = ADMIN_KEY, body: Any = None
+    ) -> httpx.Response:
+        """Send JSON, or nothing, and return whatever is answered."""
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        url = f"{self.base_url}{path}"
+        return httpx.request(method, url, headers=headers, json=body, timeout=GIVE_UP_S)
+
+    def flush(self) -> None:
+        """Have it forget its cache, once nothing runs."""
+        self.ask("POST", f"/flush_cache?timeout={GIVE_UP_S}").raise_for_status()
+
     def status(self) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {API_KEY}"}
-        answer = httpx.get(f"{self.base_url}/coserve/status", headers=headers, timeout=60)
+        answer = self.ask("GET", "/coserve/status", API_KEY)
         status: dict[str, Any] = answer.raise_for_status().json()
         return status
 

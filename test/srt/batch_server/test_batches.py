@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from batch.route_calls import records, text_of, until
-from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
+from batch.scenarios import SECRET
+from srt.batch_server.deployment import Deployment, create, line, lines
 from srt.batch_server.webhook_receiver import WebhookReceiver
 from waiting import eventually
 
@@ -68,7 +69,7 @@ def test_a_webhook_tells_the_end(
 
     def told() -> list[tuple[str, str]]:
         events = [
-            client.webhooks.unwrap(body, headers, secret=WEBHOOK_SECRET)
+            client.webhooks.unwrap(body, headers, secret=SECRET)
             for headers, body in webhook_receiver.posts
             if json.loads(body)["data"]["id"] == batch.id
         ]

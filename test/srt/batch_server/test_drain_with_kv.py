@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S
 
@@ -48,12 +48,6 @@ def request(
     return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), kv=kv)
 
 
-def post(server: Deployment, path: str, method: str = "POST") -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    url = f"{server.base_url}{path}"
-    httpx.request(method, url, headers=headers, timeout=GIVE_UP_S).raise_for_status()
-
-
 async def drained(
     server: Deployment, connection: EngineConnection, requests: Sequence[LineRequest]
 ) -> tuple[list[list[int]], list[LineMovedError]]:
@@ -66,18 +60,17 @@ async def drained(
     ]
     while min(map(len, heard)) < TOKENS_BEFORE:
         await asyncio.sleep(0.01)
-    await asyncio.to_thread(post, server, f"/coserve/drain?wait_s={GIVE_UP_S}")
+    await asyncio.to_thread(server.ask, "POST", f"/coserve/drain?wait_s={GIVE_UP_S}")
     moved = await asyncio.gather(*attempts, return_exceptions=True)
-    await asyncio.to_thread(post, server, "/coserve/drain", "DELETE")
-    await asyncio.to_thread(post, server, f"/flush_cache?timeout={GIVE_UP_S}")
+    await asyncio.to_thread(server.ask, "DELETE", "/coserve/drain")
+    await asyncio.to_thread(server.flush)
     assert all(isinstance(error, LineMovedError) for error in moved), moved
     return heard, [error for error in moved if isinstance(error, LineMovedError)]
 
 
 def computed(result: LineResult, generated: Sequence[int]) -> int:
-    usage = result.body["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return int(usage["prompt_tokens"]) + len(generated) - int(cached)
+    usage = usage_of(result.body)
+    return usage.input_tokens - usage.cached_tokens + len(generated)
 
 
 async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(

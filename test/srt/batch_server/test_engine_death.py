@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
-from batch.route_calls import completed, text_of, until
+from batch.route_calls import completed, texts, until
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.engine_lines import InFlightFile
 from srt.batch_server.deployment import Deployment, create, line, lines
@@ -59,19 +58,6 @@ def poison() -> bytes:
     return line(POISON, 60, custom_logit_processor=processor.to_str()).encode()
 
 
-def has_ended(deployment: Deployment, within_s: float) -> bool:
-    try:
-        process = psutil.Process(deployment.pid)
-    except psutil.NoSuchProcess:
-        return True
-    give_up_s = time.monotonic() + within_s
-    while time.monotonic() < give_up_s:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_reaches_all_processes_suspects_no_line(
     mortal: Deployment, number: signal.Signals
@@ -82,7 +68,7 @@ def test_a_stop_that_reaches_all_processes_suspects_no_line(
         until(client, batch.id, "in_progress")
         eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
         os.killpg(mortal.pid, number)
-        assert has_ended(mortal, GIVE_UP_S)
+        assert mortal.wait(GIVE_UP_S) is not None
         mortal.stop()
         file = InFlightFile(mortal.data / "in_flight", mortal.data / "fatal_signal")
         last_run = file.last_run()
@@ -100,14 +86,14 @@ def start_until_it_stays_up(deployment: Deployment, batch_id: str) -> int:
         with deployment.client() as client:
             give_up_s = time.monotonic() + GIVE_UP_S
             while time.monotonic() < give_up_s:
-                if has_ended(deployment, 0.2):
+                if deployment.wait(0.2) is not None:
                     break
                 try:
                     if client.batches.retrieve(batch_id).status == "completed":
                         return deaths
                 except openai.APIConnectionError:
                     continue
-        assert has_ended(deployment, 30), "neither dead nor done"
+        assert deployment.wait(30) is not None, "neither dead nor done"
         deaths += 1
         assert deaths < 5
         deployment.stop()
@@ -129,11 +115,7 @@ def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deploy
         given_up = found.pop(POISON)
         assert given_up["response"] is None
         assert given_up["error"]["code"] == "engine_failed"
-        assert {key: text_of(record) for key, record in found.items()} == {
-            key: text_of(record) for key, record in expected.items()
-        }
+        assert texts(found) == texts(expected)
         assert len(completed(client, other.id)) == 4
         again = completed(client, create(client, LONG).id)
-        assert {key: text_of(record) for key, record in again.items()} == {
-            key: text_of(record) for key, record in completed(client, other.id).items()
-        }
+        assert texts(again) == texts(completed(client, other.id))

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from openai.types import Batch
 
-from batch.route_calls import completed, records, text_of, until
+from batch.route_calls import completed, records, texts, until
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
@@ -29,10 +28,6 @@ NUM_LINES, NUM_TOKENS = 12, 400
 
 CONTENT = lines(NUM_LINES, NUM_TOKENS, return_token_ids=True, temperature=1.0, seed=7)
 """Sampled with a seed: interrupted lines end as undisturbed ones do."""
-
-
-def texts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {custom_id: text_of(record) for custom_id, record in found.items()}
 
 
 @pytest.fixture(scope="module")
