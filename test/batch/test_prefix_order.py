@@ -9,24 +9,21 @@ import random
 import subprocess
 import sys
 from collections.abc import Collection
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch.scenarios import lines as jsonl
 from batch.scenarios import opened
 from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.jsonl.check_file import CheckLimits
 from sglang_coserve.jsonl.lines import (
     PrefixSorter,
-    has_order,
     read_lines,
     read_order,
 )
@@ -243,30 +240,6 @@ async def test_a_batch_is_served_in_the_order_and_after_a_restart_too(tmp_path: 
     assert sum(one != other for one, other in pairwise(served)) <= 100
     assert list((tmp_path / "order").iterdir()) == []
     await scene.service.close()
-
-
-async def test_few_files_are_checked_or_ordered_at_a_time(tmp_path: Path) -> None:
-    """However many batches there are, as after a restart."""
-
-    def num_running() -> int:
-        count = 0
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                count += "sglang_coserve.jsonl.check_file" in child.cmdline()
-        return count
-
-    scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=4)
-    async with scene.service:
-        ids = [(await scene.create(jsonl(6), owner=f"owner {n % 3}")).id for n in range(8)]
-        orders = [tmp_path / "order" / batch_id for batch_id in ids]
-        counts = set()
-
-        def are_ordered() -> bool:
-            counts.add(num_running())
-            return all(map(has_order, orders))
-
-        await scene.clock.until(are_ordered, "every batch is ordered")
-        assert max(counts) in (1, 2)
 
 
 @settings(max_examples=60)
