@@ -172,14 +172,11 @@ class Uploads:
     async def _row(self, owner: str, row_id: str, purpose: str, what: str) -> FileRecord:
         now_s = self.context.clock.now_s()
         try:
-            found = await self.context.store.run(
-                file_rows.find, owner, row_id, now_s, of_uploads=True
+            return await self.context.store.run(
+                file_rows.find, owner, row_id, now_s, purpose=purpose
             )
         except NotFoundError:
             raise _gone(what, row_id) from None
-        if found.purpose != purpose:
-            raise _gone(what, row_id)
-        return found
 
     async def _forget(self, owner: str, upload_id: str) -> None:
         """Delete an upload and its parts.

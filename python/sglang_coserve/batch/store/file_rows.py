@@ -69,17 +69,18 @@ def find(
     file_id: str,
     now_s: float,
     *,
-    of_uploads: bool = False,
+    purpose: str | None = None,
 ) -> FileRecord:
-    """Return a file of ``owner``; with ``of_uploads`` one that no list shows.
+    """Return a file of ``owner``: of this ``purpose``, or of any but those of uploads.
 
     Raises:
         NotFoundError: there is none, or it has expired.
     """
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM files WHERE id = ? AND owner = ?"
-        f" AND (expires_at_s IS NULL OR expires_at_s > ?) AND (purpose LIKE '{UPLOAD}%') = ?",
-        (file_id, owner, now_s, of_uploads),
+        " AND (expires_at_s IS NULL OR expires_at_s > ?)"
+        f" AND iif(? IS NULL, purpose NOT LIKE '{UPLOAD}%', purpose = ?)",
+        (file_id, owner, now_s, purpose, purpose),
     ).fetchone()
     if row is None:
         raise NotFoundError(
