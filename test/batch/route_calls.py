@@ -73,15 +73,15 @@ def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]
     return records(client, batch.output_file_id, batch.error_file_id)
 
 
-def texts_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: text_of(record["response"]["body"]) for name, record in records.items()}
-
-
-def text_of(body: dict[str, Any]) -> str:
+def answer_in(body: dict[str, Any]) -> str:
     if "output" in body:
         return str(body["output"][0]["content"][0]["text"])
     choice = body["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def texts(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: answer_in(record["response"]["body"]) for name, record in records.items()}
 
 
 def refused(

@@ -34,19 +34,6 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
         yield app
 
 
-@pytest.fixture
-def client(app: LiveApp) -> Iterator[openai.OpenAI]:
-    with app.client() as client:
-        yield client
-
-
-@pytest.fixture
-def http(app: LiveApp) -> Iterator[httpx.Client]:
-    headers = {"authorization": "Bearer key"}
-    with httpx.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
-        yield http
-
-
 # --- Files -------------------------------------------------------------------------------
 
 

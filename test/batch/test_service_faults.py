@@ -59,7 +59,7 @@ async def test_a_bug_stops_one_batch_and_leaves_it_in_its_owners_hands(tmp_path:
         service = scene.service
         batches = [await scene.create(lines(3)) for _ in range(2)]
         for batch in batches:
-            assert "internal error" in await scene.warning(batch.id)
+            assert "internal error: TypeError(" in await scene.warning(batch.id)
         await service.change_batch(OWNER, batches[0].id, "cancel")
         assert (await scene.ends(batches[0].id)).status == "cancelled"
         scene.backend.answers = answer

@@ -29,12 +29,6 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
         yield app
 
 
-@pytest.fixture
-def client(app: LiveApp) -> Iterator[openai.OpenAI]:
-    with app.client() as client:
-        yield client
-
-
 def test_a_part_may_be_longer_than_a_request() -> None:
     """An engine bounds the bodies of all other routes."""
     assert all(

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 from openai.types import Batch
 
 from batch import route_calls
-from calls import client_of, get
+from batch.scenarios import SECRET
+from calls import call, client_of
 from sglang_coserve.local_server import LocalServer
+from waiting import GIVE_UP_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 START_S = 300
 """Of replicas, whose controller is one more process that imports SGLang before they do."""
 
 API_KEY = "secret"
 ADMIN_KEY = "admin secret"
-WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
 
 
 def line(custom_id: str, max_tokens: Any = 8, url: str = COMPLETIONS, **extra: Any) -> str:
@@ -47,7 +48,7 @@ class Deployment(LocalServer):
     def __init__(self, model: Path, directory: Path, *flags: str, policy: str = "fifo") -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
-        self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
+        self.environment = {"COSERVE_WEBHOOK_SECRET": SECRET}
         super().__init__(
             [
                 *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
@@ -75,9 +76,19 @@ class Deployment(LocalServer):
     def client(self, api_key: str = API_KEY) -> openai.OpenAI:
         return client_of(self, api_key)
 
+    def ask(
+        self, method: str, path: str, key: str | None = ADMIN_KEY, body: Any = None
+    ) -> httpx.Response:
+        """Send JSON, or nothing, and return whatever is answered."""
+        return call(self, method, path, key, json=body)
+
+    def flush(self) -> None:
+        """Have it forget its cache, once nothing runs."""
+        self.ask("POST", f"/flush_cache?timeout={GIVE_UP_S}").raise_for_status()
+
     def status(self) -> dict[str, Any]:
-        answer = get(self, "/coserve/status", API_KEY).raise_for_status()
-        status: dict[str, Any] = answer.json()
+        answer = self.ask("GET", "/coserve/status", API_KEY)
+        status: dict[str, Any] = answer.raise_for_status().json()
         return status
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from batch.route_calls import records, texts_of, until
-from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
+from batch.route_calls import records, texts, until
+from batch.scenarios import SECRET
+from srt.batch_server.deployment import Deployment, create, line, lines
 from waiting import eventually
 from web_server import WebServer
 
@@ -31,7 +32,7 @@ def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> 
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-        assert texts_of(served)[f"id-{n}"] == alone.choices[0].text
+        assert texts(served)[f"id-{n}"] == alone.choices[0].text
     bad = records(client, batch.error_file_id)["bad"]
     assert bad["response"]["status_code"] == 400
     assert "max_" in bad["response"]["body"]["error"]["message"]
@@ -68,7 +69,7 @@ def test_a_webhook_tells_the_end(
 
     def told() -> list[tuple[str, str]]:
         events = [
-            client.webhooks.unwrap(call.content, dict(call.headers), secret=WEBHOOK_SECRET)
+            client.webhooks.unwrap(call.content, dict(call.headers), secret=SECRET)
             for call in webhook_receiver.calls
             if json.loads(call.content)["data"]["id"] == batch.id
         ]

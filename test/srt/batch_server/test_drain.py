@@ -10,11 +10,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from batch.route_calls import completed, texts_of, until
-from calls import call
+from batch.route_calls import completed, texts, until
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, create, lines
+from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually
 
 NUM_LINES, NUM_TOKENS = 5, 300
@@ -28,14 +27,14 @@ def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
 
 
 def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict[str, Any]:
-    answer = call(deployment, method, f"/coserve/drain{query}", ADMIN_KEY)
+    answer = deployment.ask(method, f"/coserve/drain{query}")
     state: dict[str, Any] = answer.raise_for_status().json()
     return state
 
 
 def batches_exported(deployment: Deployment) -> dict[str, float]:
     """What ``/metrics`` says of batches by their state, and of the lines that wait."""
-    text = call(deployment, "GET", "/metrics", ADMIN_KEY).raise_for_status().text
+    text = deployment.ask("GET", "/metrics").raise_for_status().text
     return {
         sample.labels.get("state", sample.name): sample.value
         for family in text_string_to_metric_families(text)
@@ -88,13 +87,13 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
 
 
 def test_its_background_tasks_are_shown(deployment: Deployment) -> None:
-    status = call(deployment, "GET", "/coserve/status", API_KEY).raise_for_status().json()
+    status = deployment.status()
     tasks = status["background"]
     assert {"view_samples", "drain_at_stop", "metrics", "file_expiry"} <= tasks.keys()
     assert all(task["failures"] == 0 for task in tasks.values())
     assert all(task["running"] == 1 for name, task in tasks.items() if name != "batch")
     assert all(replica["background"] == {} for replica in status["replicas"])
-    text = call(deployment, "GET", "/metrics", ADMIN_KEY).raise_for_status().text
+    text = deployment.ask("GET", "/metrics").raise_for_status().text
     counted = {
         sample.labels["task"]: sample.value
         for family in text_string_to_metric_families(text)
@@ -113,10 +112,10 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     try:
         assert drain(deployment)["is_draining"]
         assert drain(deployment, "GET")["is_draining"]
-        assert call(deployment, "GET", "/coserve/load", ADMIN_KEY).json()["is_draining"]
-        assert call(deployment, "GET", "/coserve/lines", ADMIN_KEY).json()["refuses"] == "draining"
+        assert deployment.ask("GET", "/coserve/load").json()["is_draining"]
+        assert deployment.ask("GET", "/coserve/lines").json()["refuses"] == "draining"
         for path in ("/health", "/health_generate"):
-            assert call(deployment, "GET", path, ADMIN_KEY).status_code == 503
+            assert deployment.ask("GET", path).status_code == 503
         with pytest.raises(openai.InternalServerError, match="draining"):
             client.batches.retrieve(batch.id)
         answer = client.completions.create(model="small", prompt="hello", max_tokens=3)
@@ -125,10 +124,11 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     finally:
         assert not drain(deployment, "DELETE")["is_draining"]
     assert not drain(deployment, "DELETE")["is_draining"]
-    assert call(deployment, "GET", "/health", ADMIN_KEY).status_code == 200
-    found = texts_of(completed(client, batch.id))
+    assert deployment.ask("GET", "/health").status_code == 200
+    found = texts(completed(client, batch.id))
     assert len(found) == 6
-    assert found == texts_of(completed(client, create(client, lines(6, 200)).id))
+    again = completed(client, create(client, lines(6, 200)).id)
+    assert found == texts(again)
 
 
 def test_its_batches_are_not_exported_by_who_does_not_serve_them(
@@ -136,7 +136,7 @@ def test_its_batches_are_not_exported_by_who_does_not_serve_them(
 ) -> None:
     batch = create(client, lines(60, 40))
     path = f"/coserve/batches/{batch.id}"
-    call(deployment, "POST", f"{path}/pause", ADMIN_KEY).raise_for_status()
+    deployment.ask("POST", f"{path}/pause").raise_for_status()
     eventually(lambda: batches_exported(deployment)["paused"] == 1)
     assert drain(deployment)["is_draining"]
     try:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from calls import call
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
@@ -47,10 +47,6 @@ def request(
     return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), kv=kv)
 
 
-def post(server: Deployment, path: str, method: str = "POST") -> None:
-    call(server, method, path, ADMIN_KEY).raise_for_status()
-
-
 async def drained(
     server: Deployment, connection: EngineConnection, requests: Sequence[LineRequest]
 ) -> tuple[list[list[int]], list[LineMovedError]]:
@@ -62,18 +58,17 @@ async def drained(
         for each, tokens in zip(requests, heard, strict=True)
     ]
     await until(lambda: min(map(len, heard)) >= TOKENS_BEFORE)
-    await asyncio.to_thread(post, server, f"/coserve/drain?wait_s={GIVE_UP_S}")
+    await asyncio.to_thread(server.ask, "POST", f"/coserve/drain?wait_s={GIVE_UP_S}")
     moved = await asyncio.gather(*attempts, return_exceptions=True)
-    await asyncio.to_thread(post, server, "/coserve/drain", "DELETE")
-    await asyncio.to_thread(post, server, f"/flush_cache?timeout={GIVE_UP_S}")
+    await asyncio.to_thread(server.ask, "DELETE", "/coserve/drain")
+    await asyncio.to_thread(server.flush)
     assert all(isinstance(error, LineMovedError) for error in moved), moved
     return heard, [error for error in moved if isinstance(error, LineMovedError)]
 
 
 def computed(result: LineResult, generated: Sequence[int]) -> int:
-    usage = result.body["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return int(usage["prompt_tokens"]) + len(generated) - int(cached)
+    usage = usage_of(result.body)
+    return usage.input_tokens - usage.cached_tokens + len(generated)
 
 
 async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(

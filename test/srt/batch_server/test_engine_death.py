@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from batch.route_calls import completed, texts_of, until
+from batch.route_calls import completed, texts, until
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.engine_lines import InFlightFile
 from srt.batch_server.deployment import Deployment, create, line, lines
@@ -105,7 +105,7 @@ def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deploy
         given_up = found.pop(POISON)
         assert given_up["response"] is None
         assert given_up["error"]["code"] == "engine_failed"
-        assert texts_of(found) == texts_of(expected)
+        assert texts(found) == texts(expected)
         assert len(completed(client, other.id)) == 4
         again = completed(client, create(client, LONG).id)
-        assert texts_of(again) == texts_of(completed(client, other.id))
+        assert texts(again) == texts(completed(client, other.id))

@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from batch.route_calls import completed, records, texts_of, until
+from batch.route_calls import completed, records, texts, until
 from sglang_coserve.lines.journal import TokenJournal
 from sglang_coserve.lines.line_source import LineBitmap
 from sglang_coserve.lines.result_record import batch_tag, record_identity
@@ -34,7 +34,7 @@ CONTENT = lines(NUM_LINES, NUM_TOKENS, return_token_ids=True, temperature=1.0, s
 def expected(deployment: Deployment) -> dict[str, str]:
     """What an uninterrupted batch of ``CONTENT`` answers."""
     with deployment.client() as client:
-        return texts_of(completed(client, create(client, CONTENT).id))
+        return texts(completed(client, create(client, CONTENT).id))
 
 
 def journal_of(path: Path, model: str) -> TokenJournal:
@@ -93,7 +93,7 @@ def test_a_killed_servers_lines_go_on_after_their_journaled_tokens(
     altered = found.pop(f"id-{number - 1}")["response"]["body"]["choices"][0]["token_ids"]
     assert tuple(altered[: len(foreign)]) == foreign
     assert len(altered) == NUM_TOKENS
-    assert texts_of(found).items() <= expected.items()
+    assert texts(found).items() <= expected.items()
     assert len(found) == NUM_LINES - 1
     usage = client.batches.retrieve(batch.id).usage
     assert usage is not None
@@ -130,7 +130,7 @@ def test_a_clean_stop_suspends_batches_and_loses_nothing(
     assert extra_of(resumed)["eta"] is not None
     # It goes on at once, and may have ended before we can ask.
     assert client.batches.retrieve(batch.id).status in ("in_progress", "finalizing", "completed")
-    assert texts_of(completed(client, batch.id)) == expected
+    assert texts(completed(client, batch.id)) == expected
     done = client.batches.retrieve(batch.id)
     assert done.request_counts is not None
     assert (done.request_counts.completed, done.request_counts.failed) == (NUM_LINES, 0)

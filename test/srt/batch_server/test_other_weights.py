@@ -13,10 +13,9 @@ import httpx
 import openai
 import pytest
 
-from batch.route_calls import completed, texts_of, until
-from calls import call
+from batch.route_calls import completed, texts, until
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from srt.batch_server.deployment import ADMIN_KEY, Deployment, create, extra_of, lines
+from srt.batch_server.deployment import Deployment, create, extra_of, lines
 from waiting import eventually
 
 CONTENT = lines(30, 100)
@@ -57,7 +56,7 @@ class Changing(Deployment):
         self.post("/update_weights_from_disk", model_path=str(self._models[name]), **how)
 
     def post(self, path: str, **body: Any) -> None:
-        call(self, "POST", path, ADMIN_KEY, json=body).raise_for_status()
+        self.ask("POST", path, body=body).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def expected(server: Changing) -> Iterator[dict[str, dict[str, str]]]:
     with server.client() as client:
         for name in ("B", "A"):
             server.load(name)
-            answers[name] = texts_of(completed(client, create(client, CONTENT).id))
+            answers[name] = texts(completed(client, create(client, CONTENT).id))
     assert not answers["A"].items() & answers["B"].items()
     yield answers
 
@@ -107,7 +106,7 @@ def test_other_weights_after_a_kill_begin_half_done_lines_anew(
     server.start()
     try:
         with server.client() as client:
-            answers = texts_of(completed(client, batch_id))
+            answers = texts(completed(client, batch_id))
             counts = whose(answers, expected)
             assert counts["A"] > 0 < counts["B"]
             warning = extra_of(client.batches.retrieve(batch_id))["warning"]
@@ -136,7 +135,7 @@ def test_no_answer_is_of_two_models_when_weights_are_exchanged(
         server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
         if mode:
             server.post("/continue_generation")
-        counts = whose(texts_of(completed(client, batch_id)), expected)
+        counts = whose(texts(completed(client, batch_id)), expected)
         assert counts["A"] > 0 < counts["B"]
         batch = client.batches.retrieve(batch_id)
         assert f"since {counts['A']} of the lines" in extra_of(batch)["warning"]
@@ -161,7 +160,7 @@ def test_lines_wait_outside_of_the_engine_during_a_session_of_weight_updates(
             server.post("/begin_weight_update")
         assert client.batches.retrieve(batch_id).status == "in_progress"
         server.post("/end_weight_update")
-        assert texts_of(completed(client, batch_id)) == expected["A"]
+        assert texts(completed(client, batch_id)) == expected["A"]
         with pytest.raises(httpx.HTTPStatusError):
             server.post("/end_weight_update")
-        assert texts_of(completed(client, create(client, CONTENT).id)) == expected["A"]
+        assert texts(completed(client, create(client, CONTENT).id)) == expected["A"]

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
-from calls import call
 from fleet.test_online_requests import gateway_before
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, CHAT, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
@@ -137,9 +137,8 @@ async def undisturbed(server: Deployment, numbers: Sequence[int]) -> dict[int, A
 
 def computed_again(result: LineResult, attempt: LineRequest) -> int:
     """How many tokens the last attempt at a line computed of those that there were."""
-    usage = result.body["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return int(usage["prompt_tokens"]) + len(attempt.generated) - int(cached)
+    usage = usage_of(result.body)
+    return usage.input_tokens - usage.cached_tokens + len(attempt.generated)
 
 
 def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
@@ -155,15 +154,11 @@ def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
     asyncio.run(asyncio.wait_for(within(), 2 * GIVE_UP_S))
 
 
-def flush(server: Deployment) -> None:
-    call(server, "POST", f"/flush_cache?timeout={GIVE_UP_S}", ADMIN_KEY).raise_for_status()
-
-
 def test_running_lines_go_on_in_the_strict_server_after_a_page_at_most(servers: Two) -> None:
     async def scenario(watched: Watched) -> None:
         numbers = range(NUM_LINES)
         texts = await undisturbed(servers.relaxed, numbers)
-        await asyncio.to_thread(flush, servers.relaxed)
+        await asyncio.to_thread(servers.relaxed.flush)
         results = await watched.results(numbers)
         assert {n: result.body["choices"] for n, result in results.items()} == texts
         assert watched.fleet.ends["pulled"] > 0
@@ -255,9 +250,8 @@ def chat(number: int, **fields: Any) -> dict[str, Any]:
 async def asked(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
     """The text of an answer, and how many tokens of the prompt were computed for it."""
     answer = (await http.post(CHAT, json=body)).raise_for_status().json()
-    usage = answer["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"] - cached
+    usage = usage_of(answer)
+    return answer["choices"][0]["message"]["content"], usage.input_tokens - usage.cached_tokens
 
 
 async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
@@ -282,7 +276,7 @@ def test_prompts_of_online_requests_are_pushed_to_the_strict_server(
             texts = [text for text, _ in found]
             for push in (asked, streamed):
                 for server in (servers.relaxed, servers.strict):
-                    await asyncio.to_thread(flush, server)
+                    await asyncio.to_thread(server.flush)
                 before = (await fleet_of(http))["prompts_pushed"]
                 pushed: Any = await asyncio.gather(*(push(http, chat(n)) for n in numbers))
                 assert (await fleet_of(http))["prompts_pushed"] == before + NUM_LINES
@@ -306,7 +300,7 @@ def test_the_end_of_the_relaxed_server_loses_no_online_request(
         async with pushing(servers, tmp_path) as http:
             texts = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
             for server in (servers.relaxed, servers.strict):
-                await asyncio.to_thread(flush, server)
+                await asyncio.to_thread(server.flush)
             servers.relaxed.kill()
             # The gateway does not know yet.
             again = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
