@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from waiting import GIVE_UP_S
 
@@ -24,6 +26,12 @@ def call(
 
 def get(server: Server, path: str, key: str | None = None) -> httpx.Response:
     return call(server, "GET", path, key)
+
+
+def exported(server: Server, prefix: str = "coserve_") -> list[Sample]:
+    """What ``/metrics`` says of the families whose names begin so."""
+    families = text_string_to_metric_families(get(server, "/metrics").raise_for_status().text)
+    return [one for each in families if each.name.startswith(prefix) for one in each.samples]
 
 
 def client_of(server: Server, api_key: str = "key") -> openai.OpenAI:

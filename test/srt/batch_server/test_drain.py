@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from batch.route_calls import completed, texts, until
+from calls import exported
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
@@ -34,13 +34,8 @@ def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict
 
 def batches_exported(deployment: Deployment) -> dict[str, float]:
     """What ``/metrics`` says of batches by their state, and of the lines that wait."""
-    text = deployment.ask("GET", "/metrics").raise_for_status().text
-    return {
-        sample.labels.get("state", sample.name): sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name.startswith("coserve_batch")
-        for sample in family.samples
-    }
+    samples = exported(deployment, "coserve_batch")
+    return {sample.labels.get("state", sample.name): sample.value for sample in samples}
 
 
 @pytest.fixture(autouse=True)
@@ -93,14 +88,8 @@ def test_its_background_tasks_are_shown(deployment: Deployment) -> None:
     assert all(task["failures"] == 0 for task in tasks.values())
     assert all(task["running"] == 1 for name, task in tasks.items() if name != "batch")
     assert all(replica["background"] == {} for replica in status["replicas"])
-    text = deployment.ask("GET", "/metrics").raise_for_status().text
-    counted = {
-        sample.labels["task"]: sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name == "coserve_background_failures"
-        for sample in family.samples
-    }
-    assert counted == dict.fromkeys(tasks, 0.0)
+    samples = exported(deployment, "coserve_background_failures")
+    assert {one.labels["task"]: one.value for one in samples} == dict.fromkeys(tasks, 0.0)
 
 
 def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(

@@ -13,10 +13,9 @@ from typing import Any
 
 import httpx
 from httpx_sse import EventSource
-from prometheus_client.parser import text_string_to_metric_families
 
 from batch.route_calls import until
-from calls import get
+from calls import exported, get
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
@@ -63,14 +62,9 @@ class Watched:
 
     def samples(self) -> Samples:
         """What ``/metrics`` says of us now, without the label of the model."""
-        text = self.get("/metrics").raise_for_status().text
         return {
-            (sample.name, frozenset(set(sample.labels.items()) - {("model_name", "small")})): (
-                sample.value
-            )
-            for family in text_string_to_metric_families(text)
-            if family.name.startswith("coserve_")
-            for sample in family.samples
+            (one.name, frozenset(set(one.labels.items()) - {("model_name", "small")})): one.value
+            for one in exported(self.deployment)
         }
 
     def load(self) -> None:
