@@ -119,9 +119,7 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert records(client, batch.output_file_id).keys() == {"id-1"}
     finish(app, "id-2", "bad")
     batch = until(client, batch.id, "completed")
-    assert batch.request_counts is not None
     assert batch.request_counts.completed == 3
-    assert batch.usage is not None
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     output = client.files.retrieve(batch.output_file_id or "")

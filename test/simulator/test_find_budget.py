@@ -85,7 +85,6 @@ def test_the_budget_is_the_largest_that_meets_every_slo(profile: Path) -> None:
     # Twice as long as online alone needs: what the tolerance says, less the reserve.
     assert search.online_only is not None and search.online_only.offline_tokens_per_s == 0
     tpot_alone_s = search.online_only.latency.tpot.mean_s
-    assert tpot_alone_s is not None
     assert search.budget_s == pytest.approx(2 * tpot_alone_s, rel=0.25)
 
 

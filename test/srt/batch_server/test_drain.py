@@ -108,7 +108,6 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
         with pytest.raises(openai.InternalServerError, match="draining"):
             client.batches.retrieve(batch.id)
         answer = client.completions.create(model="small", prompt="hello", max_tokens=3)
-        assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
     finally:
         assert not drain(deployment, "DELETE")["is_draining"]

@@ -87,7 +87,6 @@ def blocks_of(page: Path) -> list[Block]:
             if mark == "not run from here on":
                 mark = for_all = "not run"
         elif token.type == "fence":
-            assert token.map is not None
             line, language = token.map[0] + 1, token.info.strip()
             found.append(Block(page, line, language, token.content, mark or for_all))
             mark = None
