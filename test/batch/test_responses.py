@@ -36,10 +36,9 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
 
 
 def begin(client: openai.OpenAI, name: str, **fields: Any) -> Response:
-    created: Response = client.responses.create(
+    return client.responses.create(
         model="small", input=name, background=True, service_tier="flex", **fields
     )
-    return created
 
 
 def posted(app: LiveApp, body: dict[str, Any]) -> httpx.Response:

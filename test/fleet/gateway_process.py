@@ -64,5 +64,4 @@ def gateway(
 
 
 def fleet_of(server: LocalServer, key: str | None = None) -> dict[str, Any]:
-    fleet: dict[str, Any] = get(server, "/coserve/status", key).raise_for_status().json()["fleet"]
-    return fleet
+    return get(server, "/coserve/status", key).raise_for_status().json()["fleet"]

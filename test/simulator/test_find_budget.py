@@ -145,8 +145,7 @@ def command(asked: SimulationOptions, output: Path, *arguments: str) -> Result:
 
 
 def written(output: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((output / "budget.json").read_text())
-    return document
+    return json.loads((output / "budget.json").read_text())
 
 
 def test_the_command_prints_how_to_serve_with_the_budget(tmp_path: Path, profile: Path) -> None:

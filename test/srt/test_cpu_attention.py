@@ -116,9 +116,7 @@ class Case:
         made = backend(self.runner)
         forward = made.forward_decode if decode else made.forward_extend
         saves = self.batch.encoder_lens is None
-        output = forward(*self.qkv, self.layer, self.batch, save_kv_cache=saves)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return forward(*self.qkv, self.layer, self.batch, save_kv_cache=saves)
 
 
 def assert_same(case: Case, *, decode: bool = False) -> None:

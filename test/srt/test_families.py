@@ -99,8 +99,7 @@ def generated_by_transformers(directory: Path, prompt: list[int], max_new_tokens
     length = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     with torch.no_grad():
         tokens = model.generate(torch.tensor([prompt]), do_sample=False, **length)
-    generated: list[int] = tokens[0, len(prompt) :].tolist()
-    return generated
+    return tokens[0, len(prompt) :].tolist()
 
 
 def run_mixed(

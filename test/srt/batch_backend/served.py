@@ -75,8 +75,7 @@ class Served:
 
     async def counts(self) -> dict[str, dict[str, int]]:
         (state,) = await self.manager.get_internal_state()
-        counts: dict[str, dict[str, int]] = state["coserve"]
-        return counts
+        return state["coserve"]
 
     async def until(self, is_reached: Callable[[dict[str, dict[str, int]]], bool]) -> None:
         while not is_reached(await self.counts()):

@@ -88,8 +88,7 @@ class Deployment(LocalServer):
 
     def status(self) -> dict[str, Any]:
         answer = self.ask("GET", "/coserve/status", API_KEY)
-        status: dict[str, Any] = answer.raise_for_status().json()
-        return status
+        return answer.raise_for_status().json()
 
 
 def create(
@@ -105,5 +104,4 @@ def create(
 
 def extra_of(batch: Batch) -> dict[str, Any]:
     """What the object has beyond OpenAI's fields."""
-    extra: dict[str, Any] = batch.to_dict()["coserve"]  # type: ignore[assignment]
-    return extra
+    return batch.to_dict()["coserve"]

@@ -28,8 +28,7 @@ def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
 
 def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict[str, Any]:
     answer = deployment.ask(method, f"/coserve/drain{query}")
-    state: dict[str, Any] = answer.raise_for_status().json()
-    return state
+    return answer.raise_for_status().json()
 
 
 def batches_exported(deployment: Deployment) -> dict[str, float]:

@@ -40,8 +40,7 @@ def queries() -> list[str]:
 
 def rules() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((EXAMPLE / "alerts.yml").read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    return group["rules"]
 
 
 def promtool(*arguments: str, given: str = "") -> str:

@@ -54,7 +54,6 @@ class Watched:
 
     def status(self) -> dict[str, Any]:
         (replica,) = self.deployment.status()["replicas"]
-        assert isinstance(replica, dict)
         return replica
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:

@@ -51,8 +51,7 @@ def test_a_key_shows_the_batches_that_it_opens(
 def view(deployment: Deployment, key: str | None = API_KEY, since: float = 0) -> dict[str, Any]:
     answer = get(deployment, f"/coserve/view?since={since}", key).raise_for_status()
     assert answer.headers["cache-control"] == "no-store"
-    shown: dict[str, Any] = answer.json()
-    return shown
+    return answer.json()
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(deployment: Deployment) -> None:
