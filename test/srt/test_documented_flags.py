@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.documentation.blocks import ROOT
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*])")

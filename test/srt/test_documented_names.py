@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.documentation.blocks import PAGES, ROOT
 from srt.own_process import printed_by
 

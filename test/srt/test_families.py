@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt import test_scheduler as scenarios
 from srt.families import make_family_model
 from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine, Spec, run_at_once

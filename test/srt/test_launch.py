@@ -18,20 +18,16 @@ import pytest
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import Settings
+from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.local_server import free_port
-from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt import compat, launch
+from sglang_coserve.srt.compat.versions import NEWEST
+from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS
+from sglang_coserve.srt.profiling import latency_source
+from sglang_coserve.srt.start_defaults import start_defaults
 from web_server import Call, web_server
-
-cpu.set_environment_defaults()  # Before SGLang is imported.
-
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel  # noqa: E402
-from sglang_coserve.core.latency_model.profile import LatencyProfile  # noqa: E402
-from sglang_coserve.srt import compat, launch  # noqa: E402
-from sglang_coserve.srt.compat.versions import NEWEST  # noqa: E402
-from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS  # noqa: E402
-from sglang_coserve.srt.profiling import latency_source  # noqa: E402
-from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
 from srt.test_documented_flags import (
     FLAG,
