@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from batch.scenarios import OWNER, wanted
+from batch.scenarios import OWNER, line, wanted
 from batch.scripted_backend import ENDPOINT, answer
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.service import BatchService
@@ -45,8 +45,7 @@ async def many_lines(count: int) -> AsyncIterator[bytes]:
     """Lines of about 500 bytes each."""
     prompt = "word " * 80
     for number in range(count):
-        fields = {"custom_id": f"id-{number}", "method": "POST", "url": ENDPOINT}
-        yield json.dumps(fields | {"body": {"prompt": prompt, "max_tokens": 4}}).encode() + b"\n"
+        yield line(f"id-{number}", prompt=prompt, max_tokens=4).encode() + b"\n"
 
 
 def own_peak_mib() -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line, lines
 from forked_processes import ForkedServers
 from started_processes import is_alive, processes_of
 from waiting import eventually
@@ -59,13 +60,9 @@ def inputs(tmp_path: Path, small_model: Path) -> tuple[str, ...]:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     offline = tmp_path / "offline.jsonl"
-    body = {"model": "default", "prompt": "The old mill", "max_tokens": 8}
-    lines = [
-        {"custom_id": f"l{i}", "method": "POST", "url": "/v1/completions", "body": body}
-        for i in range(5)
-    ]
-    lines[3]["body"] = {**body, "temperature": -1}
-    offline.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    body = {"model": "default", "max_tokens": 8}
+    bad = line("bad", **body, temperature=-1).encode()
+    offline.write_bytes(lines(3, **body) + bad + b"\n" + lines(1, "last", **body))
     files = ("--trace", str(trace), "--offline", str(offline))
     return (*files, "--model", str(small_model))
 

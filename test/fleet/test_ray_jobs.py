@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line
 from sglang_coserve.local_server import LocalServer
 from waiting import eventually
 
@@ -46,16 +47,8 @@ def engine(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Gener
 
 
 def requests(num_lines: int) -> str:
-    lines = []
-    for number in range(num_lines):
-        body = {
-            "prompt": f"Line {number} of the old mill",
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions"}
-        lines.append(json.dumps({**line, "body": body}))
+    fields = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    lines = [line(f"id-{number}", **fields) for number in range(num_lines)]
     lines[17] = '{"custom_id": "cut off", '
     lines[230] = lines[230].replace("completions", "embeddings")
     lines[231] = lines[231].replace(f'"max_tokens": {MAX_TOKENS}', '"max_tokens": "many"')
