@@ -1,4 +1,4 @@
-"""Processes that a command or a server has started."""
+"""Processes that a command has started, found by a path of the test's that their command has."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ def processes_of(out: Path) -> list[psutil.Process]:
                 found += [process, *process.children(recursive=True)]
         except psutil.Error:
             continue
-    return [process for process in found if is_alive(process.pid)]
+    return list(filter(is_alive, found))
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """Return whether it runs; one that has ended and was not waited for does not."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def of_engine(pid: int, name: str = "") -> list[psutil.Process]:
-    """The processes of a server's engine, or its schedulers, say."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [one for one in children if " ".join(one.cmdline()).startswith(f"sglang::{name}")]

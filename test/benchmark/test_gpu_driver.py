@@ -19,7 +19,6 @@ from gpu.driver import AttemptRecord, StepStatus, read_record
 from gpu.llama_shape import CONFIG, write_llama_shape
 from gpu.steps import STEPS, GpuSetting
 from sglang_coserve.bench_serving.options import parse_options
-from started_processes import is_alive
 from waiting import eventually
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
@@ -104,6 +103,14 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def test_steps_run_in_order_and_one_that_fails_costs_none_of_the_others(folder: Folder) -> None:

@@ -154,7 +154,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(
     os.kill(demo.pid, signum)
     status, output = demo.ended(60)
     assert status == 130, output
-    assert not [p for p in started if is_alive(p.pid)]
+    assert not [p for p in started if is_alive(p)]
 
 
 @pytest.mark.parametrize(

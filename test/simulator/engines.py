@@ -111,6 +111,7 @@ def check_cache(cache: SimulatedPrefixCache) -> None:
     assert cache.evictable_tokens == sum(node.edge_tokens for node in nodes if not node.locks)
     for node in nodes:
         assert node.edge and len(node.edge) % cache._page_bytes == 0
+        assert node.parent is not None
         assert node.depth_tokens == node.parent.depth_tokens + node.edge_tokens
         assert node.parent is cache.root or node.parent.locks >= node.locks
         assert node.parent.children[node.edge[: cache._page_bytes]] is node

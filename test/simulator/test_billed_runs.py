@@ -83,9 +83,11 @@ def test_the_billed_sum_is_what_online_requests_lost(policy: str, rate_per_s: fl
         return seconds(simulate(workload, setup, make_policy(policy)))
 
     alone_s = run("online_only", "none")
+    assert setup.made[-1].interference.bill is not None
     assert setup.made[-1].interference.bill.report().requests == 0
     beside_s = run(policy, "2048x256")
     bill = setup.made[-1].interference.bill
+    assert bill is not None
     billed = bill.report()
     lost_s = sum(beside_s) - sum(alone_s)
     assert lost_s > 0.2 * sum(alone_s), "offline work must make a difference to be told apart"

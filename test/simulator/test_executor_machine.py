@@ -93,6 +93,7 @@ class Plans(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         executor = self.executor
+        assert executor.suspended is not None
         requests = set(executor.suspended.requests)
         assert set(executor.drop()) == requests
         assert not requests & set(executor.admitted.values())

@@ -85,6 +85,7 @@ def test_the_budget_is_the_largest_that_meets_every_slo(profile: Path) -> None:
     # Twice as long as online alone needs: what the tolerance says, less the reserve.
     assert search.online_only is not None and search.online_only.offline_tokens_per_s == 0
     tpot_alone_s = search.online_only.latency.tpot.mean_s
+    assert tpot_alone_s is not None
     assert search.budget_s == pytest.approx(2 * tpot_alone_s, rel=0.25)
 
 
@@ -131,7 +132,7 @@ def test_what_is_proposed_can_be_had(profile: Path) -> None:
 
 
 def command(asked: SimulationOptions, output: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(
+    result = CliRunner().invoke(
         app,
         [
             *("simulate", "--find-budget", "--quiet", "-o", str(output)),
@@ -140,12 +141,15 @@ def command(asked: SimulationOptions, output: Path, *arguments: str) -> Result:
             *("--policy", "hygen", *arguments),
         ],
         env={"COLUMNS": "200"},
-        catch_exceptions=False,
     )
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 def written(output: Path) -> dict[str, Any]:
-    return json.loads((output / "budget.json").read_text())
+    document: dict[str, Any] = json.loads((output / "budget.json").read_text())
+    return document
 
 
 def test_the_command_prints_how_to_serve_with_the_budget(tmp_path: Path, profile: Path) -> None:

@@ -77,7 +77,9 @@ def recorded(num_offline: int = 150) -> tuple[list[str], list[RequestTimeline], 
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(app, arguments)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
 

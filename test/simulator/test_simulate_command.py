@@ -24,9 +24,9 @@ SMALL = ["--duration", "8", "--offline", "400x40", "--max-running", "24", "--qui
 
 
 def run(*arguments: str, output: Path) -> str:
-    result = CliRunner().invoke(
-        app, [*SMALL, *arguments, "-o", str(output)], catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, [*SMALL, *arguments, "-o", str(output)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
 

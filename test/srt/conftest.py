@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_coserve.srt.cpu import defaults as cpu
-from srt.scripted_engine import EngineProcess, EngineSpec, Spec, Start, run_at_once
+from srt.scripted_engine import EngineProcess, EngineSpec, Spec, run_at_once
 
 # SGLang looks once whether it runs on a CPU, when it is first imported.
 if not cpu.has_cuda():
@@ -61,14 +61,16 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
 
 
 @pytest.fixture(params=LOOPS_AND_PAGES)
-def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """Offline requests first come, first served, in both event loops, pages of 1 and 16 tokens."""
     overlap, page_size = request.param
-    return start_engine(overlap=overlap, page_size=page_size)
+    process = start_engine(overlap=overlap, page_size=page_size)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 @pytest.fixture(scope="module")
-def reference_outputs(start_engine: Start) -> Reference:
+def reference_outputs(start_engine: Any) -> Reference:
     """Greedy outputs of stock SGLang, on an engine with memory for all requests at once."""
     known: dict[str, list[int]] = {}
 

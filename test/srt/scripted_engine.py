@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,16 +160,15 @@ class ScriptedEngine:
 
     # --- Running -------------------------------------------------------------------------
 
-    def run(self, script: Script | Mapping[int, list[Any]] | Iterable[Any] = ()) -> list[Iteration]:
+    def run(self, script: Script | Iterable[Any] = ()) -> list[Iteration]:
         """Run the event loop until the script is over and nothing is left to do.
 
         ``script(i)`` returns the messages received in step ``i`` and raises
-        ``StopIteration`` when it has no more. A mapping has the messages of each step;
-        a plain iterable is received at once.
+        ``StopIteration`` when it has no more; a plain iterable is received at once.
         Returns the forward passes of this run.
         """
         if not callable(script):
-            script = _by_step(script if isinstance(script, Mapping) else {0: list(script)})
+            script = _all_at_once(list(script))
         scheduler, first = self.scheduler, len(self.iterations)
         state = {"iteration": 0, "script_over": False}
 
@@ -259,11 +258,11 @@ def run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list
     return outputs
 
 
-def _by_step(messages: Mapping[int, list[Any]]) -> Script:
+def _all_at_once(messages: list[Any]) -> Script:
     def script(iteration: int) -> list[Any]:
-        if iteration > max(messages):
+        if iteration:
             raise StopIteration
-        return messages.get(iteration, [])
+        return messages
 
     return script
 
@@ -309,10 +308,6 @@ class EngineProcess:
         self._connection.close()
         self._process.kill()
         self._process.join(10)
-
-
-Start = Callable[..., EngineProcess]
-"""Starts an engine with settings."""
 
 
 def serve(connection: Any, spec: EngineSpec) -> None:

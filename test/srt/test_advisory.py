@@ -11,7 +11,7 @@ import pytest
 
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.srt.monitoring.scheduler_query import BATCH_DELAYS, LAST_STEPS, STANDING
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE
 from srt.test_scheduler import prompt
 
@@ -42,8 +42,10 @@ QUESTIONS = (
 
 
 @pytest.fixture(params=["fifo", "coserve"])
-def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
-    return start_engine(coserve=() if request.param == "fifo" else LOOSE)
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    process = start_engine(coserve=() if request.param == "fifo" else LOOSE)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def serve(engine: ScriptedEngine) -> dict[str, list[int]]:

@@ -8,10 +8,10 @@ import pytest
 
 from srt import test_scheduler as scenarios
 from srt.scripted_engine import ScriptedEngine
-from srt.test_planned_scheduler import PLANNED
 
 PREFIX_TOKENS, OWN_TOKENS, MEMBERS = 320, 16, 3
 GROUPS = "abcdef"
+PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 
 
 def prompt(group: str, member: int) -> list[int]:
@@ -28,8 +28,14 @@ def first_passes(engine: ScriptedEngine, online_first: bool) -> dict[str, int]:
         for member in range(MEMBERS)
     ]
     online = [engine.request("online", prompt("e", 99), 2)]
-    arrivals = {0: online, 8: offline} if online_first else {0: offline, 4: online}
-    iterations = engine.run(arrivals)
+    arrivals = [online, offline] if online_first else [offline, online]
+
+    def script(iteration: int) -> list[Any]:
+        if iteration >= 20:
+            raise StopIteration
+        return arrivals.pop(0) if iteration in (0, 4 + 4 * online_first) else []
+
+    iterations = engine.run(script)
     saved = sum(engine.reqs[f"e{member}"].cached_tokens for member in range(MEMBERS))
     assert saved >= (MEMBERS - (1 - online_first)) * (PREFIX_TOKENS - 16)
     engine.assert_nothing_leaked()

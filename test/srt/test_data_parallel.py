@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from batch.route_calls import completed
 from calls import get
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
-from started_processes import of_engine
 from waiting import eventually
 
 FLAGS = (
@@ -99,7 +99,11 @@ def test_the_server_expects_what_its_replicas_do_together(server: Deployment) ->
 
 def test_a_replica_that_dies_ends_the_server(server: Deployment) -> None:
     """SGLang's controller would go on, and send every second request to nobody."""
-    schedulers = of_engine(server.pid, "scheduler")
+    schedulers = [
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if any("sglang::scheduler" in word for word in child.cmdline())
+    ]
     assert len(schedulers) == 2
     os.kill(schedulers[1].pid, signal.SIGKILL)
     eventually(lambda: server.has_ended)

@@ -25,7 +25,9 @@ app.command(context_settings=PROFILE_SETTINGS)(profile)
 
 
 def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
 

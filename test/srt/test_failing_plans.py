@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -47,10 +48,15 @@ def run(
         assert chance.random() > share, "a plan that cannot be"
         return inner(*args, **named)
 
-    requests = [engine.request(*spec[:3], offline=spec[3]) for spec in specs]
+    def script(iteration: int) -> Iterator[Any]:
+        if iteration * 3 >= len(specs):
+            raise StopIteration
+        now = specs[iteration * 3 : iteration * 3 + 3]
+        return iter([engine.request(*spec[:3], offline=spec[3]) for spec in now])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, method, failing)
-        engine.run({n // 3: requests[n : n + 3] for n in range(0, len(specs), 3)})
+        engine.run(script)
     outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
     engine.assert_nothing_leaked()
     assert not len(parts.ledger)

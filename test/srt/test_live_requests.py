@@ -9,7 +9,7 @@ import pytest
 
 from sglang_coserve.core.request import RequestClass
 from srt import test_scheduler as scenarios
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 CHUNK_TOKENS = 64
 RELAXED = {"offline_policy": "coserve", "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
@@ -24,10 +24,12 @@ SETTINGS: dict[str, Any] = {
     params=[("coserve", False), ("coserve", True), ("fifo", False)],
     ids=["planned", "planned-overlap", "fifo"],
 )
-def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     policy, overlap = request.param
     coserve = RELAXED if policy == "coserve" else {"offline_policy": "fifo", "slo_ttft_ms": 6e4}
-    return start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
+    process = start_engine(overlap=overlap, page_size=1, coserve=coserve, **SETTINGS)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def known_rids(engine: ScriptedEngine) -> set[str]:
@@ -221,8 +223,16 @@ def test_offered_offline_requests_do_not_fill_the_queue_of_online_ones(
 def run_abort_all(engine: ScriptedEngine) -> None:
     """At any step, requests of both classes in all states."""
     for last in (1, 2, 3, 5, 8):
-        online = [engine.request(f"on{i}", scenarios.prompt(i, 150), 9) for i in range(3)]
-        engine.run({0: [*backlog(engine), *online], last: [engine.abort(abort_all=True)]})
+
+        def script(iteration: int, last: int = last) -> list[Any]:
+            if iteration == 0:
+                online = [engine.request(f"on{i}", scenarios.prompt(i, 150), 9) for i in range(3)]
+                return [*backlog(engine), *online]
+            if iteration > last:
+                raise StopIteration
+            return [engine.abort(abort_all=True)] if iteration == last else []
+
+        engine.run(script)
         assert_all_noticed(engine)
 
 
@@ -233,11 +243,18 @@ def test_all_that_is_aborted_at_once_is_forgotten(engine: EngineProcess) -> None
 def run_abort_one(engine: ScriptedEngine, when: int) -> dict[str, str]:
     """Abort one of several requests whose names begin alike; return how all have ended."""
     names = {"r-1": False, "r-10": False, "r-1000": False, "r-11": True, "r-12": True}
-    requests = [
-        engine.request(name, scenarios.prompt(place, 90), 12, offline=offline)
-        for place, (name, offline) in enumerate(names.items())
-    ]
-    engine.run({0: requests, when: [engine.abort("r-1")]})
+
+    def script(iteration: int) -> list[Any]:
+        if iteration == 0:
+            return [
+                engine.request(name, scenarios.prompt(place, 90), 12, offline=offline)
+                for place, (name, offline) in enumerate(names.items())
+            ]
+        if iteration > when:
+            raise StopIteration
+        return [engine.abort("r-1")] if iteration == when else []
+
+    engine.run(script)
     engine.assert_nothing_leaked()
     parts = engine.scheduler.parts
     assert (len(parts.ledger), parts.live.num_unnoticed) == (0, 0)

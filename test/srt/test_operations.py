@@ -8,13 +8,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer
-from srt.test_server import DOORS as EVERY_DOOR
-from started_processes import of_engine
 from waiting import GIVE_UP_S, eventually
 
 BODY = {"model": "m", "prompt": "An old mill", "max_tokens": 4}
@@ -49,7 +49,11 @@ def raw(server: LocalServer, *sent: bytes) -> bytes:
 
 
 def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
-    (scheduler,) = of_engine(server.pid, "scheduler")
+    (scheduler,) = [
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if child.cmdline()[:1] == ["sglang::scheduler"]
+    ]
 
     def status() -> int:
         return httpx.get(f"{server.base_url}/health", timeout=GIVE_UP_S).status_code
@@ -102,8 +106,22 @@ def test_old_proxies_and_careful_clients_are_served(server: LocalServer) -> None
     assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
 
 
-STREAMED = ("/generate", "/v1/chat/completions", "/v1/responses", "/api/generate", "/v1/messages")
-DOORS = {"/v1/completions": BODY, **{path: EVERY_DOOR[path] for path in STREAMED}}
+DOORS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "An old mill", "sampling_params": {"max_new_tokens": 2}},
+    "/v1/completions": BODY,
+    "/v1/chat/completions": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "max_tokens": 2,
+    },
+    "/v1/responses": {"model": "m", "input": "Who?", "max_output_tokens": 2},
+    "/api/generate": {"model": "m", "prompt": "Who?", "options": {"num_predict": 2}},
+    "/v1/messages": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "max_tokens": 2,
+    },
+}
 
 
 @pytest.mark.parametrize("streams", [False, True])

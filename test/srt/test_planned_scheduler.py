@@ -8,11 +8,10 @@ import pytest
 
 from srt import test_scheduler as scenarios
 from srt.conftest import LOOPS_AND_PAGES, Reference
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 PLANNED = {"offline_policy": "coserve", "startup_profile_seconds": 0.0}
 LOOSE = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 40.0}
-RELAXED = {**PLANNED, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
 
 TIGHT = {**PLANNED, "slo_ttft_ms": 300.0, "slo_tpot_ms": 0.01, "safepoint_interval": 0}
 """No machine decodes that fast: offline requests pause whenever an online one decodes. They have no
@@ -20,10 +19,12 @@ lane of their own, where they would go on."""
 
 
 @pytest.fixture(params=LOOPS_AND_PAGES)
-def planned(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
+def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """The default policy, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param
-    return start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
+    process = start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
@@ -144,12 +145,20 @@ def test_requests_that_pause_all_the_time_generate_the_same(
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
     """Return the prefill tokens of each step, by rid."""
-    offline = engine.request("off", scenarios.prompt(1, 900), 4, offline=True)
-    online = [
-        engine.request("on", scenarios.prompt(2, 42), 4),
-        engine.request("late", scenarios.prompt(3, 37), 4),
-    ]
-    iterations = engine.run({0: [offline], 2: online})
+    arrivals = {
+        0: [("off", scenarios.prompt(1, 900), True)],
+        2: [("on", scenarios.prompt(2, 42), False), ("late", scenarios.prompt(3, 37), False)],
+    }
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 40:
+            raise StopIteration
+        return [
+            engine.request(rid, tokens, 4, offline=offline)
+            for rid, tokens, offline in arrivals.get(iteration, ())
+        ]
+
+    iterations = engine.run(script)
     engine.assert_nothing_leaked()
     # The requests that decode come last, with one token each.
     return [dict(zip(it.rids, it.extend_lens, strict=False)) for it in iterations if it.is_extend]
@@ -159,7 +168,8 @@ def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[s
 def test_a_begun_offline_prompt_goes_on_beside_online_ones(
     start_engine: Any, page_size: int
 ) -> None:
-    engine = start_engine(page_size=page_size, chunked_prefill_size=128, coserve=RELAXED)
+    relaxed = {**PLANNED, "slo_ttft_ms": 60_000.0, "slo_tpot_ms": 60_000.0}
+    engine = start_engine(page_size=page_size, chunked_prefill_size=128, coserve=relaxed)
     chunks = engine.call(run_arrival_during_an_offline_prefill)
     (shared,) = [chunk for chunk in chunks if chunk.get("on", 0) > 1]
     left_tokens = (128 - 42 - 37) // page_size * page_size
@@ -169,11 +179,17 @@ def test_a_begun_offline_prompt_goes_on_beside_online_ones(
 
 def run_one_at_a_time_with_a_deadline(engine: ScriptedEngine) -> list[str]:
     """Return the offline requests in the order in which they were admitted; the last has one."""
-    messages = [
-        engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
-    ]
-    messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
-    iterations = engine.run(messages)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration:
+            raise StopIteration
+        messages = [
+            engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
+        ]
+        messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
+        return messages
+
+    iterations = engine.run(script)
     engine.assert_nothing_leaked()
     return list(dict.fromkeys(rid for it in iterations if it.is_extend for rid in it.rids))
 

@@ -228,7 +228,10 @@ def busy_recording(path: Path) -> list[Event]:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 def test_the_same_policy_decides_the_same(tmp_path: Path) -> None:

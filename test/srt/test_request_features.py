@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from srt import test_scheduler as scenarios
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import LOOSE, TIGHT
 
 ADAPTERS = ("poet", "clerk", "pilot")
@@ -122,6 +122,9 @@ def load_adapters(engine: ScriptedEngine, paths: dict[str, Path]) -> None:
         assert loaded.success, loaded.error_message
 
 
+Start = Callable[..., EngineProcess]
+
+
 @pytest.fixture(scope="module")
 def start(start_engine: Start, adapter_paths: dict[str, Path]) -> Start:
     """Starts engines that know the adapters."""
@@ -220,10 +223,17 @@ def run_script(
     Returns the results, the forward passes that each request was in, and counts.
     """
     before = scenarios.counts(engine)
-    messages: dict[int, list[Any]] = {}
-    for ask, arrival in zip(asks, arrivals, strict=True):
-        messages.setdefault(arrival, []).append(ask.message(engine))
-    iterations = engine.run(messages)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > max(arrivals):
+            raise StopIteration
+        return [
+            ask.message(engine)
+            for ask, arrival in zip(asks, arrivals, strict=True)
+            if arrival == iteration
+        ]
+
+    iterations = engine.run(script)
     engine.assert_nothing_leaked()
     passes: dict[str, list[int]] = {ask.rid: [] for ask in asks}
     for i, iteration in enumerate(iterations):

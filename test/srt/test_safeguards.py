@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from srt import test_scheduler as scenarios
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine
 from srt.test_planned_scheduler import TIGHT
 
 NUM_GOOD_TOKENS = 5
@@ -100,13 +100,15 @@ def run_both_ways(engine: ScriptedEngine) -> dict[str, Any]:
 
 
 @pytest.fixture(params=[False, True], ids=["normal", "overlap"])
-def guarded(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
-    return start_engine(
+def guarded(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
+    process = start_engine(
         overlap=request.param,
         page_size=16 if request.param else 1,
         coserve=TIGHT,
         enable_custom_logit_processor=True,
     )
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> None:

@@ -6,7 +6,6 @@ import inspect
 import random
 from collections.abc import Sequence
 from inspect import signature
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -34,10 +33,15 @@ def run_online_only(engine: ScriptedEngine) -> tuple[list[Any], dict[str, list[i
     arrivals = {0: 5, 3: 2, 9: 4, 10: 1, 25: 3}
     rng = random.Random(7)
     specs = [(f"r{i}", rng.randrange(5, 300), rng.randrange(1, 40)) for i in range(15)]
-    waiting = iter([engine.request(rid, prompt(len(rid) + n, n), m) for rid, n, m in specs])
-    iterations = engine.run(
-        {step: list(islice(waiting, count)) for step, count in arrivals.items()}
-    )
+    waiting = list(specs)
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > max(arrivals):
+            raise StopIteration
+        batch = [waiting.pop(0) for _ in range(arrivals.get(iteration, 0))]
+        return [engine.request(rid, prompt(len(rid) + n, n), m) for rid, n, m in batch]
+
+    iterations = engine.run(script)
     trace = [(i.rids, i.is_extend, i.extend_lens) for i in iterations]
     outputs = {rid: engine.output(rid) for rid, _, _ in specs}
     engine.assert_nothing_leaked()
@@ -93,9 +97,15 @@ SHORT_ONLINE: Spec = ("on", prompt(2, 50), 8, False)
 def run_arrival_in_the_middle_of_a_prefill(
     engine: ScriptedEngine,
 ) -> tuple[list[Iteration], dict[str, list[int]], dict[str, int]]:
+    def script(iteration: int) -> list[Any]:
+        if iteration > 3:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*LONG_OFFLINE[:3], offline=True)]
+        return [engine.request(*SHORT_ONLINE[:3])] if iteration == 2 else []
+
     before = counts(engine).get("parked", 0)
-    offline = engine.request(*LONG_OFFLINE[:3], offline=True)
-    iterations = engine.run({0: [offline], 2: [engine.request(*SHORT_ONLINE[:3])]})
+    iterations = engine.run(script)
     outputs = {rid: engine.output(rid) for rid in ("off", "on")}
     engine.assert_nothing_leaked()
     return iterations, outputs, {"parked": counts(engine)["parked"] - before}
@@ -127,9 +137,16 @@ def run_big_online_among_many_offline(
     engine: ScriptedEngine,
 ) -> tuple[list[Iteration], dict[str, list[int]], int, dict[str, int]]:
     arrival = 60
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > arrival:
+            raise StopIteration
+        if iteration == 0:
+            return [engine.request(*spec[:3], offline=True) for spec in MANY_OFFLINE]
+        return [engine.request(*BIG_ONLINE[:3])] if iteration == arrival else []
+
     before = counts(engine).get("retracted", 0)
-    offline = [engine.request(*spec[:3], offline=True) for spec in MANY_OFFLINE]
-    iterations = engine.run({0: offline, arrival: [engine.request(*BIG_ONLINE[:3])]})
+    iterations = engine.run(script)
     rids = ["on", *(spec[0] for spec in MANY_OFFLINE)]
     outputs = {rid: engine.output(rid) for rid in rids}
     engine.assert_nothing_leaked()
@@ -148,8 +165,14 @@ def test_offline_decodes_are_retracted_when_an_online_request_does_not_fit(
 def run_offline_that_does_not_fit(engine: ScriptedEngine) -> list[Iteration]:
     hog = engine.request("hog", prompt(4, 700), 200, offline=True)
     next_hog = engine.request("next", prompt(5, 700), 200, offline=True)
-    online = engine.request("on", prompt(6, 40), 4)
-    iterations = engine.run({0: [hog, next_hog], 30: [online]})
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 30:
+            raise StopIteration
+        arrivals = {0: [hog, next_hog], 30: [engine.request("on", prompt(6, 40), 4)]}
+        return arrivals.get(iteration, [])
+
+    iterations = engine.run(script)
     engine.assert_nothing_leaked()
     return iterations
 
@@ -205,14 +228,19 @@ PAUSE_SPECS: list[Spec] = [
 def run_pause(engine: ScriptedEngine, mode: str, first: int = 4) -> dict[str, list[int]]:
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-    messages = {
-        0: [engine.request(*spec[:3], offline=spec[3]) for spec in PAUSE_SPECS],
-        first: [PauseGenerationReqInput(mode=mode)],
-        first + 4: [ContinueGenerationReqInput()],
-        first + 8: [PauseGenerationReqInput(mode=mode)],
-        first + 11: [ContinueGenerationReqInput()],
-    }
-    engine.run(messages)
+    def script(iteration: int) -> list[Any]:
+        if iteration > first + 16:
+            raise StopIteration
+        messages: dict[int, list[Any]] = {
+            0: [engine.request(*spec[:3], offline=spec[3]) for spec in PAUSE_SPECS],
+            first: [PauseGenerationReqInput(mode=mode)],
+            first + 4: [ContinueGenerationReqInput()],
+            first + 8: [PauseGenerationReqInput(mode=mode)],
+            first + 11: [ContinueGenerationReqInput()],
+        }
+        return messages.get(iteration, [])
+
+    engine.run(script)
     outputs = {spec[0]: engine.output(spec[0]) for spec in PAUSE_SPECS}
     engine.assert_nothing_leaked()
     return outputs
@@ -322,15 +350,16 @@ def test_fifo_goes_with_prefills_that_sglang_holds_back(
 
 def run_too_long_offline_prompts(engine: ScriptedEngine) -> dict[str, Any]:
     """Prompts beyond the context fail validation inside the scheduler, among good ones."""
+
+    def script(iteration: int) -> list[Any]:
+        if iteration > 6:
+            raise StopIteration
+        bad = engine.request(f"bad{iteration}", prompt(iteration, 1100), 4, offline=True)
+        good = engine.request(f"good{iteration}", prompt(iteration, 30), 4, offline=True)
+        return [good, bad]
+
     before = counts(engine)
-    messages = {
-        step: [
-            engine.request(f"good{step}", prompt(step, 30), 4, offline=True),
-            engine.request(f"bad{step}", prompt(step, 1100), 4, offline=True),
-        ]
-        for step in range(7)
-    }
-    engine.run(messages)
+    engine.run(script)
     engine.assert_nothing_leaked()
     return {
         "bad": {type(engine.reqs[f"bad{i}"].finished_reason).__name__ for i in range(7)},

@@ -13,7 +13,6 @@ import httpx
 import openai
 import pytest
 
-from calls import client_of
 from sglang_coserve.local_server import LocalServer
 from waiting import eventually
 
@@ -38,7 +37,8 @@ def server(small_model: Path, log_path: Path) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def client(server: LocalServer) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
+    url = f"{server.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -50,6 +50,7 @@ def http(server: LocalServer) -> Iterator[httpx.Client]:
 
 def status(http: httpx.Client) -> dict[str, Any]:
     (replica,) = http.get("/coserve/status").raise_for_status().json()["replicas"]
+    assert isinstance(replica, dict)
     return replica
 
 

@@ -8,18 +8,26 @@ from typing import Any
 import pytest
 
 from srt.conftest import Reference
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
-from srt.test_planned_scheduler import RELAXED
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 from srt.test_safeguards import refusals
 from srt.test_scheduler import prompt
 
+LOOSE = {
+    "offline_policy": "coserve",
+    "startup_profile_seconds": 0.0,
+    "slo_ttft_ms": 60_000.0,
+    "slo_tpot_ms": 60_000.0,
+}
+
 
 @pytest.fixture(params=[(False, 1), (True, 16)], ids=["normal-page1", "overlap-page16"])
-def engine(request: pytest.FixtureRequest, start_engine: Start) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """An engine that refuses; requests bring targets that cannot be met."""
     overlap, page_size = request.param
-    coserve = {**RELAXED, "overload": "shed"}
-    return start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
+    coserve = {**LOOSE, "overload": "shed"}
+    process = start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def offline_load(engine: ScriptedEngine) -> list[Any]:

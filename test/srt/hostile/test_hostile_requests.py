@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import orjson
+import psutil
 import pytest
 
 from chaos_bench.vision_model import make_vision_model
 from sglang_coserve.local_server import LocalServer
 from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
-from started_processes import of_engine
 
 ANSWER_TIMEOUT_S = 120
 """For one answer among many, on a machine that has other things to do. A stall has no end."""
@@ -67,7 +67,9 @@ def ordinary_text(http: httpx.Client) -> str:
 
 
 def engine_processes(server: LocalServer) -> set[tuple[int, str]]:
-    return {(child.pid, child.cmdline()[0]) for child in of_engine(server.pid)}
+    children = psutil.Process(server.pid).children(recursive=True)
+    named = {(child.pid, " ".join(child.cmdline()[:1])) for child in children}
+    return {(pid, name) for pid, name in named if name.startswith("sglang::")}
 
 
 def assert_nothing_left(http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
 from sglang_coserve.srt import compat
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 KINDS = [
     pytest.param(("eager", True, 16), id="eager-overlap-page16"),
@@ -27,9 +27,11 @@ KINDS = [
 
 
 @pytest.fixture(params=KINDS)
-def engine(request: pytest.FixtureRequest, start_checkpointing: Start) -> EngineProcess:
+def engine(request: pytest.FixtureRequest, start_checkpointing: Any) -> EngineProcess:
     mode, overlap, page_size = request.param
-    return start_checkpointing(mode, overlap=overlap, page_size=page_size)
+    process = start_checkpointing(mode, overlap=overlap, page_size=page_size)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 # --- Everything at once -------------------------------------------------------------------

@@ -17,7 +17,7 @@ from srt import test_scheduler as scenarios
 from srt.conftest import Reference
 from srt.kv_checkpoint.consistency import assert_consistent
 from srt.safepoint.random_suspensions import suspensions_of
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine, Spec
 
 MODEL = "some model"
 NUM_TOKENS, TOKENS_BEFORE = 90, 40
@@ -57,12 +57,14 @@ def engine(kind: Any, start_checkpointing: Any, directory: Path) -> EngineProces
 
 
 def started(
-    start: Start, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
+    start: Any, directory: Path, mode: str, overlap: bool, page_size: int, policy: str = "coserve"
 ) -> EngineProcess:
     coserve: dict[str, Any] = {"kv_move_dir": str(directory), "offline_policy": policy}
     if policy == "fifo":
         coserve |= {"startup_profile_seconds": 10.0, "safepoint_interval": None}
-    return start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
+    process = start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 # --- What happens in the engine ----------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from srt.scripted_engine import EngineProcess, Start
+from srt.scripted_engine import EngineProcess
 from srt.test_planned_scheduler import LOOSE
 
 SUSPENDING = {**LOOSE, "safepoint_interval": 1}
@@ -22,11 +22,13 @@ QUICK = ("normal-page1-chunk", "overlap-page16-radix")
 """Each value of each mode once."""
 
 
-def start(start_engine: Start, modes: str, **coserve: Any) -> EngineProcess:
+def start(start_engine: Any, modes: str, **coserve: Any) -> EngineProcess:
     overlap, page_size, radix = MODES[modes]
-    return start_engine(
+    process = start_engine(
         overlap=overlap,
         page_size=page_size,
         disable_radix_cache=not radix,
         coserve={**SUSPENDING, **coserve},
     )
+    assert isinstance(process, EngineProcess)
+    return process

@@ -12,7 +12,7 @@ from sglang.srt.managers import io_struct
 from sglang_coserve.srt.safepoint.inbox import Inbox
 from srt import test_scheduler as scenarios
 from srt.safepoint.live_engine import Talker, run_live, slow_down
-from srt.scripted_engine import EngineProcess, ScriptedEngine, Start
+from srt.scripted_engine import EngineProcess, ScriptedEngine
 
 
 def test_what_was_seen_is_read_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,10 @@ LIVE = {
 LAYER_S = 0.2
 
 
-def start_live(start_engine: Start, **settings: Any) -> EngineProcess:
-    return start_engine(max_total_tokens=4096, coserve=LIVE, **settings)
+def start_live(start_engine: Any, **settings: Any) -> EngineProcess:
+    process = start_engine(max_total_tokens=4096, coserve=LIVE, **settings)
+    assert isinstance(process, EngineProcess)
+    return process
 
 
 def long_offline(engine: ScriptedEngine, rid: str) -> Any:
