@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
+from app_thread import app_thread
 from sglang_coserve.asgi import send_error
-from waiting import eventually
-
-TIMEOUT_S = 30.0
 
 
 class BodyServer:
@@ -42,18 +37,6 @@ class BodyServer:
 @contextmanager
 def serving(wrapped: Callable[[Any], Any] = lambda app: app) -> Iterator[BodyServer]:
     """Serve on a free port of loopback; ``wrapped`` puts a middleware before the application."""
-    body_server = BodyServer()
-    config = uvicorn.Config(
-        wrapped(body_server.app), interface="asgi3", port=0, log_level="error", lifespan="off"
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        eventually(lambda: server.started or not thread.is_alive())
-        body_server.port = server.servers[0].sockets[0].getsockname()[1]
-        yield body_server
-    finally:
-        server.should_exit = True
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
+    server = BodyServer()
+    with app_thread(wrapped(server.app), interface="asgi3", lifespan="off") as server.port:
+        yield server

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import flags_page
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.control.slo import format_slo, request_targets
 from sglang_coserve.errors import ConfigError
@@ -25,11 +24,6 @@ def parse(*argv: str) -> CoserveConfig:
 
 def test_every_field_has_a_flag_with_its_default() -> None:
     assert parse() == CoserveConfig()
-
-
-def test_the_page_of_flags_is_current() -> None:
-    """Else: python scripts/reference/flags_page.py."""
-    assert flags_page.PAGE.read_text() == flags_page.page()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from certificates import own_authority
 from sglang_coserve.network import OutboundTransport, is_public
+from web_server import Call, web_server
 
 PRIVATE_V4 = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"]
 PRIVATE = [
@@ -42,37 +43,28 @@ def test_an_ipv4_address_is_as_public_inside_an_ipv6_one(number: int) -> None:
     assert not is_public(f"::{v4}")
 
 
-class Web:
-    """A web server on the loopback, and what was asked of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[bytes] = []
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.calls.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
-        writer.close()
+def say_hi(call: Call) -> None:
+    call.answer(body=b"hi")
 
 
-async def post(host: str, port: int, scheme: str = "http") -> str:
+async def post(url: str) -> str:
     async with httpx.AsyncClient(transport=OutboundTransport(), timeout=10) as client:
-        return (await client.post(f"{scheme}://{host}:{port}/x", content=b"once")).text
+        return (await client.post(f"{url}/x", content=b"once")).text
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "[::1]", "0x7f.1", "2130706433", "[::ffff:127.0.0.1]"]
 )
 async def test_nothing_private_is_connected_to(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    web = Web()
-    async with await asyncio.start_server(web, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    with web_server(say_hi) as web:
+        url = web.url.replace("127.0.0.1", host)
         with pytest.raises(httpx.ConnectError, match="private"):
-            await post(host, port)
+            await post(url)
         assert web.calls == []
         if "::" not in host:
             monkeypatch.setattr("sglang_coserve.network.is_public", lambda _: True)
-            assert await post(host, port) == "hi"
-            assert f"host: {host}:{port}".encode() in web.calls[0].lower()
+            assert await post(url) == "hi"
+            assert f"http://{web.calls[0].headers['host']}" == url
 
 
 async def test_authorities_of_the_environment_count(
@@ -80,15 +72,14 @@ async def test_authorities_of_the_environment_count(
 ) -> None:
     context = own_authority(tmp_path, monkeypatch)
     monkeypatch.setattr("sglang_coserve.network.is_public", lambda _: True)
-    async with await asyncio.start_server(Web(), "127.0.0.1", 0, ssl=context) as server:
-        assert await post("127.0.0.1", server.sockets[0].getsockname()[1], "https") == "hi"
+    with web_server(say_hi, context) as web:
+        assert await post(web.url) == "hi"
 
 
 @pytest.mark.parametrize("is_public", [True, False])
 async def test_the_next_address_is_tried_if_it_is_allowed(
     monkeypatch: pytest.MonkeyPatch, is_public: bool
 ) -> None:
-    web = Web()
 
     async def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
         # The first cannot be connected to; the second is listened on.
@@ -96,17 +87,17 @@ async def test_the_next_address_is_tried_if_it_is_allowed(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
     monkeypatch.setattr("sglang_coserve.network.is_public", lambda _: is_public)
-    async with await asyncio.start_server(web, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    with web_server(say_hi) as web:
+        url = web.url.replace("127.0.0.1", "two.example")
         if is_public:
-            assert await post("two.example", port) == "hi"
+            assert await post(url) == "hi"
         else:
             with pytest.raises(httpx.ConnectError, match="private"):
-                await post("two.example", port)
+                await post(url)
         assert len(web.calls) == is_public
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".org", "no-such-name.invalid"])
 async def test_a_name_that_leads_nowhere(host: str) -> None:
     with pytest.raises(httpx.ConnectError, match="looked up"):
-        await post(host, 80)
+        await post(f"http://{host}")

@@ -114,8 +114,7 @@ def test_values_with_spaces_stay_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
     def found(name: str = "slo") -> list[str]:
         settings = Settings(["--settings", str(path)], "serve")
-        values: list[str] = getattr(parser.parse_args(settings.command_line(parser)), name)
-        return values
+        return getattr(parser.parse_args(settings.command_line(parser)), name)
 
     ttft, tpot = "ttft p99 <= 300ms", "tpot mean <= 50ms"
     path.write_text(f'slo = "{ttft}"')

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from body_server import TIMEOUT_S, BodyServer, serving
+from app_thread import TIMEOUT_S
+from body_server import BodyServer, serving
 from sglang_coserve.asgi import UnreadBodyMiddleware
 
 LONGEST_S = 0.5

@@ -26,8 +26,6 @@ is online."""
 OBJECTIVE_HEADERS: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 """llm-d's and its older one, of which the first that is there counts: it names the class."""
 
-_KINDS = {400: "BadRequestError"}
-
 _BYTES_PER_S: Final = 32 << 20
 """Rate limit; takes 5% of one core of an AMD EPYC with chunks of 60 kB. Without it uvicorn takes a
 whole core."""
@@ -91,7 +89,7 @@ def error_content(status: int, message: str) -> dict[str, Any]:
     return {
         "object": "error",
         "message": message,
-        "type": _KINDS.get(status, HTTPStatus(status).phrase),
+        "type": "BadRequestError" if status == 400 else HTTPStatus(status).phrase,
         "param": None,
         "code": status,
     }

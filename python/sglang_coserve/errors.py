@@ -101,6 +101,15 @@ def path_errors() -> Iterator[None]:
         raise InputFileError(f"{error.filename}: {error.strerror}{hint}") from error
 
 
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Raise StorageError for what the system says of ``what`` could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror}") from error
+
+
 def unreadable(path: object, error: OSError | UnicodeDecodeError) -> str:
     """Return that a file cannot be read, and why, without Python's numbers."""
     if isinstance(error, OSError):

@@ -150,8 +150,7 @@ class PowerFailure:
 
     def _open(self, path: Any, *args: Any, **kwargs: Any) -> int:
         self._begin()
-        fd: int = self._real["open"](path, *args, **kwargs)
-        return fd
+        return self._real["open"](path, *args, **kwargs)
 
     def _write(self, fd: int, content: Any) -> int:
         inode = self._begin(fd)

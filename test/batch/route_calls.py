@@ -36,18 +36,15 @@ def create(
 
 def until(client: openai.OpenAI, batch_id: str, *statuses: str, some_done: bool = False) -> Batch:
     """Wait for one of ``statuses``, and for a result if ``some_done``."""
-    found: list[Batch] = []
 
-    def is_there() -> bool:
+    def look() -> Batch | None:
         batch = client.batches.retrieve(batch_id)
-        found[:] = [batch]
         if batch.status in statuses and not (some_done and batch.output_file_id is None):
-            return True
+            return batch
         assert batch.status not in FINAL, batch
-        return False
+        return None
 
-    eventually(is_there)
-    return found[0]
+    return eventually(look)
 
 
 def engine_has(app: LiveApp, count: int) -> None:
@@ -76,12 +73,15 @@ def completed(client: openai.OpenAI, batch_id: str) -> dict[str, dict[str, Any]]
     return records(client, batch.output_file_id, batch.error_file_id)
 
 
-def text_of(record: dict[str, Any]) -> str:
-    body = record["response"]["body"]
+def answer_in(body: dict[str, Any]) -> str:
     if "output" in body:
         return str(body["output"][0]["content"][0]["text"])
     choice = body["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def texts(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: answer_in(record["response"]["body"]) for name, record in records.items()}
 
 
 def refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batch.scenarios import line, lines
@@ -144,7 +144,6 @@ halves = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(halves, max_size=12))
 def test_halves_are_mended_wherever_they_are(pieces: list[str]) -> None:
     text = "".join(pieces)
@@ -222,14 +221,12 @@ def test_utf16_is_named_once() -> None:
     assert codes("{}\n{}".encode("utf-16")) == [("invalid_json_line", None)]
 
 
-@settings(deadline=None)
 @given(content=st.binary(max_size=300))
 def test_any_bytes_give_a_report(content: bytes) -> None:
     report = check(content)
     assert report.faults, "no such bytes are a batch"
 
 
-@settings(deadline=None)
 @given(
     size_bytes=st.integers(0, 20_000),
     body=st.dictionaries(st.sampled_from(["max_tokens", "n"]), st.integers() | st.text()),

@@ -133,14 +133,19 @@ async def test_a_server_that_is_killed_suspects_nobody(tmp_path: Path) -> None:
         assert done.request_counts.completed == 6
 
 
-async def test_a_death_is_counted_once_however_often_the_start_after_it_fails(
-    tmp_path: Path,
-) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+async def died_of_three_lines(directory: Path) -> BatchObject:
+    scene = await opened(directory, ScriptedBackend(holds=True))
     batch = await scene.create(lines(3))
     await scene.in_flight(3)
     noted(scene)
     await ends_like_a_killed_one(scene)
+    return batch
+
+
+async def test_a_death_is_counted_once_however_often_the_start_after_it_fails(
+    tmp_path: Path,
+) -> None:
+    batch = await died_of_three_lines(tmp_path)
     left = (tmp_path / "in_flight").read_bytes()
     for _ in range(3):
         # It dies between counting and beginning a run of its own.
@@ -153,11 +158,7 @@ async def test_a_death_is_counted_once_however_often_the_start_after_it_fails(
 
 
 async def test_a_suspect_that_is_served_is_one_no_more(tmp_path: Path) -> None:
-    scene = await opened(tmp_path, ScriptedBackend(holds=True))
-    batch = await scene.create(lines(3))
-    await scene.in_flight(3)
-    noted(scene)
-    await ends_like_a_killed_one(scene)
+    batch = await died_of_three_lines(tmp_path)
     backend = ScriptedBackend(holds=True)
     scene = await opened(tmp_path, backend)
     for _ in range(3):

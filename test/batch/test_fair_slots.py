@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.lines.fair_slots import FairSlots, JobShare
@@ -41,7 +41,6 @@ async def keep_taking(
     slots.leave(job)
 
 
-@settings(deadline=None)
 @given(
     jobs=st.lists(
         st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 50)), min_size=2, max_size=4
@@ -85,7 +84,6 @@ batches = st.lists(
 and those that it takes."""
 
 
-@settings(deadline=None)
 @given(batches=batches, max_lines=st.integers(1, 5))
 async def test_owners_share_alike_whatever_their_batches_ask_for(
     batches: list[tuple[str, int, float, bool, int, int]], max_lines: int
@@ -218,7 +216,6 @@ async def test_a_large_line_goes_alone_and_bytes_are_bounded() -> None:
     assert (slots.lines_in_flight, slots.bytes_in_flight) == (2, 10)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 async def test_cancelled_waits_leak_nothing(data: st.DataObject) -> None:
     slots = FairSlots(2, 1000)

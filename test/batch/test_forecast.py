@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batch.records import a_batch
@@ -23,7 +23,7 @@ from sglang_coserve.batch.forecast import (
     served_before,
 )
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import JobRecord, Status
+from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.schemas import BatchObject
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.lines.result_record import Progress, Usage
@@ -82,7 +82,6 @@ def simulated(batches: list[RemainingWork], tokens_per_s: float) -> list[float]:
     return ended
 
 
-@settings(deadline=None)
 @given(batches=works, tokens_per_s=st.sampled_from([0.5, 10.0, 5000.0]))
 def test_delays_are_those_of_a_simulation(
     batches: list[RemainingWork], tokens_per_s: float
@@ -98,7 +97,7 @@ def test_delays_are_those_of_a_simulation(
 
 
 def served(**changes: object) -> JobRecord:
-    return replace(a_batch(), total_lines=100, estimated_tokens=1000, **changes)  # type: ignore[arg-type]
+    return a_batch(**{"total_lines": 100, "estimated_tokens": 1000, **changes})
 
 
 @given(batches=works)
@@ -110,7 +109,7 @@ def test_one_that_goes_first_waits_for_what_the_other_owners_get(
     for work in batches:
         owners[work.owner] = owners.get(work.owner, 0.0) + work.tokens
     records = [
-        replace(a_batch(id=str(n), owner=work.owner), estimated_tokens=work.tokens)  # type: ignore[arg-type]
+        a_batch(id=str(n), owner=work.owner, estimated_tokens=work.tokens)
         for n, work in enumerate(batches)
     ]
     found = job_forecasts(records, 1.0, 0.0, EXACT)
@@ -162,7 +161,7 @@ def test_what_is_left_is_corrected_by_what_was_served() -> None:
 
 def test_what_other_batches_took_corrects_one_that_has_yet_to_begin() -> None:
     assert remaining_tokens(served(), 0.5) == pytest.approx(500)
-    unvalidated = replace(a_batch(), estimated_tokens=1000)
+    unvalidated = a_batch(estimated_tokens=1000)
     assert remaining_tokens(unvalidated, 0.5) == pytest.approx(500)
     done = Progress(completed=80, usage=Usage(0, 0, 800), estimated_tokens=800)
     assert remaining_tokens(served(progress=done), 0.5) == pytest.approx(200 * 0.9)
@@ -264,26 +263,19 @@ def test_a_window_in_words_is_one_that_is_long_enough(seconds: float) -> None:
     assert seconds <= asked_s <= max(1.0, seconds + 60.0)
 
 
-SERVED: dict[str, object] = {
-    "status": Status.IN_PROGRESS,
-    "total_lines": 100,
-    "estimated_tokens": 7200,
-    "expires_at_s": 3600.0,
-}
+ONE_HOUR = served(estimated_tokens=7200)
 
 
 def test_a_batch_needs_its_tokens_within_its_window() -> None:
-    batches = [a_batch(**SERVED), a_batch(**{**SERVED, "expires_at_s": 7200.0})]
+    batches = [ONE_HOUR, replace(ONE_HOUR, expires_at_s=7200.0)]
     assert headroom(batches, None, 0.0).required_tokens_per_s == pytest.approx(2.0 + 1.0)
 
 
 def test_a_window_that_is_over_needs_no_infinite_rate() -> None:
-    assert headroom([a_batch(**SERVED)], None, 4000.0).required_tokens_per_s == pytest.approx(
-        7200 / 60
-    )
+    assert headroom([ONE_HOUR], None, 4000.0).required_tokens_per_s == pytest.approx(7200 / 60)
 
 
 @pytest.mark.parametrize(("rate_per_s", "spare_per_s"), [(10.0, 8.0), (1.0, 0.0), (None, None)])
 def test_what_is_left_can_be_added(rate_per_s: float | None, spare_per_s: float | None) -> None:
-    found = headroom([a_batch(**SERVED)], rate_per_s, 0.0)
+    found = headroom([ONE_HOUR], rate_per_s, 0.0)
     assert (found.tokens_per_s, found.headroom_tokens_per_s) == (rate_per_s, spare_per_s)

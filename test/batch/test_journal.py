@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -105,10 +105,8 @@ class JournalWithCrashes(RuleBasedStateMachine):
 
 
 TestJournalWithCrashes = JournalWithCrashes.TestCase
-TestJournalWithCrashes.settings = settings(deadline=None)
 
 
-@settings(deadline=None)
 @given(position=st.integers(0, 200), flip=st.integers(1, 255))
 def test_a_damaged_byte_costs_tokens_but_makes_none(
     tmp_path_factory: pytest.TempPathFactory, position: int, flip: int
@@ -143,7 +141,6 @@ def test_a_failing_disk_is_named(tmp_path: Path) -> None:
         a_journal(tmp_path).delete()
 
 
-@settings(deadline=None)
 @given(lines=st.sets(st.integers(0, 5000)))
 def test_a_bitmap_is_a_set(lines: set[int]) -> None:
     finished = LineBitmap()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batch.scenarios import Scene, lines, opened, wanted
@@ -172,7 +172,6 @@ async def stored_bytes(scene: Scene) -> int:
     return sum(file.bytes for file in (await scene.service.list_files("owner")).data)
 
 
-@settings(deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_places_are_given_back(calls: list[tuple[str, bool]]) -> None:
     transfers = Transfers("uploads", 5)

@@ -57,7 +57,7 @@ def recover(folder: Path, committed: Progress | None) -> tuple[ResultLog, list[i
     return log, found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     step=STEPS,
     failing_syncs=SYNCS,
@@ -104,7 +104,7 @@ def test_a_result_that_was_counted_is_never_lost_and_none_is_made_up(
             assert len(set(found)) == len(found)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(step=STEPS, failing_syncs=SYNCS, seed=SEEDS)
 def test_what_was_read_after_a_restart_counts_only_once_it_is_on_the_disk(
     step: int, failing_syncs: frozenset[int], seed: int
@@ -126,7 +126,7 @@ def test_what_was_read_after_a_restart_counts_only_once_it_is_on_the_disk(
         recover(left, counted or Progress())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(step=STEPS, failing_syncs=SYNCS, seed=SEEDS)
 def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(
     step: int, failing_syncs: frozenset[int], seed: int
@@ -147,7 +147,7 @@ def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(
         assert list(left.iterdir()) == []
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(step=st.integers(0, 120), failing_syncs=SYNCS, seed=SEEDS)
 def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
     step: int, failing_syncs: frozenset[int], seed: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_coserve.errors import StorageError
@@ -48,7 +48,6 @@ def recover(log: ResultLog, committed: Progress | None, estimate_tokens: int = 0
     return [line for line in range(1, 10) if line in finished]
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_file_cut_off_anywhere_keeps_its_whole_records(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -16,6 +16,7 @@ from sglang_coserve.errors import StorageError
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.result_log import ResultLog, ResultWriter
 from sglang_coserve.lines.result_record import Progress, Usage
+from waiting import until
 
 
 @dataclass
@@ -107,10 +108,8 @@ async def test_a_full_buffer_waits_for_the_disk_and_not_for_the_clock(desk: Desk
             padding = b" " * (3 << 20)
             content = record(line).replace(b"null}", b"null" + padding + b"}")
             writer.add(content, is_ok=True, usage=Usage(), estimated_tokens=0)
-        async with asyncio.timeout(30):
-            await writer.room()
-            while not desk.commits:
-                await asyncio.sleep(0.001)
+        await writer.room()
+        await until(lambda: desk.commits)
         assert desk.commits[-1].completed == 2
         await writer.close()
 

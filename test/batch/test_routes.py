@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,6 @@ from batch.scripted_backend import ENDPOINT, ScriptedBackend
 def app(tmp_path: Path) -> Iterator[LiveApp]:
     with LiveApp(tmp_path / "data", ScriptedBackend(holds=True)) as app:
         yield app
-
-
-@pytest.fixture
-def client(app: LiveApp) -> Iterator[openai.OpenAI]:
-    with app.client() as client:
-        yield client
-
-
-@pytest.fixture
-def http(app: LiveApp) -> Iterator[httpx.Client]:
-    headers = {"authorization": "Bearer key"}
-    with httpx.Client(base_url=app.base_url, headers=headers, timeout=30) as http:
-        yield http
 
 
 # --- Files -------------------------------------------------------------------------------
@@ -128,15 +114,12 @@ def test_a_batch_to_its_end(app: LiveApp, client: openai.OpenAI) -> None:
     assert batch.expires_at == batch.created_at + 86_400
     engine_has(app, 3)
     finish(app, "id-1")
-    while (batch := client.batches.retrieve(batch.id)).output_file_id is None:
-        time.sleep(0.01)
+    batch = until(client, batch.id, "in_progress", some_done=True)
     # Readable while it runs.
     assert records(client, batch.output_file_id).keys() == {"id-1"}
     finish(app, "id-2", "bad")
     batch = until(client, batch.id, "completed")
-    assert batch.request_counts is not None
     assert batch.request_counts.completed == 3
-    assert batch.usage is not None
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     output = client.files.retrieve(batch.output_file_id or "")

@@ -17,13 +17,12 @@ import pytest
 from batch.crash_child import NUM_BATCHES, NUM_TOKENS
 from batch.scenarios import OWNER, opened
 from batch.scripted_backend import tokens_of
-from sglang_coserve.lines.result_record import batch_tag, record_identity
+from sglang_coserve.lines.result_record import RECORD_START, batch_tag, record_identity
 from waiting import eventually
 
 TEST_DIRECTORY = Path(__file__).parent.parent
 LINES_PER_KILL = 40
 MAX_UP_S = 0.4
-RECORD_START = b'{"id":"batch_req_'
 
 
 class Server:

@@ -28,7 +28,6 @@ async def test_errors_of_earlier_batches_correct_the_next_one(tmp_path: Path) ->
     async with (scene := await opened(tmp_path, backend)).service:
         for _ in range(20):
             done = await served_in(scene, 100.0)
-            assert done.completed_at is not None
             took_s.append(done.completed_at - done.created_at)
     backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
     async with (scene := await opened(tmp_path, backend)).service:

@@ -185,4 +185,4 @@ def check_answer(record: dict[str, Any]) -> None:
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(deadline=None, max_examples=15, stateful_step_count=20)
+TestAnyOrder.settings = settings(max_examples=15, stateful_step_count=20)

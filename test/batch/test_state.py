@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -149,4 +148,3 @@ class LifeOfABatch(RuleBasedStateMachine):
 
 
 TestLifeOfABatch = LifeOfABatch.TestCase
-TestLifeOfABatch.settings = settings(deadline=None)

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from batch.records import a_batch, a_file
-from sglang_coserve.batch.errors import (
-    BatchRequestError,
-    NotFoundError,
-    TooManyError,
-)
+from sglang_coserve.batch.errors import BatchRequestError, NotFoundError
 from sglang_coserve.batch.limits import BatchLimits
 from sglang_coserve.batch.record import Status
 from sglang_coserve.batch.state import (
@@ -147,10 +143,6 @@ def test_what_a_batch_cannot_be_made_of(connection: sqlite3.Connection) -> None:
     file_rows.insert(connection, a_file("file-y", purpose="batch_output"))
     with pytest.raises(BatchRequestError, match="purpose"):
         batch_rows.create(connection, a_batch(input_file_id="file-y"), BatchLimits(), FREE_BYTES)
-    one = BatchLimits(max_active_batches=1)
-    batch_rows.create(connection, a_batch(input_file_id="file-x"), one, FREE_BYTES)
-    with pytest.raises(TooManyError, match="0 more"):
-        batch_rows.create(connection, a_batch(input_file_id="file-x"), one, FREE_BYTES)
 
 
 class TestOpening:

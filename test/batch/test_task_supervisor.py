@@ -16,8 +16,7 @@ from batch.scripted_backend import ScriptedBackend
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.lines.background import TaskSupervisor
-
-GIVE_UP_S = 60
+from waiting import GIVE_UP_S
 
 
 async def test_a_task_that_fails_is_started_again_after_growing_pauses() -> None:

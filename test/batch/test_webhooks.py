@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,55 +22,37 @@ from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.errors import ConfigError
+from web_server import Call, WebServer, web_server
 
 
-@dataclass
-class Receiver:
-    """A web server that answers what it is told, and keeps what it got."""
+@contextmanager
+def receiving(*statuses: int, context: ssl.SSLContext | None = None) -> Iterator[WebServer]:
+    """A receiver that answers so at first, and then 200."""
+    left = list(statuses)
 
-    statuses: list[int] = field(default_factory=list)
-    """Of the first answers; then 200."""
-    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
-    port: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/hook?a=b"
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (text.partition(":") for text in head.split("\r\n")[1:])
-        }
-        assert head.startswith("POST /hook?a=b ")
-        body = await reader.readexactly(int(headers["content-length"]))
-        status = self.statuses.pop(0) if self.statuses else 200
-        self.got.append((headers, body))
+    def answer(call: Call) -> None:
+        status = left.pop(0) if left else 200
         # What httpx does not even say itself to be no URL.
-        extra = "location: http://xn--/\r\n" if status == 302 else ""
-        writer.write(f"HTTP/1.1 {status} X\r\n{extra}content-length: 0\r\n\r\n".encode())
-        await writer.drain()
-        writer.close()
+        call.answer(status, **({"location": "http://xn--/"} if status == 302 else {}))
 
-    def types(self) -> list[str]:
-        return [json.loads(body)["type"] for _, body in self.got]
-
-
-@asynccontextmanager
-async def receiving(*statuses: int) -> AsyncGenerator[Receiver]:
-    receiver = Receiver(list(statuses))
-    async with await asyncio.start_server(receiver.serve, "127.0.0.1", 0) as server:
-        receiver.port = server.sockets[0].getsockname()[1]
+    with web_server(answer, context) as receiver:
+        receiver.url += "/hook?a=b"
         yield receiver
+
+
+def types(receiver: WebServer) -> list[str]:
+    return [json.loads(call.content)["type"] for call in receiver.calls]
 
 
 @asynccontextmanager
 async def told(
-    directory: Path, *statuses: int, backend: ScriptedBackend | None = None
-) -> AsyncGenerator[tuple[Scene, Receiver]]:
+    directory: Path,
+    *statuses: int,
+    backend: ScriptedBackend | None = None,
+    context: ssl.SSLContext | None = None,
+) -> AsyncGenerator[tuple[Scene, WebServer]]:
     """A service, and who is told of the ends of its batches."""
-    async with receiving(*statuses) as receiver:
+    with receiving(*statuses, context=context) as receiver:
         target, rng = WebhookTarget(receiver.url, SECRET), random.Random(0)
         scene = await opened(directory, backend, webhook=target, rng=rng)
         async with scene.service:
@@ -99,8 +81,10 @@ async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
         scene.clock.advance(time.time() - scene.clock.now_s())
         batch = await scene.create(lines(2))
         await scene.ends(batch.id)
-        await scene.clock.until(lambda: bool(receiver.got))
-        ((headers, body),) = receiver.got
+        await scene.clock.until(lambda: bool(receiver.calls))
+        (call,) = receiver.calls
+        headers, body = dict(call.headers), call.content
+        assert (call.command, call.path) == ("POST", "/hook?a=b")
         client = openai.OpenAI(api_key="x", webhook_secret=SECRET)
         event = client.webhooks.unwrap(body, headers)
         assert (event.type, event.object, event.data.id) == (
@@ -117,15 +101,11 @@ async def test_a_completed_batch_is_told_and_the_official_client_believes_it(
 async def test_a_receiver_of_ones_own_authority_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, context = Receiver(), own_authority(tmp_path, monkeypatch)
-    async with await asyncio.start_server(receiver.serve, "127.0.0.1", 0, ssl=context) as server:
-        receiver.port = server.sockets[0].getsockname()[1]
-        target = WebhookTarget(receiver.url.replace("http:", "https:"), SECRET)
-        scene = await opened(tmp_path, None, webhook=target, rng=random.Random(0))
-        async with scene.service:
-            await scene.create(lines(1))
-            await scene.clock.until(lambda: bool(receiver.got))
-            assert receiver.types() == ["batch.completed"]
+    context = own_authority(tmp_path, monkeypatch)
+    async with told(tmp_path, context=context) as (scene, receiver):
+        await scene.create(lines(1))
+        await scene.clock.until(lambda: bool(receiver.calls))
+        assert types(receiver) == ["batch.completed"]
 
 
 async def test_every_end_is_told(tmp_path: Path) -> None:
@@ -137,8 +117,8 @@ async def test_every_end_is_told(tmp_path: Path) -> None:
         cancelled = await scene.create(lines(1))
         await scene.service.change_batch("owner", cancelled.id, "cancel")
         await scene.ends(cancelled.id)
-        await scene.clock.until(lambda: len(receiver.got) == 3)
-        assert receiver.types() == ["batch.failed", "batch.expired", "batch.cancelled"]
+        await scene.clock.until(lambda: len(receiver.calls) == 3)
+        assert types(receiver) == ["batch.failed", "batch.expired", "batch.cancelled"]
 
 
 async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Path) -> None:
@@ -146,15 +126,15 @@ async def test_it_is_told_again_until_it_is_heard_and_then_no_more(tmp_path: Pat
         await scene.ends((await scene.create(lines(1))).id)
         times = []
         for count in range(1, 5):
-            await scene.clock.until(lambda count=count: len(receiver.got) == count)
+            await scene.clock.until(lambda count=count: len(receiver.calls) == count)
             times.append(scene.clock.now_s())
         gaps = [later - earlier for earlier, later in pairwise(times)]
         assert gaps[0] < gaps[1] < gaps[2]
         await nothing_pending(scene)
         scene.clock.advance(86_400)
         await asyncio.sleep(0.05)
-        assert len(receiver.got) == 4
-        assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+        assert len(receiver.calls) == 4
+        assert len({call.headers["webhook-id"] for call in receiver.calls}) == 1
 
 
 async def test_a_restart_tells_it_again_and_who_has_no_webhook_keeps_nothing(
@@ -168,8 +148,8 @@ async def test_a_restart_tells_it_again_and_who_has_no_webhook_keeps_nothing(
             if not ids:
                 await scene.ends((await scene.create(lines(1))).id)
             scene.clock.advance(60)
-            await scene.clock.until(lambda: bool(receiver.got))
-            ids |= {headers["webhook-id"] for headers, _ in receiver.got}
+            await scene.clock.until(lambda: bool(receiver.calls))
+            ids |= {call.headers["webhook-id"] for call in receiver.calls}
             await nothing_pending(scene)
     assert len(ids) == 1
     assert (await webhooks_pending(tmp_path)) == 0
@@ -183,10 +163,10 @@ async def webhooks_pending(directory: Path) -> int:
 async def test_after_three_days_it_is_given_up(tmp_path: Path) -> None:
     async with told(tmp_path, 500, 500) as (scene, receiver):
         await scene.ends((await scene.create(lines(1))).id)
-        await scene.clock.until(lambda: len(receiver.got) == 1)
+        await scene.clock.until(lambda: len(receiver.calls) == 1)
         await nothing_pending(scene)
         scene.clock.advance(4 * 86_400)
-        await scene.clock.until(lambda: len(receiver.got) == 2)
+        await scene.clock.until(lambda: len(receiver.calls) == 2)
         await nothing_pending(scene)
         assert (await scene.service.status()).webhooks_pending == 0
 
@@ -205,7 +185,7 @@ async def test_an_address_that_is_none_does_not_end_the_deliveries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """Whatever the resolver answers, or httpx says to it."""
-    async with receiving() as receiver:
+    with receiving() as receiver:
         loop = asyncio.get_running_loop()
         look_up = loop.getaddrinfo
 
@@ -218,7 +198,7 @@ async def test_an_address_that_is_none_does_not_end_the_deliveries(
             await scene.ends((await scene.create(lines(1))).id)
             await tried(scene)
             monkeypatch.setattr(loop, "getaddrinfo", look_up)
-            await scene.clock.until(lambda: bool(receiver.got))
+            await scene.clock.until(lambda: bool(receiver.calls))
             await nothing_pending(scene)
 
 

@@ -8,16 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from sglang_coserve.local_server import LocalServer, free_port
-from srt.documentation.blocks import ROOT, blocks_of
+from srt.documentation.blocks import ROOT, Reader, blocks_of
 from started_processes import processes_of
+from waiting import eventually
 
 pytestmark = pytest.mark.heavy
 
@@ -111,28 +112,19 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
 
 
 def test_the_two_lines_of_the_docs(server: LocalServer, tmp_path: Path) -> None:
-    (script,) = [
-        block.script
+    (block,) = [
+        block
         for block in blocks_of(ROOT / "docs" / "compare.md")
         if "sglang.bench_serving" in block.script
     ]
     received_before = num_offline_received(server)
-    script = script.replace("http://127.0.0.1:30000", server.base_url)
     # Shorter, and each into a file of its own.
-    script = re.sub(r"--random-input-len \d+ --random-output-len \d+", "--output-file FILE", script)
+    lengths = r"--random-input-len \d+ --random-output-len \d+"
+    script = re.sub(lengths, "--output-file FILE", block.script)
     script = re.sub(r"--num-prompts \d+", "--num-prompts 16", script)
     script = script.replace("--output-file", " ".join(ONLINE[2:6]) + " --output-file")
     script = script.replace("FILE", "online.jsonl", 1).replace("FILE", "offline.jsonl", 1)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    Reader(server.base_url, tmp_path).follow(replace(block, text=script))
     for name in ("online", "offline"):
         (report,) = map(json.loads, (tmp_path / f"{name}.jsonl").open())
         assert report["completed"] == 16
@@ -145,12 +137,13 @@ def test_an_interrupted_comparison_leaves_no_process_behind(
     out = tmp_path / "out"
     words = ["--model-path", str(small_model), "--systems", "coserve"]
     process = bench(out, *words, "--server", "--served-model-name", str(out))
-    deadline = time.monotonic() + TIMEOUT_S
-    # The command, and a server that starts. While the command imports, Python may end it itself.
-    while not list(out.glob("runs/*/server.log")) or len(processes_of(out)) < 2:
-        assert time.monotonic() < deadline, "no server was started"
+
+    def has_started() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
+        return any(out.glob("runs/*/server.log")) and len(processes_of(out)) >= 2
+
+    # The command, and a server that starts. While the command imports, Python may end it itself.
+    eventually(has_started, TIMEOUT_S)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output

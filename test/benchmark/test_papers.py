@@ -35,7 +35,6 @@ def test_every_experiment_has_stored_results() -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_stored_table_is_what_the_code_gives(name: str) -> None:
     told = re.search(r", commit [0-9a-f]{12}, inputs (\w+), ", (STORED / f"{name}.md").read_text())
-    assert told is not None
     assert told[1] == EXPERIMENTS[name].inputs_hash(), (
         f"what {name}.md depends on has changed: commit it, run `python benchmark/bench_papers.py "
         f"{name} --out benchmark/results/paper`, and see whether docs still quote it right"

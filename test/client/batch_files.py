@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from sglang_coserve.client import BatchResult, read_results
-
-
-def line(custom_id: str, prompt: str | None = None, **body: Any) -> str:
-    """A valid line, whose prompt is its id unless told otherwise."""
-    fields = {"prompt": prompt or custom_id} | body
-    return json.dumps(
-        {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": fields}
-    )
 
 
 def write_lines(path: Path, lines: list[str]) -> Path:

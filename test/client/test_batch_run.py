@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from client.batch_files import line, results_by_line, write_lines
+from batch.scenarios import line
+from client.batch_files import results_by_line, write_lines
 from client.fault_server import FaultServer
 from sglang_coserve.client import (
     AsyncCoserveClient,
@@ -93,8 +94,8 @@ def test_the_server_never_has_more_lines_than_allowed(server: FaultServer, sourc
 
 
 def test_the_server_never_has_more_bytes_than_allowed(server: FaultServer, source: Path) -> None:
-    big = "x" * 4000
-    write_lines(source, [line(f"id-{n}", big + str(n), faults=["slow 0.02"]) for n in range(20)])
+    big = [line(f"id-{n}", prompt=f"{n:4000}", faults=["slow 0.02"]) for n in range(20)]
+    write_lines(source, big)
     status = submit(server.base_url, source, client_options=options(max_inflight_bytes=13_000))
     assert status.ok == 20
     assert server.most_active == 3

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from client.batch_files import line, results_by_line, write_lines
+from batch.scenarios import line
+from client.batch_files import results_by_line, write_lines
 from client.coserve_process import (
     COMMAND,
     PROCESS_TIMEOUT_S,

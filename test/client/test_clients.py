@@ -7,15 +7,14 @@ import gc
 import math
 import subprocess
 import sys
-import threading
 import weakref
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line
 from certificates import own_authority
-from client.batch_files import line, write_lines
+from client.batch_files import write_lines
 from client.fault_server import FaultServer
 from sglang_coserve.bench_serving.one_run import make_ready
 from sglang_coserve.client import (
@@ -27,6 +26,7 @@ from sglang_coserve.client import (
     read_results,
 )
 from sglang_coserve.errors import ConfigError, InputFileError, ServerError, ServerGoneError
+from web_server import web_server
 
 IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_s=0.01))
 
@@ -126,29 +126,14 @@ def test_a_server_with_a_certificate_of_ones_own_authority(
     """The authority is in ``SSL_CERT_FILE``, as for other programs."""
     context = own_authority(tmp_path, monkeypatch)
 
-    class NoBatches(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(404)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
     async def has_batches(url: str) -> bool:
         async with AsyncCoserveClient(url, options=IMPATIENT) as client:
             return await client.batches.is_on()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoBatches) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            url = f"https://127.0.0.1:{server.server_port}"
-            assert not asyncio.run(has_batches(url))
-            with pytest.raises(ServerError, match="did not empty its cache"):
-                make_ready(url, 30.0)
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server(lambda call: call.answer(404), context) as server:
+        assert not asyncio.run(has_batches(server.url))
+        with pytest.raises(ServerError, match="did not empty its cache"):
+            make_ready(server.url, 30.0)
 
 
 @pytest.mark.parametrize("base_url", ["", "localhost:30000", "ftp://x", "http://", "http://a:b"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from client.coserve_process import coserve
 from sglang_coserve.client.progress import JobState, JobStatus, _description, _one_line
+from web_server import Call, web_server
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\u202e[red]\x9b31m"
 BATCH = {
@@ -26,33 +25,18 @@ BATCH = {
 }
 
 
-class Hostile(BaseHTTPRequestHandler):
-    """Answers a batch, a list of them, or a refusal."""
-
-    def do_GET(self) -> None:
-        answers = {"/v1/batches/x": (200, BATCH), "/v1/batches": (200, {"data": [BATCH] * 2})}
-        refusal = (400, {"error": {"message": EVIL, "code": EVIL}})
-        status, answer = answers.get(self.path.partition("?")[0], refusal)
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def hostile(call: Call) -> None:
+    """Answer a batch, a list of them, or a refusal."""
+    answers = {"/v1/batches/x": (200, BATCH), "/v1/batches": (200, {"data": [BATCH] * 2})}
+    refusal = (400, {"error": {"message": EVIL, "code": EVIL}})
+    status, answer = answers.get(call.path.partition("?")[0], refusal)
+    call.answer(status, json.dumps(answer).encode())
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server(hostile) as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from client.batch_files import line, results_by_line, write_lines
+from batch.scenarios import line
+from client.batch_files import results_by_line, write_lines
 from sglang_coserve.client.output_files import (
     BatchResult,
     LineError,

@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line, lines
 from forked_processes import ForkedServers
 from started_processes import is_alive, processes_of
+from waiting import eventually
 
 TIMEOUT_S = 240
 
@@ -59,13 +60,9 @@ def inputs(tmp_path: Path, small_model: Path) -> tuple[str, ...]:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     offline = tmp_path / "offline.jsonl"
-    body = {"model": "default", "prompt": "The old mill", "max_tokens": 8}
-    lines = [
-        {"custom_id": f"l{i}", "method": "POST", "url": "/v1/completions", "body": body}
-        for i in range(5)
-    ]
-    lines[3]["body"] = {**body, "temperature": -1}
-    offline.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    body = {"model": "default", "max_tokens": 8}
+    bad = line("bad", **body, temperature=-1).encode()
+    offline.write_bytes(lines(3, **body) + bad + b"\n" + lines(1, "last", **body))
     files = ("--trace", str(trace), "--offline", str(offline))
     return (*files, "--model", str(small_model))
 
@@ -144,12 +141,13 @@ def test_an_interrupted_demo_leaves_no_process_behind(
     out = tmp_path / "report"
     flags = ("--quick", "--seconds", "180", "--model", str(small_model))
     demo = Demo(forked_servers, out, *flags)
-    deadline = time.monotonic() + TIMEOUT_S
-    # It says where the server is when that is up, and sends soon after.
-    while "/coserve" not in demo.output():
-        assert time.monotonic() < deadline, "the demo did not start"
+
+    def has_started() -> bool:
         assert not demo.has_ended(), demo.output()
-        time.sleep(0.2)
+        return "/coserve" in demo.output()
+
+    # It says where the server is when that is up, and sends soon after.
+    eventually(has_started, TIMEOUT_S)
     started = processes_of(out)
     # The demo, the HTTP server, the scheduler, the detokenizer.
     assert len({p.pid for p in started}) >= 4

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
-import openai
 from anyio.from_thread import start_blocking_portal
 
 from batch.scripted_backend import ScriptedBackend
+from calls import get
 from http_lines.live_engine import ADMIN_KEY, LiveEngine
 from sglang_coserve.local_server import LocalServer
 from waiting import GIVE_UP_S
@@ -64,16 +63,5 @@ def gateway(
     )
 
 
-def client_of(server: LocalServer, api_key: str = "key") -> openai.OpenAI:
-    url = f"{server.base_url}/v1"
-    return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=GIVE_UP_S)
-
-
-def get(server: LocalServer, path: str, key: str | None = None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.get(f"{server.base_url}{path}", headers=headers, timeout=GIVE_UP_S)
-
-
 def fleet_of(server: LocalServer, key: str | None = None) -> dict[str, Any]:
-    fleet: dict[str, Any] = get(server, "/coserve/status", key).raise_for_status().json()["fleet"]
-    return fleet
+    return get(server, "/coserve/status", key).raise_for_status().json()["fleet"]

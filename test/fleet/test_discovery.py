@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,29 +15,22 @@ import pytest
 
 from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.fleet.engine import DnsName, EngineList, EngineSource, Router, follow
+from waiting import until
+from web_server import Call, web_server
 
 
 @pytest.fixture
-def router() -> Iterator[ThreadingHTTPServer]:
-    """Answers ``/workers`` with ``server.content``, as routers do, for one key."""
+def router() -> Iterator[SimpleNamespace]:
+    """Answers ``/workers`` with ``content``, as routers do, for one key."""
+    router = SimpleNamespace(content=b"{}")
 
-    class Workers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_allowed = self.headers.get("authorization") == "Bearer router's key"
-            self.send_response(200 if is_allowed and self.path == "/workers" else 401)
-            self.end_headers()
-            self.wfile.write(self.server.content)  # type: ignore[attr-defined]
+    def workers(call: Call) -> None:
+        is_allowed = call.headers.get("authorization") == "Bearer router's key"
+        call.answer(200 if is_allowed and call.path == "/workers" else 401, router.content)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Workers)
-    server.content = b"{}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
+    with web_server(workers) as server:
+        router.url = server.url
+        yield router
 
 
 def urls(source: EngineSource) -> Sequence[str]:
@@ -72,7 +65,7 @@ def test_a_router_is_asked_without_the_environments_proxy(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     router.content = b'{"workers": [{"url": "http://a:1"}]}'
-    assert urls(Router(f"http://127.0.0.1:{router.server_port}", "router's key")) == ["http://a:1"]
+    assert urls(Router(router.url, "router's key")) == ["http://a:1"]
 
 
 def test_authorities_are_read_beside_the_event_loop(
@@ -86,30 +79,29 @@ def test_authorities_are_read_beside_the_event_loop(
 
     monkeypatch.setattr(httpx, "create_ssl_context", made)
     router.content = b'{"workers": []}'
-    assert urls(Router(f"http://127.0.0.1:{router.server_port}", "router's key")) == []
+    assert urls(Router(router.url, "router's key")) == []
     assert threads and threading.current_thread() not in threads
 
 
 def test_a_router_tells_its_workers(router: Any) -> None:
-    url = f"http://127.0.0.1:{router.server_port}"
     workers = [
         {"id": "1", "url": "http://10.0.0.1:30000", "is_healthy": False},
         {"id": "2", "url": "http://10.0.0.2:30000/"},
         {"id": "3", "url": "http://10.0.0.3:30000@1"},
     ]
     router.content = json.dumps({"workers": workers, "total": 2}).encode()
-    found = urls(Router(url, "router's key"))
+    found = urls(Router(router.url, "router's key"))
     assert found == [f"http://10.0.0.{number}:30000" for number in (1, 2, 3)]
     with pytest.raises(ServerError, match="401"):
-        urls(Router(url))
+        urls(Router(router.url))
     # Whether an address can be used is for the fleet: the others can.
     mixed = [{"url": "grpc://x:1"}, {"id": "4"}, {"url": "http://y:1", "new": {}}]
     router.content = json.dumps({"workers": mixed}).encode()
-    assert urls(Router(url, "router's key")) == ["grpc://x:1", "http://y:1"]
+    assert urls(Router(router.url, "router's key")) == ["grpc://x:1", "http://y:1"]
     for content in (b"", b"[]", b'{"workers": [{}]}', b'{"workers": [7]}'):
         router.content = content
         with pytest.raises(ServerError, match="does not list workers"):
-            urls(Router(url, "router's key"))
+            urls(Router(router.url, "router's key"))
 
 
 class Changing(EngineSource):
@@ -128,8 +120,6 @@ async def test_a_source_that_fails_takes_no_engine_away() -> None:
     told: list[Sequence[str]] = []
     sources = [Changing(["http://b"], None, None, ["http://c"]), EngineList(["http://a/"])]
     following = asyncio.create_task(follow(sources, told.append, 0.001))
-    async with asyncio.timeout(30):
-        while len(told) < 5:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(told) >= 5)
     following.cancel()
     assert told[:5] == [["http://b", "http://a"]] * 3 + [["http://c", "http://a"]] * 2

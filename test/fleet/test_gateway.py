@@ -17,10 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from batch.manual_clock import ManualClock
-from batch.route_calls import completed, create, text_of
+from batch.route_calls import completed, create, texts
 from batch.scenarios import lines, opened
 from batch.scripted_backend import ScriptedBackend, tokens_of
-from fleet.gateway_process import GIVE_UP_S, EngineThread, client_of, fleet_of, gateway, get
+from calls import client_of, get
+from fleet.gateway_process import GIVE_UP_S, EngineThread, fleet_of, gateway
 from sglang_coserve.cli import app
 from sglang_coserve.local_server import LocalServer, free_port
 from waiting import eventually
@@ -31,12 +32,7 @@ HEAD_BYTES = 34
 API_KEY, OPERATOR = "client's key", "operator's key"
 
 
-def answers(client: openai.OpenAI, batch_id: str) -> dict[str, str]:
-    """The text of each line, once the batch is complete; a line with two records fails."""
-    return {name: text_of(record) for name, record in completed(client, batch_id).items()}
-
-
-def texts(count: int) -> dict[str, str]:
+def scripted(count: int) -> dict[str, str]:
     return {f"id-{n}": " ".join(map(str, tokens_of(f"id-{n}", 4))) for n in range(1, count + 1)}
 
 
@@ -61,7 +57,6 @@ def test_a_model_that_no_engine_serves_fails_the_batch(server: LocalServer) -> N
         batch_id = create(client, lines(1) + lines(1, "other", model="gpt-4o")).id
         eventually(lambda: client.batches.retrieve(batch_id).status == "failed")
         batch = client.batches.retrieve(batch_id)
-        assert batch.errors is not None
         assert batch.errors.data
         assert ("model_mismatch", 2) in [(each.code, each.line) for each in batch.errors.data]
         served = create(client, lines(1, model="adapter")).id
@@ -74,7 +69,7 @@ def test_openais_client_gets_every_line_once_from_all_engines(
 ) -> None:
     client = client_of(server, API_KEY)
     batch_id = create(client, lines(200)).id
-    assert answers(client, batch_id) == texts(200)
+    assert texts(completed(client, batch_id)) == scripted(200)
     eventually(lambda: all(e["lines_served"] for e in fleet_of(server, API_KEY)["engines"]))
     # Engines and gateway are those of all tests here: only this batch's lines are counted.
     started = [request for engine in engines for request in engine.backend.started]
@@ -153,7 +148,7 @@ def test_the_standby_goes_on_where_the_gateway_was_killed(tmp_path: Path) -> Non
         try:
             eventually(lambda: len(engine.backend.in_flight) == 12)
             engine.finish_all()
-            assert answers(client_of(standby), batch_id) == texts(12)
+            assert texts(completed(client_of(standby), batch_id)) == scripted(12)
         finally:
             standby.stop()
 
@@ -188,14 +183,13 @@ def test_ctrl_c_ends_it_in_order_and_the_next_one_goes_on(tmp_path: Path) -> Non
             batch_id = create(client_of(first), lines(5)).id
             eventually(lambda: len(engine.backend.in_flight) == 5)
             os.kill(first.pid, signal.SIGINT)
-            assert first._process is not None
             assert first._process.wait(GIVE_UP_S) == 130
             eventually(lambda: not engine.backend.in_flight)
             assert "Traceback" not in first.log_tail()
         with gateway(tmp_path, *flags) as second:
             eventually(lambda: len(engine.backend.in_flight) == 5)
             engine.finish_all()
-            assert answers(client_of(second), batch_id) == texts(5)
+            assert texts(completed(client_of(second), batch_id)) == scripted(5)
 
 
 def required_per_s(server: LocalServer, model: str) -> float:
@@ -217,7 +211,7 @@ def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
         assert {e["state"] for e in fleet_of(server)["engines"]} == {"down"}
         assert required_per_s(server, "") > 0
         with EngineThread(port=port):
-            assert answers(client, batch_id) == texts(3)
+            assert texts(completed(client, batch_id)) == scripted(3)
             assert [model.id for model in client.models.list()] == ["scripted", "adapter"]
             kept = tmp_path / "data" / "served_model.json"
             eventually(kept.exists)
@@ -234,7 +228,7 @@ def test_batches_are_accepted_before_there_is_an_engine(tmp_path: Path) -> None:
         assert "more than one model" not in warning
         assert required_per_s(server, "scripted") > 0
         with EngineThread(port=port):
-            assert answers(client, batch_id) == texts(2)
+            assert texts(completed(client, batch_id)) == scripted(2)
 
 
 def test_tokens_are_kept_of_a_batch_that_waited_for_the_first_engine(tmp_path: Path) -> None:

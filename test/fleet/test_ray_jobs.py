@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from batch.scenarios import line
 from sglang_coserve.local_server import LocalServer
+from waiting import eventually
 
 pytest.importorskip("ray")
 import psutil
@@ -46,16 +47,8 @@ def engine(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Gener
 
 
 def requests(num_lines: int) -> str:
-    lines = []
-    for number in range(num_lines):
-        body = {
-            "prompt": f"Line {number} of the old mill",
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions"}
-        lines.append(json.dumps({**line, "body": body}))
+    fields = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    lines = [line(f"id-{number}", **fields) for number in range(num_lines)]
     lines[17] = '{"custom_id": "cut off", '
     lines[230] = lines[230].replace("completions", "embeddings")
     lines[231] = lines[231].replace(f'"max_tokens": {MAX_TOKENS}', '"max_tokens": "many"')
@@ -130,11 +123,8 @@ def test_the_job_of_the_docs_goes_on_after_kill_9(
     job, results = job_of_docs(tmp_path, engine), tmp_path / "results"
     log = tmp_path / "job.log"
     with running(job) as first:
-        deadline_s = time.monotonic() + GIVE_UP_S
-        while not written(results):
-            assert first.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
-            time.sleep(0.02)
+        eventually(lambda: written(results) or first.poll() is not None, GIVE_UP_S)
+        assert first.poll() is None, log.read_text()[-3000:]
         os.kill(first.pid, signal.SIGKILL)
         first.wait(GIVE_UP_S)
     noted = noted_files(tmp_path)

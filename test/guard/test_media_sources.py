@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from PIL import Image
 from sglang_coserve import network
 from sglang_coserve.guard import media_sources
 from sglang_coserve.guard.media_sources import MediaSources
+from web_server import Call, WebServer, web_server
 
 
 def picture() -> bytes:
@@ -32,50 +31,26 @@ PICTURE = picture()
 DATA_URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
 
 
-@dataclass
-class Web:
-    """A web server on the loopback, and what was asked of it."""
-
-    url: str
-    asked: list[str] = field(default_factory=list)
-
-
 @pytest.fixture
-def web() -> Iterator[Web]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            web.asked.append(self.path)
-            if self.path.startswith("/to/"):
-                self.send_response(302)
-                self.send_header("location", self.path.removeprefix("/to/"))
-                self.end_headers()
-                return
-            self.send_response(404 if self.path == "/none" else 200)
-            self.send_header("content-type", "image/png")
-            self.end_headers()
-            try:
-                if self.path == "/endless":
-                    while True:
-                        self.wfile.write(bytes(1 << 16))
-                for _ in range(100 if self.path == "/slow" else 0):
-                    self.wfile.write(b"x")
-                    time.sleep(0.1)
-                self.wfile.write(PICTURE)
-            except ConnectionError:
-                pass
+def web() -> Iterator[WebServer]:
+    def answer(call: Call) -> None:
+        if call.path.startswith("/to/"):
+            call.answer(302, location=call.path.removeprefix("/to/"))
+            return
+        call.send_response(404 if call.path == "/none" else 200)
+        call.send_header("content-type", "image/png")
+        call.end_headers()
+        with suppress(ConnectionError):
+            if call.path == "/endless":
+                while True:
+                    call.wfile.write(bytes(1 << 16))
+            for _ in range(100 if call.path == "/slow" else 0):
+                call.wfile.write(b"x")
+                time.sleep(0.1)
+            call.wfile.write(PICTURE)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        web = Web(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield web
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server(answer) as web:
+        yield web
 
 
 @pytest.fixture
@@ -130,7 +105,7 @@ def opens(source: Any) -> Any:
         "\x00",
     ],
 )
-def test_nothing_private_is_opened(web: Web, tmp_path: Path, kind: str, source: str) -> None:
+def test_nothing_private_is_opened(web: WebServer, tmp_path: Path, kind: str, source: str) -> None:
     path = tmp_path / "private.png"
     path.write_bytes(PICTURE)
     port = web.url.rpartition(":")[2]
@@ -138,7 +113,7 @@ def test_nothing_private_is_opened(web: Web, tmp_path: Path, kind: str, source: 
     for item in (named, [named], [[named]], {"url": named}, [{"video": {"path": named}}]):
         with pytest.raises(ValueError, match=rf"^{kind}: "):
             brought(asking(**{f"{kind}_data": item}))
-    assert web.asked == []
+    assert web.calls == []
 
 
 def test_a_path_that_could_be_base64_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +124,7 @@ def test_a_path_that_could_be_base64_is_not_opened(monkeypatch: pytest.MonkeyPat
         opens(request.image_data[0])
 
 
-def test_what_is_inline_is_shown_to_the_loader(web: Web) -> None:
+def test_what_is_inline_is_shown_to_the_loader(web: WebServer) -> None:
     from sglang.srt.utils.common import ImageData
 
     bare = base64.b64encode(PICTURE).decode()
@@ -164,7 +139,7 @@ def test_what_is_inline_is_shown_to_the_loader(web: Web) -> None:
     assert colours[:-1] == [(255, 0, 0)] * 5
     assert colours[-1][0] > 250
     assert request.image_data[3].detail == "high"
-    assert web.asked == []
+    assert web.calls == []
 
 
 def test_what_is_computed_already_is_left_alone() -> None:
@@ -214,23 +189,23 @@ async def test_others_have_their_turns_beside_a_request_of_many_items(
 
 @pytest.mark.usefixtures("as_if_public")
 class TestPublicAddresses:
-    def test_they_are_fetched_once_by_us(self, web: Web) -> None:
+    def test_they_are_fetched_once_by_us(self, web: WebServer) -> None:
         urls = [f"{web.url}/{n}" for n in range(9)]
         request = brought(asking(image_data=[*urls, f"{web.url}/to/{web.url}/moved"]))
         assert request.image_data == [DATA_URL] * 10
         assert [opens(item) for item in request.image_data] == [(255, 0, 0)] * 10
-        assert sorted(web.asked)[:9] == [f"/{n}" for n in range(9)]
-        assert len(web.asked) == 11
+        assert sorted(call.path for call in web.calls)[:9] == [f"/{n}" for n in range(9)]
+        assert len(web.calls) == 11
 
-    def test_a_redirect_into_a_private_network_is_not_followed(self, web: Web) -> None:
+    def test_a_redirect_into_a_private_network_is_not_followed(self, web: WebServer) -> None:
         port = web.url.rpartition(":")[2]
         for target in (f"http://127.0.0.2:{port}/x", "http://10.0.0.1/", "file:///etc/passwd"):
             with pytest.raises(ValueError, match="cannot be fetched"):
                 brought(asking(image_data=[f"{web.url}/to/{target}"]))
-        assert all(path.startswith("/to/") for path in web.asked)
+        assert all(call.path.startswith("/to/") for call in web.calls)
 
     async def test_a_name_that_changes_its_address_is_looked_up_once(
-        self, web: Web, monkeypatch: pytest.MonkeyPatch
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """DNS rebinding: what was checked is what is connected to."""
         answers = ["127.0.0.1", "127.0.0.2"]
@@ -251,7 +226,7 @@ class TestPublicAddresses:
             await MediaSources(allow_urls=True).bring(asking(image_data=[f"{url}/x"]))
 
     def test_what_is_too_long_or_too_slow_is_given_up(
-        self, web: Web, monkeypatch: pytest.MonkeyPatch
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(media_sources, "_TIMEOUT_S", 0.5)
         monkeypatch.setattr(media_sources, "_MAX_BYTES", 1 << 20)
@@ -265,7 +240,7 @@ class TestPublicAddresses:
                 brought(asking(video_data=[f"{web.url}/{path}"]))
 
     def test_all_files_of_a_request_share_one_limit(
-        self, web: Web, monkeypatch: pytest.MonkeyPatch
+        self, web: WebServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(media_sources, "_MAX_BYTES", 3 * len(PICTURE))
         urls = [f"{web.url}/{n}" for n in range(4)]
@@ -274,23 +249,23 @@ class TestPublicAddresses:
             with pytest.raises(ValueError, match="bytes together: send fewer or smaller"):
                 brought(asking(**data))
 
-    async def test_with_one_that_cannot_be_fetched_nothing_more_is(self, web: Web) -> None:
+    async def test_with_one_that_cannot_be_fetched_nothing_more_is(self, web: WebServer) -> None:
         urls = [f"{web.url}/none", *[f"{web.url}/slow"] * 9]
         with pytest.raises(ValueError, match="404"):
             await MediaSources(allow_urls=True).bring(asking(image_data=[urls]))
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert len(web.asked) <= 4
+        assert len(web.calls) <= 4
 
-    def test_inline_is_inline(self, web: Web) -> None:
+    def test_inline_is_inline(self, web: WebServer) -> None:
         with pytest.raises(ValueError, match="data: URL; this server fetches none"):
             brought(asking(image_data=[f"{web.url}/x"]), allow_urls=False)
-        assert web.asked == []
+        assert web.calls == []
 
 
 @pytest.mark.parametrize("allowed", ["inline", "public", "any"])
 @pytest.mark.parametrize("has_processor", [True, False])
 async def test_the_tokenizer_manager_gets_nothing_to_open(
-    web: Web, monkeypatch: pytest.MonkeyPatch, allowed: str, has_processor: bool
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, allowed: str, has_processor: bool
 ) -> None:
     """Every door of the server and the lines of batches come by here, just before SGLang's
     processors of media."""
@@ -321,4 +296,4 @@ async def test_the_tokenizer_manager_gets_nothing_to_open(
     else:
         await manager._tokenize_one_request(asking(image_data=[url]))
         assert seen == [DATA_URL, [url]]
-    assert web.asked == []
+    assert web.calls == []

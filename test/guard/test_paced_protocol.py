@@ -11,7 +11,8 @@ from contextlib import closing
 import pytest
 from uvicorn.config import HTTP_PROTOCOLS
 
-from body_server import TIMEOUT_S, BodyServer, serving
+from app_thread import TIMEOUT_S
+from body_server import BodyServer, serving
 from sglang_coserve.guard.bodies import install_paced_protocol
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -16,6 +16,7 @@ from sglang_coserve.core.engine_load import ClassLoad, LinesLoad, Pool, WantedLi
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.http_lines.messages import LOAD_PATH
 from sglang_coserve.lines.backend import Backend
+from waiting import until
 
 ADMIN_KEY = "engine's admin"
 READY_S = 30
@@ -94,6 +95,4 @@ class LiveEngine(LiveApp):
 
     async def holds(self, count: int) -> None:
         """Wait until the engine has ``count`` lines."""
-        async with asyncio.timeout(READY_S):
-            while len(self.backend.in_flight) != count:
-                await asyncio.sleep(0.002)
+        await until(lambda: len(self.backend.in_flight) == count)

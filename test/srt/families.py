@@ -96,8 +96,6 @@ _CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 
-FAMILIES: Final = tuple(_CONFIGS)
-
 
 def make_family_model(directory: Path, family: str) -> Path:
     """Write a model of four layers with tokenizer to ``directory``; return that."""

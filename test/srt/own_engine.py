@@ -64,7 +64,6 @@ def params(max_new_tokens: int, *, offline: bool) -> dict[str, Any]:
 def state(engine: Any) -> dict[str, Any]:
     """What the scheduler says of itself, as in ``/coserve/status``."""
     internal = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())[0]
-    assert isinstance(internal["coserve"], dict)
     return internal["coserve"]
 
 

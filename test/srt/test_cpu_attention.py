@@ -10,17 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from torch.utils.flop_counter import FlopCounterMode
 
-from sglang_coserve.srt.cpu import defaults as cpu
-
-cpu.set_environment_defaults()  # Before SGLang is imported.
-
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
-
-from sglang_coserve.srt.cpu.attention import NewTokensAttention  # noqa: E402
+from sglang_coserve.srt.cpu.attention import NewTokensAttention
 
 PAGE_TOKENS = 4
 KV_TOKENS = 8192
@@ -116,9 +111,7 @@ class Case:
         made = backend(self.runner)
         forward = made.forward_decode if decode else made.forward_extend
         saves = self.batch.encoder_lens is None
-        output = forward(*self.qkv, self.layer, self.batch, save_kv_cache=saves)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return forward(*self.qkv, self.layer, self.batch, save_kv_cache=saves)
 
 
 def assert_same(case: Case, *, decode: bool = False) -> None:

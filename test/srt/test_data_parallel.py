@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from batch.route_calls import completed
+from calls import get
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
 
@@ -20,22 +20,20 @@ FLAGS = (
     *("--dp-size", "2", "--enable-metrics", "--startup-profile-seconds", "0"),
     *("--max-total-tokens", "4096", "--slo-ttft-ms", "300", "--slo-tpot-ms", "100"),
 )
-HEADERS = {"authorization": f"Bearer {API_KEY}"}
 
 
 @pytest.fixture(scope="module")
 def deployment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    deployment = Deployment(small_model, tmp_path_factory.mktemp("replicas"), *FLAGS)
-    deployment.start("coserve")
-    yield deployment
-    deployment.stop()
+    directory = tmp_path_factory.mktemp("replicas")
+    with Deployment(small_model, directory, *FLAGS, policy="coserve") as running:
+        yield running
 
 
 @pytest.fixture
 def server(deployment: Deployment) -> Deployment:
     """The same server, started again where a test has ended it."""
     if deployment.has_ended:
-        deployment.start("coserve")
+        deployment.start()
     return deployment
 
 
@@ -73,8 +71,7 @@ def test_a_batch_runs_on_all_replicas(server: Deployment) -> None:
 
 
 def test_the_load_is_that_of_both(server: Deployment) -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    load = httpx.get(f"{server.base_url}/coserve/load", headers=headers, timeout=60).json()
+    load = get(server, "/coserve/load", ADMIN_KEY).json()
     assert (load["replicas"], load["kv_tokens"]) == (2, 2 * 4096)
 
 
@@ -84,7 +81,7 @@ def test_metrics_name_the_replica(server: Deployment) -> None:
             client.completions.create(model="small", prompt="The old mill", max_tokens=2)
 
     def exported() -> bool:
-        metrics = httpx.get(f"{server.base_url}/metrics", timeout=60).text.splitlines()
+        metrics = get(server, "/metrics").text.splitlines()
         ours = [line for line in metrics if line.startswith("coserve_requests{")]
         return all(any(f'dp_rank="{rank}"' in line for line in ours) for rank in (0, 1))
 
@@ -92,7 +89,7 @@ def test_metrics_name_the_replica(server: Deployment) -> None:
 
 
 def test_the_server_expects_what_its_replicas_do_together(server: Deployment) -> None:
-    answer = httpx.get(f"{server.base_url}/server_info", headers=HEADERS, timeout=60)
+    answer = get(server, "/server_info", API_KEY)
     ours = answer.raise_for_status().json()["coserve"]
     assert ours["offline_policy"] == "coserve"
     key = "expected_offline_tokens_per_s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import yaml
 from sglang_coserve.fleet.engine import DnsName, EngineList
 from sglang_coserve.fleet.gateway import gateway_app
 from sglang_coserve.fleet.options import ENGINE_KEY_VARIABLE, GatewayOptions, parse_options
+from srt.documentation.blocks import ROOT
+from srt.monitoring.test_example import needs_prometheus, promtool
 from srt.monitoring.test_exported import documented
 from srt.test_documented_flags import (
     FLAG,
-    ROOT,
     flags_in,
     flags_of_routers,
     flags_of_server,
@@ -157,7 +157,7 @@ def test_engines_are_scaled_by_metrics_that_there_are() -> None:
     assert asked <= set(documented())
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+@needs_prometheus
 @pytest.mark.parametrize(
     ("headroom", "engines"),
     [
@@ -183,9 +183,7 @@ def test_what_batches_need_is_known_without_an_engine(
     tests = [{"interval": "1m", "input_series": series, "promql_expr_test": [query]}]
     file = tmp_path / "query.yml"
     file.write_text(yaml.safe_dump({"tests": tests}))
-    command = ["promtool", "test", "rules", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", str(file))
 
 
 def test_the_compose_example_starts_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt.documentation.blocks import ROOT
 
-ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w*])")
 
 
@@ -59,18 +57,21 @@ def flags_of_bench_serving() -> set[str]:
     return set(re.findall(r'"(--[a-z][a-z0-9-]*)"', Path(serving.__file__).read_text()))
 
 
-def flags_of_coserve() -> set[str]:
+def flags_of_coserve() -> dict[str, set[str]]:
+    """Of each of its commands."""
     from typer.main import get_command
 
     from sglang_coserve.cli import app
 
-    def options(command: Any) -> Iterator[str]:
-        for parameter in command.params:
-            yield from (*parameter.opts, *parameter.secondary_opts)
-        for below in getattr(command, "commands", {}).values():
-            yield from options(below)
+    found: dict[str, set[str]] = {}
 
-    return set(options(get_command(app)))
+    def add(name: str, command: Any) -> None:
+        found[name] = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        for below, further in getattr(command, "commands", {}).items():
+            add(f"{name} {below}".strip(), further)
+
+    add("", get_command(app))
+    return found
 
 
 def flags_of_scripts() -> set[str]:
@@ -100,14 +101,9 @@ def flags_of_curl() -> set[str]:
 
 
 def test_every_flag_in_the_docs_exists() -> None:
-    known = flags_of_server() | flags_of_gateway() | flags_of_sglang() | flags_of_coserve()
-    known |= (
-        flags_of_scripts()
-        | flags_of_bench_serving()
-        | flags_of_other_versions()
-        | flags_of_routers()
-        | flags_of_curl()
-    )
+    known = flags_of_server() | flags_of_gateway() | flags_of_sglang() | flags_of_scripts()
+    known |= flags_of_bench_serving() | flags_of_other_versions() | flags_of_routers()
+    known = known.union(flags_of_curl(), *flags_of_coserve().values())
     assert sorted(documented() - known) == []
 
 

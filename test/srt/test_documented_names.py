@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
+from srt.documentation.blocks import PAGES, ROOT
 from srt.own_process import printed_by
 
-ROOT = Path(__file__).parents[2]
 CHANGES = ROOT / "CHANGELOG.md"
 """Names what is gone, too."""
-PAGES = [*sorted({*ROOT.glob("*.md")} - {CHANGES}), *sorted((ROOT / "docs").glob("*.md"))]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -76,12 +74,13 @@ def test_every_class_that_is_named_is_in_the_sources(page: Path, words: set[str]
     assert sorted(missing) == []
 
 
-def test_the_page_of_metrics_is_current() -> None:
-    """Else: python scripts/reference/metrics_page.py."""
-    page = ROOT / "docs" / "prometheus.md"
-    assert printed_by("import metrics_page; print(metrics_page.page(), end='')") == (
-        page.read_text().splitlines()
-    )
+@pytest.mark.parametrize(
+    ("script", "page"), [("flags", "flags"), ("metrics", "prometheus"), ("routes", "routes")]
+)
+def test_a_page_that_a_script_makes_is_current(script: str, page: str) -> None:
+    """Else: python scripts/reference/SCRIPT_page.py."""
+    made = printed_by(f"import {script}_page as script; print(script.page(), end='')")
+    assert made == (ROOT / "docs" / f"{page}.md").read_text().splitlines()
 
 
 def test_metrics_that_pages_mention_are_exported() -> None:
@@ -95,7 +94,7 @@ def test_the_fields_of_kv_checkpoints_are_those_of_the_status() -> None:
 
     state = KvCheckpointing(None).state()
     named = {*state, *state["classes"]["offline"]}
-    table = names_in_table("kv_checkpoint.md", "## Metrics", column=1)
+    table = names_in_table("kv_checkpoint.md", "## Metrics")
     # An ellipsis stands for what the name before it has.
     patterns = [name.removeprefix("classes.<class>.").replace("…", "[a-z]+") for name in table]
     known = {
@@ -111,7 +110,7 @@ def test_the_fields_of_safepoints_are_those_of_the_status() -> None:
     section = section_of("safepoints.md", "## Status and metrics")
     report = SafepointStats().report()
     assert set(report) <= set(CODE.findall(section))
-    assert set(report["delays_ms"]) == names_in_table("safepoints.md", "## Status", column=1)
+    assert set(report["delays_ms"]) == names_in_table("safepoints.md", "## Status")
 
 
 def section_of(page: str, heading: str) -> str:
@@ -119,13 +118,6 @@ def section_of(page: str, heading: str) -> str:
     return text[text.index(heading) + len(heading) :].split("\n## ")[0]
 
 
-def names_in_table(page: str, heading: str, column: int) -> set[str]:
+def names_in_table(page: str, heading: str) -> set[str]:
     rows = [line.split("|") for line in section_of(page, heading).splitlines() if "|" in line]
-    return {name for row in rows for name in CODE.findall(row[column])}
-
-
-def test_the_page_of_routes_is_current() -> None:
-    """Else: python scripts/reference/routes_page.py."""
-    import routes_page
-
-    assert routes_page.PAGE.read_text() == routes_page.page()
+    return {name for row in rows for name in CODE.findall(row[1])}

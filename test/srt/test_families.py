@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt import test_scheduler as scenarios
 from srt.families import make_family_model
 from srt.scripted_engine import EngineProcess, EngineSpec, ScriptedEngine, Spec, run_at_once
+from srt.test_planned_scheduler import LOOSE
 
-PLANNED = {
-    "offline_policy": "coserve",
-    "startup_profile_seconds": 1.0,
-    "slo_ttft_ms": 300.0,
-    "slo_tpot_ms": 40.0,
-    "safepoint_interval": 1,
-}
+PLANNED = {**LOOSE, "startup_profile_seconds": 1.0, "safepoint_interval": 1}
 
 SMALL = {
     "max_total_tokens": 1024,
@@ -104,8 +98,7 @@ def generated_by_transformers(directory: Path, prompt: list[int], max_new_tokens
     length = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     with torch.no_grad():
         tokens = model.generate(torch.tensor([prompt]), do_sample=False, **length)
-    generated: list[int] = tokens[0, len(prompt) :].tolist()
-    return generated
+    return tokens[0, len(prompt) :].tolist()
 
 
 def run_mixed(

@@ -8,9 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +18,16 @@ import pytest
 from forked_processes import ForkedServers
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.config.settings_file import Settings
+from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel
+from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.errors import ConfigError, UnsupportedError
 from sglang_coserve.local_server import free_port
-from sglang_coserve.srt.cpu import defaults as cpu
-
-cpu.set_environment_defaults()  # Before SGLang is imported.
-
-from sglang_coserve.core.latency_model.linear import HYGEN, LinearModel  # noqa: E402
-from sglang_coserve.core.latency_model.profile import LatencyProfile  # noqa: E402
-from sglang_coserve.srt import compat, launch  # noqa: E402
-from sglang_coserve.srt.compat.versions import NEWEST  # noqa: E402
-from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS  # noqa: E402
-from sglang_coserve.srt.profiling import latency_source  # noqa: E402
-from sglang_coserve.srt.start_defaults import start_defaults  # noqa: E402
+from sglang_coserve.srt import compat, launch
+from sglang_coserve.srt.compat.versions import NEWEST
+from sglang_coserve.srt.marks.marks_middleware import MARKED_PATHS, STRICT_PATHS
+from sglang_coserve.srt.profiling import latency_source
+from sglang_coserve.srt.start_defaults import start_defaults
+from web_server import Call, web_server
 
 COMMAND = (sys.executable, "-m", "sglang_coserve.launch_server", "--host", "127.0.0.1")
 
@@ -368,26 +363,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Hugging Face's hub, which has no model but ``org/model``; the directory of its cache."""
     from huggingface_hub import constants
 
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            has_it = self.path == "/api/models/org/model"
-            body = b'{"id": "org/model"}' if has_it else b"{}"
-            self.send_response(200 if has_it else 404)
-            self.send_header("x-error-code", "" if has_it else "RepoNotFound")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(call: Call) -> None:
+        if call.path == "/api/models/org/model":
+            call.answer(200, b'{"id": "org/model"}')
+        else:
+            call.answer(404, b"{}", x_error_code="RepoNotFound")
 
-    with HTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", address)
+    with web_server(answer) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield tmp_path
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("name", ["small-modle", "org/modle"])

@@ -49,7 +49,6 @@ class Requests(RuleBasedStateMachine):
 
     def tell(self, rid: str, ending: Ending) -> None:
         live = self.ledger.get(rid)
-        assert live is not None
         req = live.req
         assert ending is Ending.REFUSED or id(req) not in self.lost
         self.num_lost += id(req) in self.lost

@@ -7,7 +7,6 @@ requests find.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,11 @@ import pytest
 from sglang_coserve.core.engine_load import EngineLoad
 from sglang_coserve.core.validation import read_json
 from sglang_coserve.local_server import LocalServer
-from waiting import eventually
+from waiting import GIVE_UP_S, eventually
 
 KV_TOKENS = 2048
 NUM_OFFLINE = 24
 OFFLINE_TOKENS = 300
-GIVE_UP_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,6 @@ def load_of(http: httpx.Client) -> EngineLoad:
 
 def sglangs_load(http: httpx.Client) -> dict[str, float]:
     (load,) = http.get("/v1/loads").raise_for_status().json()["loads"]
-    assert isinstance(load, dict)
     return load
 
 
@@ -63,11 +60,10 @@ def gauge(http: httpx.Client, name: str) -> float:
 
 
 def until(http: httpx.Client, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not holds(load := load_of(http)):
-        assert time.monotonic() < give_up_s, f"still {load}"
-        time.sleep(0.05)
-    return load
+    def look() -> EngineLoad | None:
+        return load if holds(load := load_of(http)) else None
+
+    return eventually(look)
 
 
 @contextmanager
@@ -110,7 +106,6 @@ def test_an_idle_engine_says_what_it_is_and_what_fits(http: httpx.Client) -> Non
     assert load.online_kv_tokens == 0
     assert load.online.outstanding_tokens == load.offline.outstanding_tokens == 0
     assert load.reclaim_s == 0
-    assert load.headroom_tokens_per_s is not None
     assert load.headroom_tokens_per_s > 0
     assert 0 < load.max_lines <= KV_TOKENS
     assert load.kv_format.dtype == "float32"
@@ -124,7 +119,6 @@ def test_offline_work_gives_way_and_online_work_does_not(http: httpx.Client) -> 
         assert (full.online.running, full.online.waiting) == (0, 0)
         assert full.online_kv_tokens == 0
         assert 0 < full.offline.outstanding_tokens < NUM_OFFLINE * (OFFLINE_TOKENS + 64)
-        assert full.reclaim_s is not None
         assert full.reclaim_s > 0
         # By the length of those that are there.
         assert full.max_lines <= KV_TOKENS // OFFLINE_TOKENS

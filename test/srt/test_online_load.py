@@ -7,23 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from sglang.srt.managers import load_snapshot
+from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
 
-from sglang_coserve.srt.cpu import defaults as cpu
-
-cpu.set_environment_defaults()  # Before SGLang is imported.
-
-from sglang.srt.managers import load_snapshot  # noqa: E402
-from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats  # noqa: E402
-
-from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad  # noqa: E402
-from sglang_coserve.srt.monitoring.online_load import (  # noqa: E402
+from sglang_coserve.core.engine_load import ClassLoad, ReplicaLoad
+from sglang_coserve.srt.monitoring.online_load import (
     CoserveLoadSnapshot,
     OnlineLoad,
     count_offline_in_snapshots,
     read_our_snapshots,
 )
-from sglang_coserve.srt.monitoring.replica_load import HeldKv  # noqa: E402
-from sglang_coserve.srt.steps.kv_pools import KvByClass  # noqa: E402
+from sglang_coserve.srt.monitoring.replica_load import HeldKv
+from sglang_coserve.srt.steps.kv_pools import KvByClass
 
 POOLS = PoolStats(
     full_num_used=800,

@@ -16,14 +16,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from calls import call
 from chaos_bench.router import COMMANDS, Router, router_command
 from sglang_coserve.local_server import LocalServer
 from srt.test_load_report import full_of_offline_work
+from waiting import GIVE_UP_S, eventually
 
 pytestmark = pytest.mark.heavy
 
 ADMIN_KEY = "admin secret"
-GIVE_UP_S = 120
 POLL_S = 1
 REQUESTS_PER_S = 5.0
 
@@ -140,11 +141,6 @@ def test_a_drained_engine_gets_no_requests_and_loses_none(
                 return {answer.json()["meta_info"]["weight_version"] for answer in answers}
 
             assert versions() == {"first", "second"}
-            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
             for method, wanted in (("POST", {"second"}), ("DELETE", {"first", "second"})):
-                url = f"{first.base_url}/coserve/drain"
-                httpx.request(method, url, headers=headers, timeout=60).raise_for_status()
-                give_up_s = time.monotonic() + GIVE_UP_S
-                while versions() != wanted:
-                    assert time.monotonic() < give_up_s, method
-                    time.sleep(POLL_S)
+                call(first, method, "/coserve/drain", ADMIN_KEY).raise_for_status()
+                eventually(lambda wanted=wanted: versions() == wanted)

@@ -158,7 +158,6 @@ def suspended_step() -> tuple[StepTracker, TrackedStep]:
 def test_a_suspended_step_has_the_time_of_its_parts() -> None:
     tracker, step = suspended_step()
     live = tracker._ledger.get("a")
-    assert live is not None
     req = live.req
     tracker.launched(prefill(request("other")))  # Of nobody's plan.
     tracker.processed((), ())
@@ -194,7 +193,6 @@ def test_what_is_left_of_an_aborted_request_is_not_its_namesakes() -> None:
     (result,) = engine.tracker.next_pass(2.0)
     assert (result.served, result.chunks) == ((), (PrefillChunk("a", 5),))
     left = engine.ledger.live(namesake)
-    assert left is not None
     assert left.last_token_s is None
 
 
@@ -213,7 +211,6 @@ def test_a_token_in_flight_is_counted_and_has_no_time() -> None:
     assert last_token_s(5) is None
     req.output_ids.append(7)
     live = ledger.live(req)
-    assert live is not None
     live.last_token_s = 2.0
     assert last_token_s(5) == 2.0
     assert last_token_s(6) is None

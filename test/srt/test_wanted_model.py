@@ -113,8 +113,7 @@ def test_it_is_the_model_that_the_route_would_read(client: TestClient, content: 
 def test_a_form_names_a_model_too(client: TestClient) -> None:
     def transcribed(**fields: str) -> httpx.Response:
         file = {"file": ("a.wav", b"sound")}
-        answer: httpx.Response = client.post("/v1/audio/transcriptions", data=fields, files=file)
-        return answer
+        return client.post("/v1/audio/transcriptions", data=fields, files=file)
 
     assert transcribed(model="small").json() == "small"
     assert transcribed().json() == "default"

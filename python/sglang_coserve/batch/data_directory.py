@@ -27,7 +27,7 @@ from shlex import quote
 from typing import Final
 
 from sglang_coserve.durable_files import lock_file, make_directories, sync_names, unlock_file
-from sglang_coserve.errors import StartupError, StorageError
+from sglang_coserve.errors import StartupError, disk_errors
 
 _ID: Final = re.compile(r"[a-z]{1,8}[-_][0-9a-f]{24}")
 _PROBE_BYTES: Final = 1 << 16
@@ -89,10 +89,7 @@ class DataDirectory:
             ) from error
 
     def _check_private(self, path: Path) -> None:
-        """Refuse a directory that other users can read or write.
-
-        Links are followed.
-        """
+        """Refuse what other users can read or write. Links are followed."""
         found = path.stat()
         if found.st_uid != os.geteuid():
             raise StartupError(
@@ -140,10 +137,8 @@ class DataDirectory:
         Raises:
             StorageError: the disk is failing, or the directory is gone.
         """
-        try:
+        with disk_errors(f"cannot use {self.root}"):
             return shutil.disk_usage(self.root).free
-        except OSError as error:
-            raise StorageError(f"cannot use {self.root}: {error.strerror}") from error
 
     def mark_in_doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted."""

@@ -18,7 +18,7 @@ from sglang_coserve.batch.record import FileRecord
 from sglang_coserve.batch.schemas import ExpiresAfter
 from sglang_coserve.batch.store import file_rows
 from sglang_coserve.durable_files import write_all
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import StorageError, disk_errors
 
 
 class Transfers:
@@ -218,7 +218,7 @@ class FileStore:
             fd = await self._threads.run(self._open, file_id, opened)
             while start < end:
                 size_bytes = min(_PIECE_BYTES, end - start)
-                with _disk_errors(f"file {file_id} cannot be read"):
+                with disk_errors(f"file {file_id} cannot be read"):
                     piece = await self._threads.run(os.pread, fd, size_bytes, start)
                 if not piece:
                     raise StorageError(f"file {file_id} has been cut off at byte {start}")
@@ -244,27 +244,27 @@ class FileStore:
                     await self.remove(owner, file_id)
 
     def _settle(self, connection: sqlite3.Connection) -> None:
-        with _disk_errors("the data directory cannot be mended"):
+        with disk_errors("the data directory cannot be mended"):
             self._directory.settle(partial(file_rows.exists, connection))
 
     def _keep(self, file_id: str) -> None:
-        with _disk_errors(f"file {file_id} cannot be kept"):
+        with disk_errors(f"file {file_id} cannot be kept"):
             self._directory.confirm(file_id)
 
     def _discard(self, file_id: str) -> None:
-        with _disk_errors(f"file {file_id} cannot be deleted"):
+        with disk_errors(f"file {file_id} cannot be deleted"):
             self._directory.discard(file_id)
 
     def _delete(self, connection: sqlite3.Connection, owner: str, file_id: str) -> None:
         file_rows.delete(connection, owner, file_id)
         # Before the transaction ends: from its end on the bytes are there without a row.
-        with _disk_errors(f"file {file_id} cannot be deleted"):
+        with disk_errors(f"file {file_id} cannot be deleted"):
             self._directory.mark_in_doubt(file_id)
 
     # The stacks have the files before anybody waits for a thread: who is cancelled closes them.
 
     def _open(self, file_id: str, opened: ExitStack) -> int:
-        with _disk_errors(f"file {file_id} cannot be read"):
+        with disk_errors(f"file {file_id} cannot be read"):
             try:
                 fd = os.open(self._directory.file(file_id), os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -275,7 +275,7 @@ class FileStore:
         return fd
 
     def _begin(self, file_id: str, opened: ExitStack) -> int:
-        with _disk_errors("the upload cannot be written"):
+        with disk_errors("the upload cannot be written"):
             self._directory.mark_in_doubt(file_id)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             fd = os.open(self._directory.file(file_id), flags, 0o600)
@@ -284,12 +284,12 @@ class FileStore:
 
     def _append(self, fd: int, piece: bytes) -> int:
         """Return the room that is then left on the disk."""
-        with _disk_errors("the upload cannot be written"):
+        with disk_errors("the upload cannot be written"):
             write_all(fd, piece)
         return self._directory.free_bytes()
 
     def _force(self, fd: int) -> None:
-        with _disk_errors("the upload cannot be written"):
+        with disk_errors("the upload cannot be written"):
             os.fdatasync(fd)
             self._directory.sync_files()
 
@@ -309,11 +309,3 @@ async def _in_pieces(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
             yield bytes(buffer)
             buffer.clear()
     yield bytes(buffer)
-
-
-@contextmanager
-def _disk_errors(what: str) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{what}: {error.strerror}") from error

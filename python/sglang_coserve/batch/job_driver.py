@@ -92,27 +92,23 @@ class JobDriver:
             except _InterruptedError:
                 continue
             except StorageError as error:
-                self._note_failure(LineFault("storage_failed", str(error)))
-                await self._pause()
+                await self._pause(LineFault("storage_failed", str(error)))
             except Exception as error:
                 # It stops neither other batches nor what its owner asks of this one.
                 self._context.background.note_failure(BATCH_TASK, error, self.record.id)
                 text = f"internal error: {error!r}; it is tried again"
-                self._note_failure(LineFault("internal_error", text))
-                await self._pause()
+                await self._pause(LineFault("internal_error", text))
 
     def _forget_failures(self) -> None:
         self._fault = None
         self._failures = 0
 
-    def _note_failure(self, fault: LineFault) -> None:
+    async def _pause(self, fault: LineFault) -> None:
+        """Wait for what has failed to recover; fail a batch that has tried often enough."""
         if fault != self._fault:
             _log.error("batch %s waits: %s", self.record.id, fault.message)
         self._fault = fault
         self._failures += 1
-
-    async def _pause(self) -> None:
-        """Wait for what has failed to recover; fail a batch that has tried often enough."""
         context = self._context
         pause_s = backoff_s(self._failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, context.rng)
         # What fails here fails again in the next attempt, and is noted there.
@@ -120,10 +116,10 @@ class JobDriver:
             await self._uninterrupted(context.clock.sleep(pause_s))
             batch = self.record
             is_over = batch.status is Status.CANCELLING or self._left_s(batch) <= 0
-            if is_over and self._failures >= _MAX_FAILURES and self._fault is not None:
+            if is_over and self._failures >= _MAX_FAILURES:
                 with suppress(StorageError):  # If this fails, too, it costs space alone.
                     await self._lines(batch).forget()
-                await self._apply(Failed((self._fault,)), batch)
+                await self._apply(Failed((fault,)), batch)
 
     async def _advance(self, batch: JobRecord) -> None:
         match batch.status:

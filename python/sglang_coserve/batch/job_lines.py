@@ -15,7 +15,7 @@ from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import JobRecord
 from sglang_coserve.batch.state import Failed, Progressed, ServedBy, Validated
 from sglang_coserve.durable_files import discard
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.jsonl.body_limits import BodyTooLargeError, check_body
 from sglang_coserve.jsonl.check_file import CheckLimits, LineFault
 from sglang_coserve.jsonl.lines import FileLine
@@ -138,8 +138,7 @@ class JobLines:
 
     async def forget(self) -> None:
         """Delete the tokens of unfinished lines, and the order of all: nothing will be served."""
-        await self._context.threads.run(self._journal.delete)
-        await self._context.threads.run(self._delete_order)
+        await self._context.threads.run(self._forget)
 
     def tag(self, _line: FileLine) -> int:
         """See ``LineJob``."""
@@ -238,11 +237,10 @@ class JobLines:
         max_bytes, threads = self._context.backend.limits.max_bytes, self._context.threads
         return LineSource(self._input, max_bytes, is_wanted, threads, order)
 
-    def _delete_order(self) -> None:
-        try:
+    def _forget(self) -> None:
+        self._journal.delete()
+        with disk_errors(f"{self._order} cannot be removed"):
             discard(self._order)
-        except OSError as error:
-            raise StorageError(f"{self._order} cannot be removed: {error.strerror}") from error
 
 
 def _size_bytes(path: Path) -> int:

@@ -57,8 +57,8 @@ class JobSupervisor:
         """
         store = self._context.store
         await store.run(batch_rows.void_forecasts)
-        for past in await store.run(batch_rows.past_forecasts, REMEMBERED):
-            self._past.add(*past)
+        for record in await store.run(batch_rows.complete_with_forecast, REMEMBERED):
+            self._past.ended(record)
         self._size_slots()
         for record in await store.run(batch_rows.unfinished):
             self._lead(record)
@@ -83,10 +83,7 @@ class JobSupervisor:
     async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
 
-        Raises:
-            NotFoundError: the owner has no such batch.
-            ConflictError: its state forbids it.
-            StorageError: the database cannot be written.
+        See ``batch_rows.apply`` for what it raises.
         """
         return await self._call(self._change(batch_id, event, owner))
 

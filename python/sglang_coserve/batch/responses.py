@@ -230,14 +230,7 @@ class BackgroundResponses:
         idempotency_key: str | None = None,
         endpoint: str = RESPONSES,
     ) -> dict[str, Any]:
-        """Begin a response, or a chat. The same key and request again return the same one.
-
-        Raises:
-            BatchRequestError: it cannot be served in the background.
-            ConflictError: the key was used for another request.
-            TooManyError: too many responses have not ended.
-            QuotaError: the owner has too much on the disk.
-        """
+        """Begin a response, or a chat. The same key and request again return the same one."""
         if endpoint not in self._context.backend.endpoints:
             raise BatchRequestError(
                 f"this model does not serve {endpoint}", code="invalid_endpoint"
@@ -272,11 +265,7 @@ class BackgroundResponses:
         return await self._shown(batch)
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response.
-
-        Raises:
-            ConflictError: it has not ended.
-        """
+        """Delete a response that has ended."""
         now_s = self._context.clock.now_s()
         batch = await self._find(owner, response_id)
         driver = self._runner.driver(batch.id)

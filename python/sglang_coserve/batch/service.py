@@ -17,7 +17,7 @@ from sglang_coserve.batch.file_store import FileStore, Transfers
 from sglang_coserve.batch.forecast import Headroom
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.limits import BatchLimits
-from sglang_coserve.batch.record import FileRecord, JobRecord, ServiceStatus, Status
+from sglang_coserve.batch.record import JobRecord, ServiceStatus, Status
 from sglang_coserve.batch.responses import BackgroundResponses
 from sglang_coserve.batch.schemas import (
     BatchList,
@@ -171,12 +171,7 @@ class BatchService:
         """Store an upload. What it holds is looked at when a batch is made of it.
 
         ``expires_after`` is asked after the last chunk: a form may say it there.
-
-        Raises:
-            TooLargeError: it is longer than ``max_upload_bytes``.
-            QuotaError: the owner has too much on the disk.
         """
-
         file = await self.files.add_input(owner, filename, chunks, expires_after)
         return FileObject.of(file)
 
@@ -204,29 +199,18 @@ class BatchService:
 
     async def retrieve_file(self, owner: str, file_id: str) -> FileObject:
         """Return one file."""
-        return FileObject.of(await self._find_file(owner, file_id))
+        now_s = self.context.clock.now_s()
+        return FileObject.of(await self.context.store.run(file_rows.find, owner, file_id, now_s))
 
     async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
-        """Delete a file.
-
-        Raises:
-            ConflictError: an unfinished batch reads or writes it.
-        """
+        """Delete a file that no unfinished batch reads or writes."""
         await self.files.remove(owner, file_id)
         return FileDeleted(id=file_id)
 
     async def create_batch(
         self, owner: str, request: CreateBatch, idempotency_key: str | None = None
     ) -> BatchObject:
-        """Begin a batch. The same key and request again return the same batch.
-
-        Raises:
-            BatchRequestError: the endpoint or the window cannot be used, or the window cannot
-                be kept.
-            ConflictError: the key was used for another request.
-            TooManyError: too many batches are unfinished.
-            QuotaError: the owner has too much on the disk.
-        """
+        """Begin a batch. The same key and request again return the same batch."""
         wanted = new_batch(owner, request, idempotency_key, self.context)
         best_effort = request.coserve.best_effort
         return self._shown(await self._runner.create(wanted, best_effort=best_effort))
@@ -255,11 +239,7 @@ class BatchService:
         self, owner: str | None, batch_id: str, action: BatchAction
     ) -> BatchObject:
         """Cancel a batch, whose finished lines keep their results; take it out of the engine until
-        it is resumed, while its window goes on; or let it go on.
-
-        Raises:
-            ConflictError: its state forbids it.
-        """
+        it is resumed, while its window goes on; or let it go on."""
         return self._shown(await self._runner.change(batch_id, Asked(action), owner))
 
     async def status(self) -> ServiceStatus:
@@ -286,10 +266,6 @@ class BatchService:
     def headroom(self) -> Headroom:
         """Return how much more offline work would finish in time. Cheap."""
         return self._runner.headroom()
-
-    async def _find_file(self, owner: str, file_id: str) -> FileRecord:
-        now_s = self.context.clock.now_s()
-        return await self.context.store.run(file_rows.find, owner, file_id, now_s)
 
     def _shown(self, batch: JobRecord) -> BatchObject:
         return self._renderer([batch])(batch)

@@ -93,11 +93,7 @@ class Uploads:
     files: FileStore
 
     async def create(self, owner: str, request: CreateUpload) -> UploadObject:
-        """Begin an upload.
-
-        Raises:
-            TooLargeError: it is to be larger than a file may be.
-        """
+        """Begin an upload."""
         limit_bytes = self.context.limits.max_upload_bytes
         if request.bytes > limit_bytes:
             message = f"the file is larger than {limit_bytes:,} bytes: split it"
@@ -115,12 +111,7 @@ class Uploads:
     async def add_part(
         self, owner: str, upload_id: str, chunks: AsyncIterable[bytes]
     ) -> UploadPart:
-        """Add a part, in any order; it is there when this returns.
-
-        Raises:
-            NotFoundError: there is no such upload, or it is complete, cancelled or expired.
-            TooLargeError: the part is larger than a file may be.
-        """
+        """Add a part, in any order; it is there when this returns."""
         upload, _ = await self._find(owner, upload_id)
         part = await self.files.add(
             owner,
@@ -133,13 +124,7 @@ class Uploads:
         return UploadPart(id=part.id, created_at=int(part.created_at_s), upload_id=upload_id)
 
     async def complete(self, owner: str, upload_id: str, request: CompleteUpload) -> UploadObject:
-        """Make a file of the parts.
-
-        Raises:
-            NotFoundError: there is no such upload or part, or it was completed or cancelled
-                meanwhile.
-            BatchRequestError: size or sum is not what was said; the parts stay.
-        """
+        """Make a file of the parts, which stay if their size or sum is not what was said."""
         upload, wanted = await self._find(owner, upload_id)
         parts = [
             await self._row(owner, part_id, file_rows.part_of(upload_id), "part")
@@ -161,11 +146,7 @@ class Uploads:
         return UploadObject.of(upload, wanted, "completed", FileObject.of(file))
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
-        """Delete what is there of an upload.
-
-        Raises:
-            NotFoundError: there is no such upload.
-        """
+        """Delete what is there of an upload."""
         upload, wanted = await self._find(owner, upload_id)
         await self._forget(owner, upload_id)
         return UploadObject.of(upload, wanted, "cancelled")
@@ -191,14 +172,11 @@ class Uploads:
     async def _row(self, owner: str, row_id: str, purpose: str, what: str) -> FileRecord:
         now_s = self.context.clock.now_s()
         try:
-            found = await self.context.store.run(
-                file_rows.find, owner, row_id, now_s, of_uploads=True
+            return await self.context.store.run(
+                file_rows.find, owner, row_id, now_s, purpose=purpose
             )
         except NotFoundError:
             raise _gone(what, row_id) from None
-        if found.purpose != purpose:
-            raise _gone(what, row_id)
-        return found
 
     async def _forget(self, owner: str, upload_id: str) -> None:
         """Delete an upload and its parts.

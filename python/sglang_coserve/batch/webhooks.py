@@ -27,7 +27,7 @@ from sglang_coserve.batch.context import JobContext
 from sglang_coserve.batch.record import BatchEvent
 from sglang_coserve.batch.store import batch_rows
 from sglang_coserve.config import BatchApiConfig
-from sglang_coserve.errors import ConfigError, CoserveError
+from sglang_coserve.errors import ConfigError, ServerError
 from sglang_coserve.lines.background import backoff_s
 from sglang_coserve.network import http_address
 
@@ -42,10 +42,6 @@ _MAX_DELAY_S: Final = 3600.0
 _GIVE_UP_AFTER_S: Final = 3 * 86_400.0
 
 _log = logging.getLogger(__name__)
-
-
-class DeliveryError(CoserveError):
-    """The address did not accept an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,4 +163,4 @@ class _Deliveries:
             self._client.stream("POST", self._url, content=body, headers=headers) as response,
         ):
             if not response.is_success and response.status_code != HTTPStatus.GONE:
-                raise DeliveryError(f"HTTP {response.status_code} from {self._url.host}")
+                raise ServerError(f"HTTP {response.status_code} from {self._url.host}")

@@ -136,13 +136,6 @@ _READ_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 10_000
 
 
-class OrderedLine(NamedTuple):
-    """Where a line is."""
-
-    offset: int
-    number: int
-
-
 class PrefixSorter:
     """Finds the order in bounded memory: SQLite sorts, in its temporary folder, up to 268 bytes a
     line."""
@@ -197,8 +190,8 @@ def has_order(path: Path) -> bool:
     return (count * _ENTRY.size, checksum) == (found_bytes, found)
 
 
-def read_order(order: BinaryIO, start: int, count: int) -> Iterator[OrderedLine]:
-    """Yield ``count`` entries of a whole order from the ``start``-th on, fewer at the end. They are
-    read at once."""
+def read_order(order: BinaryIO, start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and number of ``count`` lines of a whole order from the ``start``-th on, fewer
+    at the end. They are read at once."""
     order.seek((1 + start) * _ENTRY.size)
-    return starmap(OrderedLine, _ENTRY.iter_unpack(order.read(count * _ENTRY.size)))
+    return _ENTRY.iter_unpack(order.read(count * _ENTRY.size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -248,9 +247,8 @@ def prefix_key(body: Mapping[str, Any]) -> bytes:
                 text += orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
             except TypeError:  # Nested too deeply, or half a surrogate pair.
                 text += b"?"
-    key: list[int] = []
-    checksum = 0
+    key, checksum = bytearray(), 0
     for start in range(0, min(len(text), _BLOCK_BYTES * _MOST_BLOCKS), _BLOCK_BYTES):
         checksum = zlib.crc32(text[start : start + _BLOCK_BYTES], checksum)
-        key.append(checksum)
-    return struct.pack(f">{len(key)}I", *key)
+        key += checksum.to_bytes(KEY_BLOCK_BYTES)
+    return bytes(key)

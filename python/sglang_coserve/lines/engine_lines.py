@@ -9,13 +9,13 @@ import struct
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import disk_errors
 
 TURN_S: Final = 60.0
 """Duration of a turn while lines of the other kind wait. Short compared with completion windows of
@@ -223,12 +223,10 @@ class InFlightFile:
 
     def last_run(self) -> LastRun | None:
         """Return the state of the last run; None if there was none. Blocks."""
-        try:
+        with self._disk_errors():
             content = self._path.read_bytes() if self._path.exists() else b""
             is_there = self.trace_path.exists()
             trace = self.trace_path.read_text(errors="replace") if is_there else ""
-        except OSError as error:
-            raise self._failed(error) from error
         if len(content) < _HEAD.size or not content.startswith(_MAGIC):
             return None
         _, run_id, has_died = _HEAD.unpack_from(content)
@@ -240,14 +238,12 @@ class InFlightFile:
 
     def start(self) -> None:
         """Begin a run with no line in the engine, and discard the state of the last one. Blocks."""
-        try:
+        with self._disk_errors():
             # The trace first: without it the old state is not counted as a crash.
             self.trace_path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
             os.pwrite(self._fd, _HEAD.pack(_MAGIC, secrets.token_bytes(12), 0), 0)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def begin(self, batch_id: str, line: int) -> int:
         """Record that the engine is about to get a line; return the entry for ``end``.
@@ -256,15 +252,14 @@ class InFlightFile:
             StorageError: the disk is full or failing; the line must not reach the engine.
         """
         assert self._fd is not None
-        entry = self._free.pop() if self._free else self._num_entries
+        entry = self._free[-1] if self._free else self._num_entries
         batch = bytes.fromhex(batch_id.removeprefix(_PREFIX))
-        try:
+        with self._disk_errors():
             os.pwrite(self._fd, _ENTRY.pack(batch, line), _offset(entry))
-        except OSError as error:
-            if entry < self._num_entries:
-                self._free.append(entry)
-            raise self._failed(error) from error
-        self._num_entries = max(self._num_entries, entry + 1)
+        if self._free:
+            self._free.pop()
+        else:
+            self._num_entries += 1
         return entry
 
     def end(self, entry: int) -> None:
@@ -288,8 +283,8 @@ class InFlightFile:
             os.close(self._fd)
             self._fd = None
 
-    def _failed(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._path} cannot be used: {error.strerror}")
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(f"{self._path} cannot be used")
 
 
 def _offset(entry: int) -> int:

@@ -8,13 +8,14 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 from zlib import crc32
 
 from sglang_coserve.durable_files import discard, replace, write_all
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import disk_errors
 from sglang_coserve.lines.background import WorkerThreads
 from sglang_coserve.lines.line_source import LineBitmap
 
@@ -81,7 +82,7 @@ class TokenJournal(LineTokens):
         self._tokens.clear()
         self._unwritten.clear()
         self._size_bytes = 0
-        try:
+        with self._disk_errors():
             if not self._path.exists():
                 return 0
             with self._path.open("r+b", buffering=1 << 20) as file:
@@ -100,8 +101,6 @@ class TokenJournal(LineTokens):
                     self._tokens.clear()
                 file.truncate(self._size_bytes)
                 return num_foreign
-        except OSError as error:
-            raise self._failed(error) from error
 
     def add(self, line: int, tokens: Sequence[int]) -> None:
         """See ``LineTokens``."""
@@ -136,7 +135,7 @@ class TokenJournal(LineTokens):
 
     def write(self, written: bytes, is_rewrite: bool) -> None:
         """Write the result of ``take_unwritten``. Blocks; one call at a time."""
-        try:
+        with self._disk_errors():
             if is_rewrite:
                 replace(self._path, lambda file: file.write(written))
                 return
@@ -146,18 +145,14 @@ class TokenJournal(LineTokens):
                 write_all(fd, written)
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def delete(self) -> None:
         """Delete the file, when all lines are finished. Blocks."""
-        try:
+        with self._disk_errors():
             discard(self._path)
-        except OSError as error:
-            raise self._failed(error) from error
 
-    def _failed(self, error: OSError) -> StorageError:
-        return StorageError(f"the journal {self._path} failed: {error.strerror}")
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(f"the journal {self._path} failed")
 
 
 def _no_tokens() -> defaultdict[int, array[int]]:

@@ -246,14 +246,13 @@ class LineRun:
 
 
 async def _unwrapped(work: Awaitable[None]) -> None:
-    """Await ``work``, whose task groups would hide a CoserveError in groups of errors."""
+    """Await ``work``, whose task groups would hide its error in groups of errors. One that nobody
+    expects is raised rather than a CoserveError."""
     try:
-        await work
-    except BaseExceptionGroup as group:
-        expected, others = group.split(CoserveError)
-        if expected is None or others is not None:
-            raise
-        first: BaseException = expected
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from group
+        return await work
+    except ExceptionGroup as group:
+        _, unexpected = group.split(CoserveError)
+        first: Exception = unexpected or group
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    raise first

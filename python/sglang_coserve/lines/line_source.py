@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.jsonl.lines import FileLine, has_order, is_blank, read_lines, read_order
 from sglang_coserve.lines.background import WorkerThreads
 
@@ -85,13 +85,11 @@ class LineSource:
         """Read some lines; skipping many finished lines takes several calls."""
         if self._is_ordered is None:
             self._is_ordered = self._order is not None and has_order(self._order)
-        try:
+        with disk_errors(f"{self._path} cannot be read"):
             if self._is_ordered:
                 self._read_in_order()
             else:
                 self._read_on()
-        except OSError as error:
-            raise StorageError(f"{self._path} cannot be read: {error.strerror}") from error
 
     def _read_on(self) -> None:
         size_bytes = 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from sglang_coserve.durable_files import MAX_UNSYNCED_BYTES, append, settle, sync_names
-from sglang_coserve.errors import StorageError
+from sglang_coserve.errors import StorageError, disk_errors
 from sglang_coserve.lines.background import Clock, WorkerThreads, to_its_end
 from sglang_coserve.lines.result_record import (
     RECORD_START,
@@ -101,11 +102,9 @@ class ResultLog:
         Until then they may be in memory only: nothing may be committed.
         """
         for (path, size_bytes), synced_bytes in zip(self._sizes(), self._synced_bytes, strict=True):
-            try:
+            with self._disk_errors("written", path):
                 if path.exists():
                     settle(path, size_bytes, synced_bytes)
-            except OSError as error:
-                raise self._failed("written", path, error) from error
 
     def append(self, output: bytes, errors: bytes, progress: Progress) -> None:
         """Append whole records to each file, and force them to disk.
@@ -130,7 +129,7 @@ class ResultLog:
     def _append(self, path: Path, size_bytes: int, records: bytes) -> None:
         # A file that has disappeared must not be created anew: its records would be missing.
         create = 0 if size_bytes else os.O_CREAT
-        try:
+        with self._disk_errors("written", path):
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, self._mode)
             try:
                 if os.fstat(fd).st_size != size_bytes:
@@ -140,11 +139,9 @@ class ResultLog:
                 os.close(fd)
             if not size_bytes:
                 sync_names(path.parent)
-        except OSError as error:
-            raise self._failed("written", path, error) from error
 
-    def _failed(self, verb: str, path: Path, error: OSError) -> StorageError:
-        return StorageError(f"{self._name or path} cannot be {verb}: {error.strerror}")
+    def _disk_errors(self, verb: str, path: Path) -> AbstractContextManager[None]:
+        return disk_errors(f"{self._name or path} cannot be {verb}")
 
     def _scan(
         self, path: Path, committed_bytes: int | None, add: Callable[[int, int], bool | None]
@@ -157,34 +154,31 @@ class ResultLog:
                     " cancel its batch"
                 )
             return scan
-        try:
-            with path.open("rb", buffering=_READ_BYTES) as file:
-                # What comes before was synced, so it is as it was written.
-                synced_bytes = committed_bytes
-                if synced_bytes is None:
-                    synced_bytes = os.fstat(file.fileno()).st_size - MAX_UNSYNCED_BYTES
-                for record in file:
-                    end_bytes = scan.size_bytes + len(record)
-                    is_unsynced = end_bytes > synced_bytes
-                    identity = record_identity(record)
-                    usage = usage_in_record(record) if identity and is_unsynced else Usage()
-                    is_new = add(*identity) if identity and usage is not None else None
-                    if identity is None or usage is None or is_new is None:
-                        if committed_bytes is None and not (is_unsynced and _is_torn(record)):
-                            raise StorageError(
-                                f"line {scan.records + 1} of {path} is not a batch result, or is"
-                                " damaged: choose another output, or move this file away"
-                            )
-                        break
-                    if not is_new:
-                        raise StorageError(f"{path} has a second result for line {identity[1]}")
-                    if committed_bytes is not None and is_unsynced:
-                        scan.new_records += 1
-                        scan.new_usage += usage
-                    scan.records += 1
-                    scan.size_bytes = end_bytes
-        except OSError as error:
-            raise self._failed("read", path, error) from error
+        with self._disk_errors("read", path), path.open("rb", buffering=_READ_BYTES) as file:
+            # What comes before was synced, so it is as it was written.
+            synced_bytes = committed_bytes
+            if synced_bytes is None:
+                synced_bytes = os.fstat(file.fileno()).st_size - MAX_UNSYNCED_BYTES
+            for record in file:
+                end_bytes = scan.size_bytes + len(record)
+                is_unsynced = end_bytes > synced_bytes
+                identity = record_identity(record)
+                usage = usage_in_record(record) if identity and is_unsynced else Usage()
+                is_new = add(*identity) if identity and usage is not None else None
+                if identity is None or usage is None or is_new is None:
+                    if committed_bytes is None and not (is_unsynced and _is_torn(record)):
+                        raise StorageError(
+                            f"line {scan.records + 1} of {path} is not a batch result, or is"
+                            " damaged: choose another output, or move this file away"
+                        )
+                    break
+                if not is_new:
+                    raise StorageError(f"{path} has a second result for line {identity[1]}")
+                if committed_bytes is not None and is_unsynced:
+                    scan.new_records += 1
+                    scan.new_usage += usage
+                scan.records += 1
+                scan.size_bytes = end_bytes
         if scan.size_bytes < (committed_bytes or 0):
             raise StorageError(
                 f"{path} is damaged after byte {scan.size_bytes:,}: restore it, or cancel its batch"

@@ -53,7 +53,6 @@ def test_without_online_requests_offline_work_has_a_lane_of_its_own_for_any_time
 @pytest.mark.parametrize("policy", ["coserve", "conserve", "hygen", "bros", "ooco"])
 def test_a_part_of_a_step_of_the_lane_fits_between_two_decodes(policy: str) -> None:
     plan = plan_of(scheduler(policy, queued(8000)), seen())
-    assert TARGETS.tpot_s is not None
     assert 0.25 * plan.predicted_s <= TARGETS.tpot_s
 
 

@@ -38,20 +38,17 @@ def test_nothing_is_pulled_without_time_or_with_requests_left_out() -> None:
 
 def test_a_saturated_batch_pulls_the_longest_that_fits() -> None:
     preference = prefer(600, 0.1)
-    assert preference is not None
     assert preference[0] == preference[1]
     assert prefer(600, 0.1, free=50) == (50, 50)
 
 
 def test_a_small_batch_that_cannot_saturate_pulls_the_shortest() -> None:
     preference = prefer(10, 0.010)
-    assert preference is not None
     assert preference[0] == 1 < preference[1]
 
 
 def test_a_batch_that_can_saturate_pulls_the_longest_that_lets_it() -> None:
     preference = prefer(500, 0.1)
-    assert preference is not None
     assert 1 < preference[0] < preference[1]
 
 

@@ -72,7 +72,6 @@ class Checked(Scheduler):
         plan = super().plan(snapshot, cache)
         assert plan == super().plan(snapshot, cache), "plan changed something"
         if plan.resumes:
-            assert snapshot.suspended is not None
             assert (plan.step, plan.batch) == (snapshot.suspended.step, snapshot.suspended.batch)
         elif not plan.drops:
             check_contract(plan, snapshot)

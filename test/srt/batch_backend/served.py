@@ -75,8 +75,7 @@ class Served:
 
     async def counts(self) -> dict[str, dict[str, int]]:
         (state,) = await self.manager.get_internal_state()
-        counts: dict[str, dict[str, int]] = state["coserve"]
-        return counts
+        return state["coserve"]
 
     async def until(self, is_reached: Callable[[dict[str, dict[str, int]]], bool]) -> None:
         while not is_reached(await self.counts()):
@@ -105,10 +104,3 @@ def comparable(body: Any) -> Any:
         left_out = ("id", "created", "created_at")
         return {key: comparable(value) for key, value in body.items() if key not in left_out}
     return [comparable(item) for item in body] if isinstance(body, list) else body
-
-
-def text_of(body: dict[str, Any]) -> str:
-    if "output" in body:
-        return str(body["output"][0]["content"][0]["text"])
-    choice = body["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])

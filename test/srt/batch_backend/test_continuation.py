@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from batch.route_calls import answer_in
 from srt.batch_backend.served import (
     CHAT,
     COMPLETION,
@@ -16,7 +17,6 @@ from srt.batch_backend.served import (
     RESPONSES,
     Served,
     comparable,
-    text_of,
 )
 
 
@@ -81,7 +81,7 @@ def test_stop_strings_are_found_across_the_seam(served: Served) -> None:
     body = {**COMPLETION, "stop": [stop, "never said"]}
     whole = served.answer(COMPLETIONS, body)
     assert whole["choices"][0]["matched_stop"] == stop
-    assert text_of(whole) == text[: text.index(stop)]
+    assert answer_in(whole) == text[: text.index(stop)]
     num_tokens = whole["usage"]["completion_tokens"]
     for num_generated in range(num_tokens - 8, num_tokens):
         continued = served.answer(COMPLETIONS, body, output_ids[:num_generated])
@@ -103,7 +103,7 @@ def test_text_cut_within_a_character_is_joined(served: Served) -> None:
     (ferry_ids,) = served.engine.tokenizer_manager.tokenizer(["é漢🚢 über"]).input_ids
     prompt = {**COMPLETION, "max_tokens": len(ferry_ids) + 5}
     whole = served.answer(COMPLETIONS, prompt, ferry_ids)
-    assert text_of(whole).startswith("é漢🚢 über")
+    assert answer_in(whole).startswith("é漢🚢 über")
     ids = whole["choices"][0]["token_ids"]
     for num_generated in range(1, len(ferry_ids)):
         continued = served.serve(COMPLETIONS, prompt, ids[:num_generated])[0].body

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_coserve.lines.backend import BackendLoad
 from srt.batch_backend.served import COMPLETION, COMPLETIONS, PROMPT, Served
+from waiting import until
 
 
 @pytest.fixture
@@ -72,8 +73,7 @@ def test_the_engine_says_what_to_expect_and_who_else_is_served(served: Served) -
 
     async def beside(others: Any) -> list[bool]:
         tasks = [asyncio.create_task(other) for other in others]
-        while len(served.manager.rid_to_state) < len(tasks):
-            await asyncio.sleep(0.001)
+        await until(lambda: len(served.manager.rid_to_state) >= len(tasks))
         is_busy = served.backend.load().is_online_busy
         await asyncio.gather(*tasks)
         return [is_busy, served.backend.load().is_online_busy]

@@ -9,12 +9,12 @@ import openai
 import pytest
 
 from srt.batch_server.deployment import Deployment
-from srt.batch_server.webhook_receiver import WebhookReceiver
+from web_server import WebServer, web_server
 
 
 @pytest.fixture(scope="package")
-def webhook_receiver() -> Iterator[WebhookReceiver]:
-    with WebhookReceiver() as receiver:
+def webhook_receiver() -> Iterator[WebServer]:
+    with web_server(lambda call: call.answer(204)) as receiver:
         yield receiver
 
 
@@ -22,18 +22,16 @@ def webhook_receiver() -> Iterator[WebhookReceiver]:
 def deployment(
     small_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    webhook_receiver: WebhookReceiver,
+    webhook_receiver: WebServer,
 ) -> Iterator[Deployment]:
-    deployment = Deployment(
+    with Deployment(
         small_model,
         tmp_path_factory.mktemp("server"),
         *("--offline-max-running", "4", "--startup-profile-seconds", "0"),
         "--enable-metrics",
-        *("--batch-webhook-url", webhook_receiver.url),
-    )
-    deployment.start()
-    yield deployment
-    deployment.stop()
+        *("--batch-webhook-url", f"{webhook_receiver.url}/hook"),
+    ) as deployment:
+        yield deployment
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from pathlib import Path
@@ -13,16 +12,18 @@ import openai
 from openai.types import Batch
 
 from batch import route_calls
+from batch.scenarios import SECRET
+from calls import call, client_of
 from sglang_coserve.local_server import LocalServer
+from waiting import GIVE_UP_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 START_S = 300
 """Of replicas, whose controller is one more process that imports SGLang before they do."""
 
 API_KEY = "secret"
 ADMIN_KEY = "admin secret"
-WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"0123456789abcdef").decode()
 
 
 def line(custom_id: str, max_tokens: Any = 8, url: str = COMPLETIONS, **extra: Any) -> str:
@@ -44,10 +45,10 @@ def lines(count: int, max_tokens: int = 8, url: str = COMPLETIONS, **extra: Any)
 class Deployment(LocalServer):
     """A server on one directory, with whatever policy a test needs."""
 
-    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+    def __init__(self, model: Path, directory: Path, *flags: str, policy: str = "fifo") -> None:
         self.data = directory / "data"
         self.log = directory / "server.log"
-        self.environment = {"COSERVE_WEBHOOK_SECRET": WEBHOOK_SECRET}
+        self.environment = {"COSERVE_WEBHOOK_SECRET": SECRET}
         super().__init__(
             [
                 *("--model-path", str(model), "--dtype", "float32", "--api-key", API_KEY),
@@ -58,11 +59,11 @@ class Deployment(LocalServer):
             ready_timeout_s=START_S,
         )
         self._without_policy = self._command
-        self._policy = ""
-
-    def start(self, policy: str = "fifo") -> None:
         self._policy = policy
-        self._command = [*self._without_policy, "--offline-policy", policy]
+
+    def start(self, policy: str | None = None) -> None:
+        self._policy = policy or self._policy
+        self._command = [*self._without_policy, "--offline-policy", self._policy]
         self._env = {**os.environ, **self.environment}
         super().start()
 
@@ -73,14 +74,21 @@ class Deployment(LocalServer):
             self.start(policy)
 
     def client(self, api_key: str = API_KEY) -> openai.OpenAI:
-        url = f"{self.base_url}/v1"
-        return openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60)
+        return client_of(self, api_key)
+
+    def ask(
+        self, method: str, path: str, key: str | None = ADMIN_KEY, body: Any = None
+    ) -> httpx.Response:
+        """Send JSON, or nothing, and return whatever is answered."""
+        return call(self, method, path, key, json=body)
+
+    def flush(self) -> None:
+        """Have it forget its cache, once nothing runs."""
+        self.ask("POST", f"/flush_cache?timeout={GIVE_UP_S}").raise_for_status()
 
     def status(self) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {API_KEY}"}
-        answer = httpx.get(f"{self.base_url}/coserve/status", headers=headers, timeout=60)
-        status: dict[str, Any] = answer.raise_for_status().json()
-        return status
+        answer = self.ask("GET", "/coserve/status", API_KEY)
+        return answer.raise_for_status().json()
 
 
 def create(
@@ -96,5 +104,4 @@ def create(
 
 def extra_of(batch: Batch) -> dict[str, Any]:
     """What the object has beyond OpenAI's fields."""
-    extra: dict[str, Any] = batch.to_dict()["coserve"]  # type: ignore[assignment]
-    return extra
+    return batch.to_dict()["coserve"]

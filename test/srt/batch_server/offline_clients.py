@@ -1,4 +1,4 @@
-"""What users' programs do with clients for offline work: ten requests each; run by path."""
+"""What users' programs do with clients, most of them for offline work; run by path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,88 @@ from typing import Any
 
 COUNT, GIVE_UP_S = 10, 90
 QUESTIONS = [f"Who repaired boat {number}?" for number in range(COUNT)]
+MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
+TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+
+
+def openai(base_url: str, api_key: str, _directory: Path) -> None:
+    """Every tier, a batch, and answers in the background; with whatever version."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
+        _ask(client)
+        _run_batch(client)
+        _answer_in_the_background(client)
+
+
+def _ask(client: Any) -> None:
+    """Every tier is taken, and the answer names the one used."""
+    for tier in TIERS:
+        used = "flex" if tier == "flex" else "default"
+        chat = client.chat.completions.create(
+            model="small", messages=MESSAGES, max_tokens=2, service_tier=tier
+        )
+        assert chat.service_tier == used, (tier, chat)
+        chunks = client.chat.completions.create(
+            model="small", messages=MESSAGES, max_tokens=2, service_tier=tier, stream=True
+        )
+        assert {chunk.service_tier for chunk in chunks} == {used}, tier
+        given: Any = {
+            "model": "small",
+            "input": "Who?",
+            "max_output_tokens": 16,
+            "service_tier": tier,
+        }
+        assert client.responses.create(**given).service_tier == used, tier
+        events = client.responses.create(**given, stream=True)
+        told = {event.response.service_tier for event in events if hasattr(event, "response")}
+        assert told == {used}, (tier, told)
+
+
+def _run_batch(client: Any) -> None:
+    """A batch from upload to results."""
+    body = {"model": "small", "messages": MESSAGES, "max_tokens": 3}
+    fields = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [json.dumps({"custom_id": f"line-{n}", **fields}) for n in range(COUNT)]
+    content = "\n".join(lines).encode()
+    uploaded = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    _wait(lambda: client.batches.retrieve(batch.id).status)
+    batch = client.batches.retrieve(batch.id)
+    assert batch.request_counts.completed == COUNT, batch
+    records = client.files.content(batch.output_file_id).text.splitlines()
+    assert {json.loads(record)["custom_id"] for record in records} == {
+        f"line-{n}" for n in range(COUNT)
+    }
+    assert batch.id in [listed.id for listed in client.batches.list()]
+    client.files.delete(uploaded.id)
+
+
+def _answer_in_the_background(client: Any) -> None:
+    """A response that is polled, then streamed from its middle, then deleted; and a chat."""
+    begun = client.responses.create(
+        model="small", input="Who?", max_output_tokens=16, background=True, service_tier="flex"
+    )
+    _wait(lambda: client.responses.retrieve(begun.id).status, "completed", "incomplete")
+    response = client.responses.retrieve(begun.id)
+    assert (response.error, response.background) == (None, True)
+    events = client.responses.retrieve(response.id, stream=True, starting_after=3)
+    *_, last = events
+    assert last.response.output_text == response.output_text
+    client.responses.delete(response.id)
+    chat = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "Who?"}],
+        max_tokens=8,
+        service_tier="flex",
+        extra_body={"background": True},
+    )
+    _wait(lambda: client.chat.completions.retrieve(chat.id).status)
+    chat = client.chat.completions.retrieve(chat.id)
+    assert chat.usage.completion_tokens == 8, chat
+    client.chat.completions.delete(chat.id)
 
 
 def autobatcher(base_url: str, api_key: str, _directory: Path) -> None:
@@ -167,9 +249,9 @@ def _run(program: str, *words: str) -> None:
     subprocess.run([Path(sys.executable).with_name(program), *words], check=True, timeout=300)
 
 
-def _wait(status: Any) -> None:
+def _wait(status: Any, *ends: str) -> None:
     end_s = time.monotonic() + GIVE_UP_S
-    while (seen := status()) != "completed":
+    while (seen := status()) not in (ends or ("completed",)):
         assert time.monotonic() < end_s and seen not in ("failed", "expired"), seen
         time.sleep(0.2)
 

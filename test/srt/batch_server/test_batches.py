@@ -8,10 +8,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from batch.route_calls import records, text_of, until
-from srt.batch_server.deployment import WEBHOOK_SECRET, Deployment, create, line, lines
-from srt.batch_server.webhook_receiver import WebhookReceiver
+from batch.route_calls import records, texts, until
+from batch.scenarios import SECRET
+from srt.batch_server.deployment import Deployment, create, line, lines
 from waiting import eventually
+from web_server import WebServer
 
 
 def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> None:
@@ -20,7 +21,6 @@ def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> 
     assert batch.request_counts is not None
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (6, 5, 1)
-    assert batch.usage is not None
     assert batch.usage.output_tokens == 40
     served = records(client, batch.output_file_id)
     for n in range(5):
@@ -31,7 +31,7 @@ def test_a_batch_completes_as_the_routes_would_answer(client: openai.OpenAI) -> 
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-        assert text_of(served[f"id-{n}"]) == alone.choices[0].text
+        assert texts(served)[f"id-{n}"] == alone.choices[0].text
     bad = records(client, batch.error_file_id)["bad"]
     assert bad["response"]["status_code"] == 400
     assert "max_" in bad["response"]["body"]["error"]["message"]
@@ -62,20 +62,19 @@ def test_cancelling_leaves_the_engine_idle(deployment: Deployment, client: opena
 
 
 def test_a_webhook_tells_the_end(
-    deployment: Deployment, client: openai.OpenAI, webhook_receiver: WebhookReceiver
+    deployment: Deployment, client: openai.OpenAI, webhook_receiver: WebServer
 ) -> None:
     batch = create(client, lines(1))
 
     def told() -> list[tuple[str, str]]:
         events = [
-            client.webhooks.unwrap(body, headers, secret=WEBHOOK_SECRET)
-            for headers, body in webhook_receiver.posts
-            if json.loads(body)["data"]["id"] == batch.id
+            client.webhooks.unwrap(call.content, dict(call.headers), secret=SECRET)
+            for call in webhook_receiver.calls
+            if json.loads(call.content)["data"]["id"] == batch.id
         ]
         return [(event.type, event.data.id) for event in events]
 
-    eventually(told)
-    assert told() == [("batch.completed", batch.id)]
+    assert eventually(told) == [("batch.completed", batch.id)]
     assert client.batches.retrieve(batch.id).status == "completed"
     eventually(lambda: deployment.status()["batch_api"]["webhooks_pending"] == 0)
 
@@ -87,7 +86,6 @@ def test_a_background_response_that_sglang_refuses_has_failed(client: openai.Ope
     assert begun.status == "queued"
     eventually(lambda: client.responses.retrieve(begun.id).status == "failed")
     error = client.responses.retrieve(begun.id).error
-    assert error is not None
     assert "top_p" in error.message
 
 

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from batch.route_calls import completed, text_of, until
+from batch.route_calls import completed, texts, until
+from calls import exported
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest
-from srt.batch_server.deployment import ADMIN_KEY, API_KEY, COMPLETIONS, Deployment, create, lines
+from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment, create, lines
 from waiting import GIVE_UP_S, eventually
 
 NUM_LINES, NUM_TOKENS = 5, 300
@@ -27,27 +26,15 @@ def request(number: int, generated: Sequence[int] = ()) -> LineRequest:
     return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated))
 
 
-def ask(deployment: Deployment, method: str, path: str, key: str = ADMIN_KEY) -> httpx.Response:
-    headers = {"authorization": f"Bearer {key}"}
-    url = f"{deployment.base_url}{path}"
-    return httpx.request(method, url, headers=headers, timeout=GIVE_UP_S)
-
-
 def drain(deployment: Deployment, method: str = "POST", query: str = "") -> dict[str, Any]:
-    answer = ask(deployment, method, f"/coserve/drain{query}")
-    state: dict[str, Any] = answer.raise_for_status().json()
-    return state
+    answer = deployment.ask(method, f"/coserve/drain{query}")
+    return answer.raise_for_status().json()
 
 
 def batches_exported(deployment: Deployment) -> dict[str, float]:
     """What ``/metrics`` says of batches by their state, and of the lines that wait."""
-    text = ask(deployment, "GET", "/metrics").raise_for_status().text
-    return {
-        sample.labels.get("state", sample.name): sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name.startswith("coserve_batch")
-        for sample in family.samples
-    }
+    samples = exported(deployment, "coserve_batch")
+    return {sample.labels.get("state", sample.name): sample.value for sample in samples}
 
 
 @pytest.fixture(autouse=True)
@@ -94,20 +81,14 @@ async def test_a_drained_engine_hands_lines_back_and_goes_on_after_their_tokens(
 
 
 def test_its_background_tasks_are_shown(deployment: Deployment) -> None:
-    status = ask(deployment, "GET", "/coserve/status", API_KEY).raise_for_status().json()
+    status = deployment.status()
     tasks = status["background"]
     assert {"view_samples", "drain_at_stop", "metrics", "file_expiry"} <= tasks.keys()
     assert all(task["failures"] == 0 for task in tasks.values())
     assert all(task["running"] == 1 for name, task in tasks.items() if name != "batch")
     assert all(replica["background"] == {} for replica in status["replicas"])
-    text = ask(deployment, "GET", "/metrics").raise_for_status().text
-    counted = {
-        sample.labels["task"]: sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name == "coserve_background_failures"
-        for sample in family.samples
-    }
-    assert counted == dict.fromkeys(tasks, 0.0)
+    samples = exported(deployment, "coserve_background_failures")
+    assert {one.labels["task"]: one.value for one in samples} == dict.fromkeys(tasks, 0.0)
 
 
 def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
@@ -119,23 +100,22 @@ def test_it_tells_routers_serves_who_comes_and_keeps_its_batches(
     try:
         assert drain(deployment)["is_draining"]
         assert drain(deployment, "GET")["is_draining"]
-        assert ask(deployment, "GET", "/coserve/load").json()["is_draining"]
-        assert ask(deployment, "GET", "/coserve/lines").json()["refuses"] == "draining"
+        assert deployment.ask("GET", "/coserve/load").json()["is_draining"]
+        assert deployment.ask("GET", "/coserve/lines").json()["refuses"] == "draining"
         for path in ("/health", "/health_generate"):
-            assert ask(deployment, "GET", path).status_code == 503
+            assert deployment.ask("GET", path).status_code == 503
         with pytest.raises(openai.InternalServerError, match="draining"):
             client.batches.retrieve(batch.id)
         answer = client.completions.create(model="small", prompt="hello", max_tokens=3)
-        assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
     finally:
         assert not drain(deployment, "DELETE")["is_draining"]
     assert not drain(deployment, "DELETE")["is_draining"]
-    assert ask(deployment, "GET", "/health").status_code == 200
-    found = {name: text_of(record) for name, record in completed(client, batch.id).items()}
+    assert deployment.ask("GET", "/health").status_code == 200
+    found = texts(completed(client, batch.id))
     assert len(found) == 6
     again = completed(client, create(client, lines(6, 200)).id)
-    assert found == {name: text_of(record) for name, record in again.items()}
+    assert found == texts(again)
 
 
 def test_its_batches_are_not_exported_by_who_does_not_serve_them(
@@ -143,7 +123,7 @@ def test_its_batches_are_not_exported_by_who_does_not_serve_them(
 ) -> None:
     batch = create(client, lines(60, 40))
     path = f"/coserve/batches/{batch.id}"
-    ask(deployment, "POST", f"{path}/pause").raise_for_status()
+    deployment.ask("POST", f"{path}/pause").raise_for_status()
     eventually(lambda: batches_exported(deployment)["paused"] == 1)
     assert drain(deployment)["is_draining"]
     try:

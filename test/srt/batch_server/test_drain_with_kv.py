@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineMovedError, LineRequest, LineResult, MovedKv
+from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, COMPLETIONS, Deployment
-from waiting import GIVE_UP_S
+from waiting import GIVE_UP_S, until
 
 NUM_LINES, NUM_TOKENS, TOKENS_BEFORE, PAGE = 6, 120, 20, 16
 PROMPT = " ".join(f"the {n}th boat on the river" for n in range(8))
@@ -28,16 +28,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     small_model: Path, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    deployment = Deployment(
+    with Deployment(
         small_model,
         tmp_path_factory.mktemp("server"),
         *("--startup-profile-seconds", "0", "--page-size", str(PAGE), "--enable-cache-report"),
         *("--max-total-tokens", "8192", "--kv-checkpoint", "eager"),
         *("--kv-move-dir", str(directory)),
-    )
-    deployment.start("coserve")
-    yield deployment
-    deployment.stop()
+        policy="coserve",
+    ) as deployment:
+        yield deployment
 
 
 def request(
@@ -46,12 +45,6 @@ def request(
     body: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
     body |= {"prompt": f"{number} {PROMPT}", "max_tokens": NUM_TOKENS, **extra}
     return LineRequest("batch_1", number, COMPLETIONS, body, tuple(generated), kv=kv)
-
-
-def post(server: Deployment, path: str, method: str = "POST") -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    url = f"{server.base_url}{path}"
-    httpx.request(method, url, headers=headers, timeout=GIVE_UP_S).raise_for_status()
 
 
 async def drained(
@@ -64,20 +57,18 @@ async def drained(
         asyncio.ensure_future(connection.run(each, model, tokens.extend))
         for each, tokens in zip(requests, heard, strict=True)
     ]
-    while min(map(len, heard)) < TOKENS_BEFORE:
-        await asyncio.sleep(0.01)
-    await asyncio.to_thread(post, server, f"/coserve/drain?wait_s={GIVE_UP_S}")
+    await until(lambda: min(map(len, heard)) >= TOKENS_BEFORE)
+    await asyncio.to_thread(server.ask, "POST", f"/coserve/drain?wait_s={GIVE_UP_S}")
     moved = await asyncio.gather(*attempts, return_exceptions=True)
-    await asyncio.to_thread(post, server, "/coserve/drain", "DELETE")
-    await asyncio.to_thread(post, server, f"/flush_cache?timeout={GIVE_UP_S}")
+    await asyncio.to_thread(server.ask, "DELETE", "/coserve/drain")
+    await asyncio.to_thread(server.flush)
     assert all(isinstance(error, LineMovedError) for error in moved), moved
     return heard, [error for error in moved if isinstance(error, LineMovedError)]
 
 
 def computed(result: LineResult, generated: Sequence[int]) -> int:
-    usage = result.body["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return int(usage["prompt_tokens"]) + len(generated) - int(cached)
+    usage = usage_of(result.body)
+    return usage.input_tokens - usage.cached_tokens + len(generated)
 
 
 async def test_lines_go_on_after_a_page_at_most_and_end_as_without_a_drain(
@@ -117,7 +108,6 @@ async def test_a_line_that_starts_over_leaves_nothing(server: Deployment, direct
             with pytest.raises(LineMovedError) as error:
                 await attempt
             assert error.value.kv is None
-            assert moved[0].kv is not None
             # A name that leads elsewhere is none.
             kv = MovedKv(f"../{moved[0].kv.name}", moved[0].kv.tokens)
             again = request(8, heard[0], kv, max_tokens=400)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
-from batch.route_calls import completed, text_of, until
+from batch.route_calls import completed, texts, until
 from sglang_coserve.errors import StartupError
 from sglang_coserve.lines.engine_lines import InFlightFile
 from srt.batch_server.deployment import Deployment, create, line, lines
@@ -27,17 +26,12 @@ POISON = "poison"
 @pytest.fixture(scope="module")
 def mortal(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A server whose lines may bring code along: that of the poison line ends the scheduler."""
-    deployment = Deployment(
-        small_model,
-        tmp_path_factory.mktemp("mortal"),
-        *("--enable-custom-logit-processor", "--startup-profile-seconds", "0"),
-    )
+    flags = ("--enable-custom-logit-processor", "--startup-profile-seconds", "0")
     with pytest.MonkeyPatch.context() as environment:
         # SGLang would wait a minute for dumps of the GPU before it ends.
         environment.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
-        deployment.start()
-        yield deployment
-        deployment.stop()
+        with Deployment(small_model, tmp_path_factory.mktemp("mortal"), *flags) as deployment:
+            yield deployment
 
 
 DEADLY = """
@@ -59,19 +53,6 @@ def poison() -> bytes:
     return line(POISON, 60, custom_logit_processor=processor.to_str()).encode()
 
 
-def has_ended(deployment: Deployment, within_s: float) -> bool:
-    try:
-        process = psutil.Process(deployment.pid)
-    except psutil.NoSuchProcess:
-        return True
-    give_up_s = time.monotonic() + within_s
-    while time.monotonic() < give_up_s:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_reaches_all_processes_suspects_no_line(
     mortal: Deployment, number: signal.Signals
@@ -82,11 +63,10 @@ def test_a_stop_that_reaches_all_processes_suspects_no_line(
         until(client, batch.id, "in_progress")
         eventually(lambda: mortal.status()["batch_api"]["lines_in_flight"] == 4)
         os.killpg(mortal.pid, number)
-        assert has_ended(mortal, GIVE_UP_S)
+        assert mortal.wait(GIVE_UP_S) is not None
         mortal.stop()
         file = InFlightFile(mortal.data / "in_flight", mortal.data / "fatal_signal")
         last_run = file.last_run()
-        assert last_run is not None
         assert not last_run.engine_died
         mortal.start()
         assert "the engine ended by itself" not in mortal.log.read_text()
@@ -95,26 +75,21 @@ def test_a_stop_that_reaches_all_processes_suspects_no_line(
 
 def start_until_it_stays_up(deployment: Deployment, batch_id: str) -> int:
     """Start the server as often as a supervisor would; return how often it has died."""
-    deaths = 0
-    while True:
-        with deployment.client() as client:
-            give_up_s = time.monotonic() + GIVE_UP_S
-            while time.monotonic() < give_up_s:
-                if has_ended(deployment, 0.2):
-                    break
-                try:
-                    if client.batches.retrieve(batch_id).status == "completed":
-                        return deaths
-                except openai.APIConnectionError:
-                    continue
-        assert has_ended(deployment, 30), "neither dead nor done"
-        deaths += 1
-        assert deaths < 5
-        deployment.stop()
-        try:
-            deployment.start()
-        except StartupError:  # It died before it was ready.
-            continue
+
+    def is_over() -> bool:
+        with suppress(openai.APIConnectionError):
+            return deployment.has_ended or client.batches.retrieve(batch_id).status == "completed"
+        return False
+
+    with deployment.client() as client:
+        for deaths in range(5):
+            eventually(is_over)
+            if not deployment.has_ended:
+                return deaths
+            deployment.stop()
+            with suppress(StartupError):  # It died before it was ready.
+                deployment.start()
+    raise AssertionError("it dies again and again")
 
 
 def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deployment) -> None:
@@ -129,11 +104,7 @@ def test_a_line_that_ends_the_engine_is_given_up_after_two_deaths(mortal: Deploy
         given_up = found.pop(POISON)
         assert given_up["response"] is None
         assert given_up["error"]["code"] == "engine_failed"
-        assert {key: text_of(record) for key, record in found.items()} == {
-            key: text_of(record) for key, record in expected.items()
-        }
+        assert texts(found) == texts(expected)
         assert len(completed(client, other.id)) == 4
         again = completed(client, create(client, LONG).id)
-        assert {key: text_of(record) for key, record in again.items()} == {
-            key: text_of(record) for key, record in completed(client, other.id).items()
-        }
+        assert texts(again) == texts(completed(client, other.id))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -14,12 +12,6 @@ from srt.batch_server.deployment import API_KEY, Deployment, create, line, lines
 
 LARGE = 15 << 20
 TEXT = "the old mill, " * (LARGE // 14)
-HEADERS = {"authorization": f"Bearer {API_KEY}", "content-type": "application/json"}
-
-
-def post(deployment: Deployment, path: str, body: dict[str, Any]) -> httpx.Response:
-    url = f"{deployment.base_url}{path}"
-    return httpx.post(url, content=json.dumps(body), headers=HEADERS, timeout=60, trust_env=False)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +30,7 @@ def post(deployment: Deployment, path: str, body: dict[str, Any]) -> httpx.Respo
 def test_a_body_that_is_too_large_is_refused(
     deployment: Deployment, path: str, body: dict[str, Any]
 ) -> None:
-    answer = post(deployment, path, body)
+    answer = deployment.ask("POST", path, API_KEY, body)
     assert answer.status_code == 413
     assert "than" in answer.json()["message"]
 
@@ -54,7 +46,7 @@ def test_a_body_that_is_too_large_is_refused(
 def test_many_faults_are_told_in_few_words(
     deployment: Deployment, path: str, body: dict[str, Any]
 ) -> None:
-    answer = post(deployment, path, body)
+    answer = deployment.ask("POST", path, API_KEY, body)
     assert answer.status_code == 400
     # Told one by one they would be half a gigabyte. The value at fault is told with each.
     assert answer.text.count("'loc'") < 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import openai
 import pytest
 
@@ -11,17 +10,12 @@ from sglang_coserve.srt.routes.batch_api import open_routes_warning
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 
 
-def call(deployment: Deployment, method: str, path: str, key: str | None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.request(method, f"{deployment.base_url}{path}", headers=headers, timeout=60)
-
-
 def test_the_admin_key_opens_the_operators_routes_and_no_others(
     deployment: Deployment, client: openai.OpenAI
 ) -> None:
     batch_id = create(client, lines(100, 500)).id  # Until it is cancelled.
     until(client, batch_id, "in_progress")
-    listed = call(deployment, "GET", "/coserve/batches?status=in_progress", ADMIN_KEY)
+    listed = deployment.ask("GET", "/coserve/batches?status=in_progress", ADMIN_KEY)
     assert batch_id in [batch["id"] for batch in listed.json()["data"]]
     for key in (API_KEY, "another", None):
         for method, path in (
@@ -36,18 +30,18 @@ def test_the_admin_key_opens_the_operators_routes_and_no_others(
             ("GET", "/lines"),
             ("POST", "/lines"),
         ):
-            answer = call(deployment, method, f"/coserve{path}", key)
+            answer = deployment.ask(method, f"/coserve{path}", key)
             assert answer.status_code == 401, (key, method, path)
     for path in ("/v1/files", "/v1/batches", "/coserve/status"):
-        assert call(deployment, "GET", path, ADMIN_KEY).status_code == 401
-        assert call(deployment, "GET", path, API_KEY).status_code == 200
-    assert call(deployment, "GET", "/coserve/load", API_KEY).status_code == 401
-    assert call(deployment, "GET", "/coserve/load", ADMIN_KEY).json()["model_name"] == "small"
+        assert deployment.ask("GET", path, ADMIN_KEY).status_code == 401
+        assert deployment.ask("GET", path, API_KEY).status_code == 200
+    assert deployment.ask("GET", "/coserve/load", API_KEY).status_code == 401
+    assert deployment.ask("GET", "/coserve/load", ADMIN_KEY).json()["model_name"] == "small"
     assert client.batches.retrieve(batch_id).status == "in_progress"
-    cancelled = call(deployment, "POST", f"/coserve/batches/{batch_id}/cancel", ADMIN_KEY)
+    cancelled = deployment.ask("POST", f"/coserve/batches/{batch_id}/cancel", ADMIN_KEY)
     assert cancelled.json()["status"] == "cancelling"
     until(client, batch_id, "cancelled")
-    document = call(deployment, "GET", "/openapi.json", API_KEY).json()
+    document = deployment.ask("GET", "/openapi.json", API_KEY).json()
     assert document["paths"]["/coserve/batches/{batch_id}/{action}"]["post"]["security"]
 
 

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from batch.route_calls import completed, text_of, until
+from batch.route_calls import completed, texts, until
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
-from srt.batch_server.deployment import ADMIN_KEY, Deployment, create, extra_of, lines
+from srt.batch_server.deployment import Deployment, create, extra_of, lines
 from waiting import eventually
 
 CONTENT = lines(30, 100)
@@ -53,30 +53,16 @@ class Changing(Deployment):
 
     def load(self, name: str, **how: Any) -> None:
         """Have the running server load other weights from the disk."""
-        body = {"model_path": str(self._models[name]), **how}
-        url, headers = f"{self.base_url}/update_weights_from_disk", self.headers
-        answer = httpx.post(url, json=body, headers=headers, timeout=120)
-        assert answer.json()["success"], answer.text
+        self.post("/update_weights_from_disk", model_path=str(self._models[name]), **how)
 
     def post(self, path: str, **body: Any) -> None:
-        answer = httpx.post(f"{self.base_url}{path}", json=body, headers=self.headers, timeout=120)
-        answer.raise_for_status()
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {ADMIN_KEY}"}
+        self.ask("POST", path, body=body).raise_for_status()
 
 
 @pytest.fixture(scope="module")
 def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changing]:
-    server = Changing(models, tmp_path_factory.mktemp("changing"))
-    server.start()
-    yield server
-    server.stop()
-
-
-def texts(client: openai.OpenAI, batch_id: str) -> dict[str, str]:
-    return {key: text_of(record) for key, record in completed(client, batch_id).items()}
+    with Changing(models, tmp_path_factory.mktemp("changing")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +72,7 @@ def expected(server: Changing) -> Iterator[dict[str, dict[str, str]]]:
     with server.client() as client:
         for name in ("B", "A"):
             server.load(name)
-            answers[name] = texts(client, create(client, CONTENT).id)
+            answers[name] = texts(completed(client, create(client, CONTENT).id))
     assert not answers["A"].items() & answers["B"].items()
     yield answers
 
@@ -120,7 +106,7 @@ def test_other_weights_after_a_kill_begin_half_done_lines_anew(
     server.start()
     try:
         with server.client() as client:
-            answers = texts(client, batch_id)
+            answers = texts(completed(client, batch_id))
             counts = whose(answers, expected)
             assert counts["A"] > 0 < counts["B"]
             warning = extra_of(client.batches.retrieve(batch_id))["warning"]
@@ -149,7 +135,7 @@ def test_no_answer_is_of_two_models_when_weights_are_exchanged(
         server.load("B", abort_all_requests=how == "abort", flush_cache=how != "in_place")
         if mode:
             server.post("/continue_generation")
-        counts = whose(texts(client, batch_id), expected)
+        counts = whose(texts(completed(client, batch_id)), expected)
         assert counts["A"] > 0 < counts["B"]
         batch = client.batches.retrieve(batch_id)
         assert f"since {counts['A']} of the lines" in extra_of(batch)["warning"]
@@ -174,7 +160,7 @@ def test_lines_wait_outside_of_the_engine_during_a_session_of_weight_updates(
             server.post("/begin_weight_update")
         assert client.batches.retrieve(batch_id).status == "in_progress"
         server.post("/end_weight_update")
-        assert texts(client, batch_id) == expected["A"]
+        assert texts(completed(client, batch_id)) == expected["A"]
         with pytest.raises(httpx.HTTPStatusError):
             server.post("/end_weight_update")
-        assert texts(client, create(client, CONTENT).id) == expected["A"]
+        assert texts(completed(client, create(client, CONTENT).id)) == expected["A"]

@@ -23,6 +23,7 @@ from fleet.test_online_requests import gateway_before
 from sglang_coserve.fleet.backend import FleetBackend
 from sglang_coserve.http_lines.engine_connection import EngineConnection
 from sglang_coserve.lines.backend import LineRequest, LineResult
+from sglang_coserve.lines.result_record import usage_of
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, CHAT, COMPLETIONS, Deployment
 from waiting import GIVE_UP_S, until
 
@@ -53,11 +54,12 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 *("--enable-cache-report", "--max-total-tokens", str(KV_TOKENS)),
                 *("--kv-checkpoint", "eager", "--kv-move-dir", str(directory), "--pool", pool),
                 *("--slo-tpot-ms", str(TPOT_MS)),
+                policy="ooco",
             )
             for pool in ("relaxed", "strict")
         ]
         with ThreadPoolExecutor() as threads:
-            starting = [threads.submit(each.start, "ooco") for each in deployments]
+            starting = [threads.submit(each.start) for each in deployments]
         for each, started in zip(deployments, starting, strict=True):
             if started.exception() is None:
                 stack.callback(each.stop)
@@ -135,9 +137,8 @@ async def undisturbed(server: Deployment, numbers: Sequence[int]) -> dict[int, A
 
 def computed_again(result: LineResult, attempt: LineRequest) -> int:
     """How many tokens the last attempt at a line computed of those that there were."""
-    usage = result.body["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return int(usage["prompt_tokens"]) + len(attempt.generated) - int(cached)
+    usage = usage_of(result.body)
+    return usage.input_tokens - usage.cached_tokens + len(attempt.generated)
 
 
 def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
@@ -153,17 +154,11 @@ def run(servers: Two, scenario: Callable[[Watched], Any]) -> None:
     asyncio.run(asyncio.wait_for(within(), 2 * GIVE_UP_S))
 
 
-def flush(server: Deployment) -> None:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    url = f"{server.base_url}/flush_cache?timeout={GIVE_UP_S}"
-    httpx.post(url, headers=headers, timeout=GIVE_UP_S).raise_for_status()
-
-
 def test_running_lines_go_on_in_the_strict_server_after_a_page_at_most(servers: Two) -> None:
     async def scenario(watched: Watched) -> None:
         numbers = range(NUM_LINES)
         texts = await undisturbed(servers.relaxed, numbers)
-        await asyncio.to_thread(flush, servers.relaxed)
+        await asyncio.to_thread(servers.relaxed.flush)
         results = await watched.results(numbers)
         assert {n: result.body["choices"] for n, result in results.items()} == texts
         assert watched.fleet.ends["pulled"] > 0
@@ -215,7 +210,7 @@ def test_the_end_of_the_strict_server_loses_nothing(servers: Two) -> None:
     try:
         run(servers, scenario)
     finally:
-        servers.strict.start("ooco")
+        servers.strict.start()
 
 
 async def online(http: httpx.AsyncClient, number: int) -> None:
@@ -255,9 +250,8 @@ def chat(number: int, **fields: Any) -> dict[str, Any]:
 async def asked(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
     """The text of an answer, and how many tokens of the prompt were computed for it."""
     answer = (await http.post(CHAT, json=body)).raise_for_status().json()
-    usage = answer["usage"]
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"] - cached
+    usage = usage_of(answer)
+    return answer["choices"][0]["message"]["content"], usage.input_tokens - usage.cached_tokens
 
 
 async def streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
@@ -282,7 +276,7 @@ def test_prompts_of_online_requests_are_pushed_to_the_strict_server(
             texts = [text for text, _ in found]
             for push in (asked, streamed):
                 for server in (servers.relaxed, servers.strict):
-                    await asyncio.to_thread(flush, server)
+                    await asyncio.to_thread(server.flush)
                 before = (await fleet_of(http))["prompts_pushed"]
                 pushed: Any = await asyncio.gather(*(push(http, chat(n)) for n in numbers))
                 assert (await fleet_of(http))["prompts_pushed"] == before + NUM_LINES
@@ -306,7 +300,7 @@ def test_the_end_of_the_relaxed_server_loses_no_online_request(
         async with pushing(servers, tmp_path) as http:
             texts = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
             for server in (servers.relaxed, servers.strict):
-                await asyncio.to_thread(flush, server)
+                await asyncio.to_thread(server.flush)
             servers.relaxed.kill()
             # The gateway does not know yet.
             again = await asyncio.gather(*(asked(http, chat(n)) for n in range(2)))
@@ -317,4 +311,4 @@ def test_the_end_of_the_relaxed_server_loses_no_online_request(
     try:
         asyncio.run(asyncio.wait_for(scenario(), 2 * GIVE_UP_S))
     finally:
-        servers.relaxed.start("ooco")
+        servers.relaxed.start()

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from batch.route_calls import completed, text_of
+from batch.route_calls import completed, texts
 from srt.batch_server.deployment import CHAT, create, line
 
 PROMPT = "Seventeen rivers run"
@@ -73,4 +73,4 @@ def test_seeds_of_lines(client: openai.OpenAI) -> None:
     ).encode()
     served = completed(client, create(client, content, endpoint=CHAT).id)
     expected = [of_chat(client, seed) for seed in (0, 1)]
-    assert [text_of(served[f"id-{number}"]) for number in range(6)] == expected * 3
+    assert [texts(served)[f"id-{number}"] for number in range(6)] == expected * 3

@@ -42,8 +42,8 @@ def python(requirement: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("requirement", "program"),
     [
-        ("openai==2.0.0", "openai_client.py"),
-        ("openai==3.57.0", "openai_client.py"),
+        ("openai==2.0.0", "offline_clients.py"),
+        ("openai==3.57.0", "offline_clients.py"),
         ("autobatcher==0.12.0", "offline_clients.py"),
         ("instructor==1.17.0", "offline_clients.py"),
         ("langchain-openai==1.7.4", "offline_clients.py"),

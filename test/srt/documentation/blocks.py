@@ -1,11 +1,14 @@
-"""The fenced blocks of the documentation, and the commands in them."""
+"""The fenced blocks of the documentation, the commands in them, and one who types them."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -24,6 +27,8 @@ SHELLS = {"sh", "bash", "console"}
 
 MARK = re.compile(r"<!-- (not run|not run from here on|server): (\S.*?) -->")
 SEPARATORS = {"|", "||", "&&", "&", ";", "(", ")"}
+SHELL = ("bash", "-euo", "pipefail", "-c")
+GIVE_UP_S = 300
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,39 @@ def blocks_of(page: Path) -> list[Block]:
             if mark == "not run from here on":
                 mark = for_all = "not run"
         elif token.type == "fence":
-            assert token.map is not None
             line, language = token.map[0] + 1, token.info.strip()
             found.append(Block(page, line, language, token.content, mark or for_all))
             mark = None
     return found
+
+
+def environment() -> dict[str, str]:
+    """This one, with the commands that are installed beside Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One who types what a page says, in a directory of the page's own."""
+
+    base_url: str
+    directory: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def follow(self, block: Block) -> None:
+        script = block.script
+        for documented in ("http://127.0.0.1:30000", "localhost:30000"):
+            script = script.replace(documented, self.base_url)
+        command = (sys.executable, "-c") if block.language == "python" else SHELL
+        done = subprocess.run(
+            [*command, script],
+            cwd=self.directory,
+            env={**environment(), **self.variables},
+            capture_output=True,
+            text=True,
+            timeout=GIVE_UP_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        assert '"error"' not in done.stdout or '"error":null' in done.stdout, done.stdout

@@ -9,16 +9,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
 from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
 from srt.test_documented_flags import (
     FLAG,
     flags_in,
     flags_of_bench_serving,
+    flags_of_coserve,
     flags_of_server,
     flags_of_sglang,
     options_of,
@@ -49,20 +48,10 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """Of each subcommand of ``coserve``, and of modules that are programs."""
-    from typer.main import get_command
-
     from sglang_coserve.bench_serving.options import SECTIONS, make_parser
-    from sglang_coserve.cli import app
     from sglang_coserve.fleet.options import _parser
 
-    found: dict[str, set[str]] = {}
-
-    def add(name: str, command: Any) -> None:
-        found[name] = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
-        for below, further in getattr(command, "commands", {}).items():
-            add(f"{name} {below}".strip(), further)
-
-    add("", get_command(app))
+    found = flags_of_coserve()
     found["serve"] = flags_of_server() | flags_of_sglang()
     found["sglang.launch_server"] = flags_of_sglang()
     found["profile"] |= flags_of_sglang()

@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from batch.scenarios import lines
 from chaos_bench.router import router_command
 from sglang_coserve.local_server import free_port
-from srt.documentation.blocks import ROOT, blocks_of
+from srt.documentation.blocks import ROOT, SHELL, blocks_of, environment
 
 pytestmark = pytest.mark.heavy
 
@@ -36,23 +36,13 @@ def test_one_machine_serves_a_batch_and_online_requests(small_model: Path, tmp_p
     # Not what takes long, and two engines share the cores.
     script = script.replace(" --admin-api-key", " --startup-profile-seconds 1 --admin-api-key")
     script = script.replace("smg launch", f"smg launch --prometheus-port {free_port()}")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    lines = [
-        {
-            "custom_id": f"id-{number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": "default", "prompt": f"River {number}", "max_tokens": 4},
-        }
-        for number in range(NUM_LINES)
-    ]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "prompts.jsonl").write_bytes(lines(NUM_LINES, model="default", max_tokens=4))
     log_path = tmp_path / "log"
     with log_path.open("wb") as log:
         typed = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", script],
+            [*SHELL, script],
             cwd=tmp_path,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            env=environment() | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -66,6 +56,6 @@ def test_one_machine_serves_a_batch_and_online_requests(small_model: Path, tmp_p
     answered = log_path.read_text()
     assert status == 0, answered[-4000:]
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
-    assert {record["custom_id"] for record in records} == {line["custom_id"] for line in lines}
+    assert len({record["custom_id"] for record in records}) == len(records) == NUM_LINES
     assert all(record["response"]["status_code"] == 200 for record in records)
     assert '"choices"' in answered

@@ -5,18 +5,14 @@ Not run is what is marked, what starts a server (its flags are looked up), and P
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from batch.scenarios import lines
 from sglang_coserve.local_server import LocalServer
-from srt.documentation.blocks import PAGES, ROOT, Block, blocks_of
+from srt.documentation.blocks import GIVE_UP_S, PAGES, ROOT, Block, Reader, blocks_of
 
 pytestmark = pytest.mark.heavy
 
@@ -27,7 +23,6 @@ SERVERS = (
     ["coserve", "gateway"],
     ["python", "-m", "sglang_coserve.launch_server"],
 )
-GIVE_UP_S = 300
 
 
 def is_run(block: Block) -> bool:
@@ -43,49 +38,14 @@ def is_run(block: Block) -> bool:
 BLOCKS = [block for page in PAGES for block in blocks_of(page) if is_run(block)]
 
 
-@dataclass(frozen=True)
-class Reader:
-    """One who types what a page says, in a directory of the page's own."""
-
-    base_url: str
-    directory: Path
-    environment: Mapping[str, str]
-
-    def follow(self, block: Block) -> None:
-        script = block.script
-        for documented in ("http://127.0.0.1:30000", "localhost:30000"):
-            script = script.replace(documented, self.base_url)
-        shell = ["bash", "-euo", "pipefail", "-c"]
-        command = [sys.executable, "-c"] if block.language == "python" else shell
-        done = subprocess.run(
-            [*command, script],
-            cwd=self.directory,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=GIVE_UP_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        assert '"error"' not in done.stdout or '"error":null' in done.stdout, done.stdout
-
-
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "ADMIN_KEY": ADMIN_KEY}
-
-
-@pytest.fixture(scope="module")
-def base_url(
-    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> Iterator[str]:
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of the server that the quickstart starts, with the model that it makes."""
     directory = tmp_path_factory.mktemp("quickstart")
     (server,) = [block for block in blocks_of(QUICKSTART) if block.mark == "server"]
     ((_, _, *flags),) = server.commands()
     (make,) = [block for block in BLOCKS if "make-model" in block.text]
-    Reader("", directory, environment).follow(make)
+    Reader("", directory).follow(make)
     for at, flag in enumerate(flags):
         if flag in ("--model-path", "--coserve-data-dir"):
             flags[at + 1] = str(directory / flags[at + 1])
@@ -97,17 +57,13 @@ def base_url(
 
 
 @pytest.fixture(scope="module")
-def reader(
-    base_url: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[Path, Reader]:
-    url = {"URL": base_url, "COSERVE_BASE_URL": base_url}
+def reader(base_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
+    variables = {"URL": base_url, "COSERVE_BASE_URL": base_url, "ADMIN_KEY": ADMIN_KEY}
     readers = {}
     for page in PAGES:
         directory = tmp_path_factory.mktemp(page.stem)
-        readers[page] = Reader(base_url, directory, environment | url)
-        body = {"model": "default", "prompt": "A river", "max_tokens": 4}
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-        (directory / "prompts.jsonl").write_text(json.dumps(line) + "\n")
+        readers[page] = Reader(base_url, directory, variables)
+        (directory / "prompts.jsonl").write_bytes(lines(1, model="default", max_tokens=4))
     return readers
 
 

@@ -56,7 +56,6 @@ def asked(server: LocalServer) -> Iterator[tuple[str, int]]:
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-        assert answer.usage is not None
         yield answer.choices[0].message.content or "", answer.usage.completion_tokens
 
 

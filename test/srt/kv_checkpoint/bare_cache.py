@@ -41,8 +41,7 @@ def new_request(rid: str, prompt: Sequence[int], *, offline: bool) -> Req:
 
 def tokens_of(req: Req) -> array[int]:
     """Return prompt and outputs."""
-    tokens: array[int] = req.origin_input_ids + req.output_ids
-    return tokens
+    return req.origin_input_ids + req.output_ids
 
 
 class BareEngine:
@@ -244,8 +243,7 @@ class BareEngine:
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
         evict_from_tree_cache(self.cache, tokens)
-        slots: torch.Tensor | None = self.allocator.alloc(tokens)
-        return slots
+        return self.allocator.alloc(tokens)
 
     def _compute(self, req: Req, begin: int, end: int) -> None:
         slots = self.table.req_to_token[compat.slot_of(req), begin:end].long()

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from srt.scripted_engine import EngineProcess
+from srt.test_planned_scheduler import LOOSE
 
-PLANNED = {
-    "offline_policy": "coserve",
-    "startup_profile_seconds": 0.0,
-    "slo_ttft_ms": 300.0,
-    "slo_tpot_ms": 40.0,
-    "safepoint_interval": 0,
-}
+PLANNED = {**LOOSE, "safepoint_interval": 0}
 
 
 @pytest.fixture(scope="module")

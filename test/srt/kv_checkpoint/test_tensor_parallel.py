@@ -88,16 +88,13 @@ def test_each_rank_leaves_its_part_and_without_one_of_them_all_is_computed_again
     async def generate(**left: Any) -> dict[str, Any]:
         marks = offline_marks(due_in_s=None, job="batch", **left)
         with sent_with(marks):
-            output = await engine.async_generate(
+            return await engine.async_generate(
                 input_ids=prompt, sampling_params=params(num_tokens, offline=True), rid=rid
             )
-        found: dict[str, Any] = output
-        return found
 
     async def checkpoints() -> dict[str, Any]:
         (internal,) = await manager.get_internal_state()
-        found: dict[str, Any] = internal["coserve"]["kv_checkpoint"]
-        return found
+        return internal["coserve"]["kv_checkpoint"]
 
     async def computed_tokens() -> int:
         return int((await checkpoints())["classes"]["offline"]["computed_tokens"])

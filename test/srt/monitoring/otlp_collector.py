@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from web_server import Call, web_server
 
 
 class Collector:
@@ -54,26 +54,13 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 def collecting() -> Iterator[Collector]:
     """Receive on a free port of loopback."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            collector.take(self.path, body)
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def take(call: Call) -> None:
+        body = call.content
+        if call.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        collector.take(call.path, body)
+        call.answer(content_type="application/x-protobuf")
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector = Collector(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield collector
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server(take) as server:
+        collector = Collector(server.url)
+        yield collector

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from calls import call
 from sglang_coserve.local_server import free_port
 from srt.batch_server.deployment import API_KEY
 from srt.monitoring.test_exported import ELSEWHERE, documented
@@ -39,8 +40,7 @@ def queries() -> list[str]:
 
 def rules() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((EXAMPLE / "alerts.yml").read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    return group["rules"]
 
 
 def promtool(*arguments: str, given: str = "") -> str:
@@ -138,10 +138,7 @@ def is_up(client: httpx.Client) -> bool:
 def test_the_dashboards_queries_have_answers(watched: Watched, prometheus: httpx.Client) -> None:
     for _ in range(3):
         body = {"text": "boats", "sampling_params": {"max_new_tokens": 4}}
-        headers = {"authorization": f"Bearer {API_KEY}"}
-        httpx.post(
-            f"{watched.base_url}/generate", json=body, headers=headers, timeout=60
-        ).raise_for_status()
+        call(watched, "POST", "/generate", API_KEY, json=body).raise_for_status()
         time.sleep(1.5)  # Scraped and exported once a second.
     scraped = {re.sub(r"_(bucket|count|sum)$", "", name) for name, _ in watched.samples()}
     for query in queries():

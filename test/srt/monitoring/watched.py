@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 from httpx_sse import EventSource
-from prometheus_client.parser import text_string_to_metric_families
 
 from batch.route_calls import until
+from calls import exported, get
 from sglang_coserve.batch.job_supervisor import COUNT_INTERVAL_S
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
@@ -54,23 +54,16 @@ class Watched:
 
     def status(self) -> dict[str, Any]:
         (replica,) = self.deployment.status()["replicas"]
-        assert isinstance(replica, dict)
         return replica
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.get(f"{self.base_url}{path}", headers=headers, timeout=60)
+        return get(self.deployment, path, key)
 
     def samples(self) -> Samples:
         """What ``/metrics`` says of us now, without the label of the model."""
-        text = self.get("/metrics").raise_for_status().text
         return {
-            (sample.name, frozenset(set(sample.labels.items()) - {("model_name", "small")})): (
-                sample.value
-            )
-            for family in text_string_to_metric_families(text)
-            if family.name.startswith("coserve_")
-            for sample in family.samples
+            (one.name, frozenset(set(one.labels.items()) - {("model_name", "small")})): one.value
+            for one in exported(self.deployment)
         }
 
     def load(self) -> None:
@@ -135,12 +128,10 @@ def served(
         directory,
         *("--enable-metrics", "--enable-cache-report", "--startup-profile-seconds", "2"),
         *flags,
+        policy="coserve",
     )
     deployment.environment |= environment or {}
-    deployment.start("coserve")
-    try:
+    with deployment:
         watched = Watched(deployment)
         watched.load()
         yield watched
-    finally:
-        deployment.stop()

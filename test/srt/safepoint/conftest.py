@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import sglang_coserve  # noqa: F401  # Makes SGLang importable: modules here import it first.
-
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from srt.scripted_engine import EngineProcess
+from srt.test_planned_scheduler import LOOSE
 
-SUSPENDING = {
-    "offline_policy": "coserve",
-    "startup_profile_seconds": 0.0,
-    "slo_ttft_ms": 300.0,
-    "slo_tpot_ms": 40.0,
-    "safepoint_interval": 1,
-}
+SUSPENDING = {**LOOSE, "safepoint_interval": 1}
 
 Modes = tuple[bool, int, bool]
 """Overlap, page size, radix cache."""

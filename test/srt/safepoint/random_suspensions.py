@@ -104,5 +104,4 @@ def suspensions_of(engine: ScriptedEngine) -> RandomSuspensions:
     found = getattr(engine, "random_suspensions", None)
     if found is None:
         found = engine.random_suspensions = RandomSuspensions(engine)  # type: ignore[attr-defined]
-    assert isinstance(found, RandomSuspensions)
     return found

@@ -20,7 +20,6 @@ NO_DEVICE = 77
 
 def build_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("conditional_node_build", SOURCES / "build.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

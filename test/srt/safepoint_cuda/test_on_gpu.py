@@ -189,8 +189,7 @@ def run_both_classes(engine: Any, *, output_tokens: int) -> dict[str, Any]:
     assert [output["output_ids"] for output in outputs] == alone
     states = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
     assert is_flushed(engine)
-    state: dict[str, Any] = states[0]["coserve"]["safepoints"]
-    return state
+    return states[0]["coserve"]["safepoints"]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])

@@ -19,10 +19,9 @@ from srt.batch_server.deployment import API_KEY, Deployment
 def deployment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Closed but for its figures."""
     flags = ("--startup-profile-seconds", "0", "--slo-ttft-ms", "400", "--open-view")
-    running = Deployment(small_model, tmp_path_factory.mktemp("server"), *flags)
-    running.start("coserve")
-    yield running
-    running.stop()
+    directory = tmp_path_factory.mktemp("server")
+    with Deployment(small_model, directory, *flags, policy="coserve") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

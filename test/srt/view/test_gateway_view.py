@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from calls import client_of, get
 from client.coserve_process import coserve
-from fleet.gateway_process import client_of, gateway
+from fleet.gateway_process import gateway
 from sglang_coserve.local_server import LocalServer
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
 from waiting import eventually
@@ -29,8 +30,7 @@ def server(
 
 
 def view(server: LocalServer, key: str | None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.get(f"{server.base_url}/coserve/view", headers=headers, timeout=60)
+    return get(server, "/coserve/view", key)
 
 
 def batch(server: LocalServer, count: int, max_tokens: int) -> str:

@@ -103,7 +103,6 @@ def test_charts_and_decisions_are_there_in_words_too(page: Page, faults: list[st
     page.locator("#headroom dd").first.wait_for()
     for figures in ("#verdict", "#headroom"):  # What an operator asks first, without scrolling.
         box = page.locator(figures).bounding_box()
-        assert box is not None
         assert 0 <= box["y"] < box["y"] + box["height"] <= 900
     page.get_by_text("The same as a table").click()
     page.locator("#history tbody tr").first.wait_for()

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from batch.route_calls import until
+from calls import get
 from sglang_coserve.batch.routes.caller import owner_of
 from sglang_coserve.batch.routes.view import Caller, Keys
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY, Deployment, create, lines
@@ -47,16 +48,10 @@ def test_a_key_shows_the_batches_that_it_opens(
     assert keys.caller(headers) == caller
 
 
-def get(deployment: Deployment, path: str, key: str | None = None) -> httpx.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.get(f"{deployment.base_url}{path}", headers=headers, timeout=60)
-
-
 def view(deployment: Deployment, key: str | None = API_KEY, since: float = 0) -> dict[str, Any]:
     answer = get(deployment, f"/coserve/view?since={since}", key).raise_for_status()
     assert answer.headers["cache-control"] == "no-store"
-    shown: dict[str, Any] = answer.json()
-    return shown
+    return answer.json()
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(deployment: Deployment) -> None:

@@ -53,7 +53,7 @@ class _Route(OpenAIRoute):
             is_ours = _OUR_PATH.fullmatch(path) is not None
         elif limits is not None and scope["method"] == "POST":
             try:
-                content = await _read(receive)
+                content = await _read(Request(scope, receive))
                 is_ours = await _is_in_background(content, limits)
             except BodyTooLargeError as error:
                 await send_error(send, 413, str(error))
@@ -145,17 +145,13 @@ def _limits(app: Any) -> BodyLimits | None:
         return None
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(request: Request) -> bytes:
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > _MAX_BYTES:
             raise BodyTooLargeError(f"the request is larger than {_MAX_BYTES:,} bytes")
-        if not message.get("more_body", False):
-            return bytes(body)
+    return bytes(body)
 
 
 async def _is_in_background(content: bytes, limits: BodyLimits) -> bool:

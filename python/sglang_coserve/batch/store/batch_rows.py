@@ -319,21 +319,14 @@ def _put_outputs(connection: sqlite3.Connection, batch: JobRecord, now_s: float)
             )
 
 
-def past_forecasts(
-    connection: sqlite3.Connection, most: int
-) -> list[tuple[float, float, int, int]]:
-    """Return the newest complete batches that had a forecast, the oldest first.
-
-    Of each how long it was to take, in seconds, and took, the tokens that its lines took, and
-    those that they were expected to take.
-    """
+def complete_with_forecast(connection: sqlite3.Connection, most: int) -> list[JobRecord]:
+    """Return the newest complete batches that had a forecast, the oldest first."""
     rows = connection.execute(
-        "SELECT forecast_s, completed_at_s - created_at_s, input_tokens + output_tokens,"
-        " finished_estimated_tokens FROM batches"
-        " WHERE status = 'completed' AND forecast_s IS NOT NULL ORDER BY seq DESC LIMIT ?",
+        f"{_SELECT} WHERE status = 'completed' AND forecast_s IS NOT NULL"
+        " ORDER BY seq DESC LIMIT ?",
         (most,),
     )
-    return rows.fetchall()[::-1]
+    return [_record(row) for row in rows][::-1]
 
 
 def void_forecasts(connection: sqlite3.Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from sglang_coserve.batch.errors import ConflictError, NotFoundError
@@ -26,7 +27,7 @@ AND :id IN (input_file_id, output_file_id, error_file_id)
 
 def insert(connection: sqlite3.Connection, file: FileRecord) -> None:
     """Add a file."""
-    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", _row(file))
+    connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES})", asdict(file))
 
 
 def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
@@ -34,7 +35,7 @@ def put_output(connection: sqlite3.Connection, file: FileRecord) -> None:
     connection.execute(
         f"INSERT INTO files ({_COLUMNS}) VALUES ({_VALUES}) ON CONFLICT (id) DO UPDATE SET"
         " size_bytes = :size_bytes, created_at_s = :created_at_s, expires_at_s = :expires_at_s",
-        _row(file),
+        asdict(file),
     )
 
 
@@ -68,17 +69,18 @@ def find(
     file_id: str,
     now_s: float,
     *,
-    of_uploads: bool = False,
+    purpose: str | None = None,
 ) -> FileRecord:
-    """Return a file of ``owner``; with ``of_uploads`` one that no list shows.
+    """Return a file of ``owner``: of this ``purpose``, or of any but those of uploads.
 
     Raises:
         NotFoundError: there is none, or it has expired.
     """
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM files WHERE id = ? AND owner = ?"
-        f" AND (expires_at_s IS NULL OR expires_at_s > ?) AND (purpose LIKE '{UPLOAD}%') = ?",
-        (file_id, owner, now_s, of_uploads),
+        " AND (expires_at_s IS NULL OR expires_at_s > ?)"
+        f" AND iif(? IS NULL, purpose NOT LIKE '{UPLOAD}%', purpose = ?)",
+        (file_id, owner, now_s, purpose, purpose),
     ).fetchone()
     if row is None:
         raise NotFoundError(
@@ -161,10 +163,6 @@ def expired(connection: sqlite3.Connection, now_s: float, limit: int) -> list[tu
         (now_s, limit),
     )
     return [(owner, file_id) for owner, file_id in rows]
-
-
-def _row(file: FileRecord) -> dict[str, Any]:
-    return {name: getattr(file, name) for name in _COLUMNS.split(", ")}
 
 
 def _record(row: tuple[Any, ...]) -> FileRecord:
