@@ -83,7 +83,10 @@ class JobSupervisor:
     async def change(self, batch_id: str, event: Event, owner: str | None) -> JobRecord:
         """Take a batch of ``owner``, or of anybody, through an event that comes from outside.
 
-        See ``batch_rows.apply`` for what it raises.
+        Raises:
+            NotFoundError: the owner has no such batch.
+            ConflictError: its state forbids it.
+            StorageError: the database cannot be written.
         """
         return await self._call(self._change(batch_id, event, owner))
 

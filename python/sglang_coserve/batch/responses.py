@@ -230,7 +230,14 @@ class BackgroundResponses:
         idempotency_key: str | None = None,
         endpoint: str = RESPONSES,
     ) -> dict[str, Any]:
-        """Begin a response, or a chat. The same key and request again return the same one."""
+        """Begin a response, or a chat. The same key and request again return the same one.
+
+        Raises:
+            BatchRequestError: it cannot be served in the background.
+            ConflictError: the key was used for another request.
+            TooManyError: too many responses have not ended.
+            QuotaError: the owner has too much on the disk.
+        """
         if endpoint not in self._context.backend.endpoints:
             raise BatchRequestError(
                 f"this model does not serve {endpoint}", code="invalid_endpoint"
@@ -265,7 +272,11 @@ class BackgroundResponses:
         return await self._shown(batch)
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response that has ended."""
+        """Delete a response.
+
+        Raises:
+            ConflictError: it has not ended.
+        """
         now_s = self._context.clock.now_s()
         batch = await self._find(owner, response_id)
         driver = self._runner.driver(batch.id)

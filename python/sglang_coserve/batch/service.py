@@ -171,6 +171,10 @@ class BatchService:
         """Store an upload. What it holds is looked at when a batch is made of it.
 
         ``expires_after`` is asked after the last chunk: a form may say it there.
+
+        Raises:
+            TooLargeError: it is longer than ``max_upload_bytes``.
+            QuotaError: the owner has too much on the disk.
         """
         file = await self.files.add_input(owner, filename, chunks, expires_after)
         return FileObject.of(file)
@@ -203,14 +207,26 @@ class BatchService:
         return FileObject.of(await self.context.store.run(file_rows.find, owner, file_id, now_s))
 
     async def delete_file(self, owner: str, file_id: str) -> FileDeleted:
-        """Delete a file that no unfinished batch reads or writes."""
+        """Delete a file.
+
+        Raises:
+            ConflictError: an unfinished batch reads or writes it.
+        """
         await self.files.remove(owner, file_id)
         return FileDeleted(id=file_id)
 
     async def create_batch(
         self, owner: str, request: CreateBatch, idempotency_key: str | None = None
     ) -> BatchObject:
-        """Begin a batch. The same key and request again return the same batch."""
+        """Begin a batch. The same key and request again return the same batch.
+
+        Raises:
+            BatchRequestError: the endpoint or the window cannot be used, or the window cannot
+                be kept.
+            ConflictError: the key was used for another request.
+            TooManyError: too many batches are unfinished.
+            QuotaError: the owner has too much on the disk.
+        """
         wanted = new_batch(owner, request, idempotency_key, self.context)
         best_effort = request.coserve.best_effort
         return self._shown(await self._runner.create(wanted, best_effort=best_effort))
@@ -239,7 +255,11 @@ class BatchService:
         self, owner: str | None, batch_id: str, action: BatchAction
     ) -> BatchObject:
         """Cancel a batch, whose finished lines keep their results; take it out of the engine until
-        it is resumed, while its window goes on; or let it go on."""
+        it is resumed, while its window goes on; or let it go on.
+
+        Raises:
+            ConflictError: its state forbids it.
+        """
         return self._shown(await self._runner.change(batch_id, Asked(action), owner))
 
     async def status(self) -> ServiceStatus:

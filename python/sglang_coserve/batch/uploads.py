@@ -93,7 +93,11 @@ class Uploads:
     files: FileStore
 
     async def create(self, owner: str, request: CreateUpload) -> UploadObject:
-        """Begin an upload."""
+        """Begin an upload.
+
+        Raises:
+            TooLargeError: it is to be larger than a file may be.
+        """
         limit_bytes = self.context.limits.max_upload_bytes
         if request.bytes > limit_bytes:
             message = f"the file is larger than {limit_bytes:,} bytes: split it"
@@ -111,7 +115,12 @@ class Uploads:
     async def add_part(
         self, owner: str, upload_id: str, chunks: AsyncIterable[bytes]
     ) -> UploadPart:
-        """Add a part, in any order; it is there when this returns."""
+        """Add a part, in any order; it is there when this returns.
+
+        Raises:
+            NotFoundError: there is no such upload, or it is complete, cancelled or expired.
+            TooLargeError: the part is larger than a file may be.
+        """
         upload, _ = await self._find(owner, upload_id)
         part = await self.files.add(
             owner,
@@ -124,7 +133,13 @@ class Uploads:
         return UploadPart(id=part.id, created_at=int(part.created_at_s), upload_id=upload_id)
 
     async def complete(self, owner: str, upload_id: str, request: CompleteUpload) -> UploadObject:
-        """Make a file of the parts, which stay if their size or sum is not what was said."""
+        """Make a file of the parts.
+
+        Raises:
+            NotFoundError: there is no such upload or part, or it was completed or cancelled
+                meanwhile.
+            BatchRequestError: size or sum is not what was said; the parts stay.
+        """
         upload, wanted = await self._find(owner, upload_id)
         parts = [
             await self._row(owner, part_id, file_rows.part_of(upload_id), "part")
@@ -146,7 +161,11 @@ class Uploads:
         return UploadObject.of(upload, wanted, "completed", FileObject.of(file))
 
     async def cancel(self, owner: str, upload_id: str) -> UploadObject:
-        """Delete what is there of an upload."""
+        """Delete what is there of an upload.
+
+        Raises:
+            NotFoundError: there is no such upload.
+        """
         upload, wanted = await self._find(owner, upload_id)
         await self._forget(owner, upload_id)
         return UploadObject.of(upload, wanted, "cancelled")
