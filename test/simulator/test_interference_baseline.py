@@ -17,7 +17,6 @@ from core.test_baseline import NamedBaseline
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.bill import BillReport
 from sglang_coserve.core.control.slo import deadlines, parse_slo
-from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.policies.baselines import OnlineOnlyPolicy
 from sglang_coserve.core.policy import Policy
@@ -168,13 +167,8 @@ class BilledSetup(ToldSetup):
     made: list[Scheduler] = field(default_factory=list)
 
     def make_scheduler(self, policy: Policy) -> Scheduler:
-        queue = OfflineQueue(policy.queue_config(self.scheduler.seed))
-        size = alone_of(self.executor)
-        self.made.append(
-            Scheduler(
-                policy, self.model, deadlines(self.targets), queue, self.scheduler, engine=size
-            )
-        )
+        slos, size = deadlines(self.targets), alone_of(self.executor)
+        self.made.append(Scheduler(policy, self.model, slos, self.scheduler, engine=size))
         return self.made[-1]
 
 

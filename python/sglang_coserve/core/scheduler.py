@@ -53,7 +53,6 @@ class Scheduler:
         policy: Policy,
         model: LatencyModel,
         slos: Sequence[Slo],
-        queue: OfflineQueue,
         config: SchedulerConfig | None = None,
         *,
         engine: EngineSize | None = None,
@@ -66,7 +65,6 @@ class Scheduler:
             policy: A new instance, because policies keep state.
             model: Predicts the time of steps; ``update`` may correct it.
             slos: Latency targets of online requests.
-            queue: The waiting offline requests; owned by the scheduler from now on.
             config: Settings that all policies share.
             engine: Limits of the engine, for the no-interference baseline.
             profile_mape: Mean absolute percentage error of the fit of ``model``, as a fraction.
@@ -78,8 +76,10 @@ class Scheduler:
         """Latencies of online requests compared with the no-interference baseline."""
 
         self._allowance = self.interference.allowance
-        self.queue = queue
         self._config = config or SchedulerConfig()
+        self.queue = OfflineQueue(policy.queue_config(self._config.seed))
+        """The waiting offline requests."""
+
         refines = self._config.refine
         self._learned = LearnedModel(model, refines=refines, profile_mape=profile_mape)
         self._learned_alone = LearnedModel(model, refines=refines)

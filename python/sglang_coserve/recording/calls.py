@@ -14,7 +14,7 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.profile import LatencyProfile
-from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest
+from sglang_coserve.core.offline_queue import QueuedRequest
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler import Scheduler
@@ -117,14 +117,11 @@ class SchedulerSetup:
         Raises:
             ConfigError: no policy has this name.
         """
-        made = make_policy(self.policy, self.config)
-        queue = OfflineQueue(made.queue_config(self.config.seed))
         report = self.profile.report
         return Scheduler(
-            made,
+            make_policy(self.policy, self.config),
             self.profile.latency_model,
             self.slos,
-            queue,
             self.config,
             engine=self.engine,
             profile_mape=None if report is None else report.mape,

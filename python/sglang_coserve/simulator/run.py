@@ -9,7 +9,6 @@ from typing import Final
 
 from sglang_coserve.core.control.slo import Slo, deadlines
 from sglang_coserve.core.latency_model.model import LatencyModel
-from sglang_coserve.core.offline_queue import OfflineQueue
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.scheduler import Scheduler
 from sglang_coserve.core.scheduler_config import Overload, SchedulerConfig
@@ -70,8 +69,7 @@ class SimulationSetup:
         """Return a new scheduler; its baseline is SGLang on this machine."""
         engine = self.executor.engine_size
         slos = self.slos or deadlines(self.targets)
-        queue = OfflineQueue(policy.queue_config(self.scheduler.seed))
-        return Scheduler(policy, self.model, slos, queue, self.scheduler, engine=engine)
+        return Scheduler(policy, self.model, slos, self.scheduler, engine=engine)
 
     def make_engine(
         self,

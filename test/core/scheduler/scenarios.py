@@ -9,7 +9,7 @@ from typing import Any
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines, parse_slo
 from sglang_coserve.core.latency_model.linear import CONSERVE, LinearModel
-from sglang_coserve.core.offline_queue import OfflineQueue, QueuedRequest, pack_tokens
+from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.policy import Policy
 from sglang_coserve.core.request import RequestClass, RequestState
@@ -125,9 +125,8 @@ def scheduler(
     if isinstance(policy, str):
         policy = make_policy(policy)
     settings = SchedulerConfig(**config)  # type: ignore[arg-type]
-    queue = OfflineQueue(policy.queue_config())
     promised = tuple(map(parse_slo, slos)) or deadlines(targets)
-    made = Scheduler(policy, model, promised, queue, settings, engine=engine)
+    made = Scheduler(policy, model, promised, settings, engine=engine)
     if all(slo.limit_s is not None for slo in promised):
         _open_gaps(made)
     for request in waiting:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from core.scheduler.scenarios import MODEL
 from sglang_coserve.core.control.slo import deadlines
-from sglang_coserve.core.offline_queue import OfflineQueue, pack_tokens
+from sglang_coserve.core.offline_queue import pack_tokens
 from sglang_coserve.core.policies import POLICIES, make_policy
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.scheduler import Scheduler
@@ -197,9 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_arrivals = 0
 
     def scheduler_of(self, config: SchedulerConfig, slo: SloTargets) -> Scheduler:
-        policy = make_policy(self.policy)
-        queue = OfflineQueue(policy.queue_config())
-        return Checked(policy, MODEL, deadlines(slo), queue, config)
+        return Checked(make_policy(self.policy), MODEL, deadlines(slo), config)
 
     @rule(
         prompt_tokens=st.integers(1, 200),
