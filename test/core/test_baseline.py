@@ -211,6 +211,18 @@ def test_requests_do_not_share_what_they_computed_themselves() -> None:
     assert keys_of(baseline.advance(predict, 1.0)) == ["a"]
 
 
+def test_a_decode_step_waits_for_all_its_tokens() -> None:
+    baseline = make()
+    for rid in "ab":
+        baseline.arrive(rid, 0.0, 8)
+        baseline.produce(rid)
+    assert keys_of(baseline.advance(predict, 9.0)) == ["a", "b"]
+    baseline.produce("a")
+    assert baseline.advance(predict, 9.0) == []
+    baseline.end("b")
+    assert keys_of(baseline.advance(predict, 9.0)) == ["a"]
+
+
 def test_a_request_that_is_dropped_leaves() -> None:
     baseline = make(max_requests=1)
     baseline.arrive("a", 0.0, 8)

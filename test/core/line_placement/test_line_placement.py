@@ -86,6 +86,27 @@ def test_a_subtree_that_is_too_large_for_one_engine_is_divided_by_what_its_lines
     assert joined == [{key(prompt, f"document {n}")} for n in range(3)]
 
 
+def test_a_line_that_several_engines_died_of_is_served_alone_and_then_given_up() -> None:
+    placement = opened("a", "b")
+    others = offered(placement, [(f"{n}", key(f"{n}")) for n in range(6)])
+    engine = dict(placement.offer("poison", key("poison")))["poison"]
+    for _ in range(DEATHS_BEFORE_ALONE - 1):
+        placed = placement.offer_again("poison", engine_died=True)
+        assert placed is not None and len(placed) == 1, "it goes to another engine beside others"
+    assert placement.offer_again("poison", engine_died=True) == [], "it waits for an empty engine"
+    alone = [placed for name in others for placed in placement.end(name)]
+    assert [placed.line for placed in alone] == ["poison"]
+    kept = alone[0].engine
+    assert placement.in_flight(kept) == 1
+    other = {"a": "b", "b": "a"}[kept]
+    more = offered(placement, [(f"more {n}", key(f"more {n}")) for n in range(8)])
+    assert set(more.values()) == {other}, "it is alone"
+    assert placement.offer_again("poison", engine_died=True) is None
+    assert engine in ENGINES
+    placed = dict(placement.end(next(iter(more))))
+    assert placement.num_waiting < 4, "its engine takes lines again"
+
+
 def test_windows_leave_a_few_lines_ahead_of_what_runs() -> None:
     assert line_window(0, 0) == LINES_AHEAD
     assert line_window(40, 0) == 40 + LINES_AHEAD
