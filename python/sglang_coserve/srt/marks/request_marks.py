@@ -120,7 +120,9 @@ def said_by_client(marks: Mapping[str, Any], hints: GatewayHints = _NO_HINTS) ->
         _SAID.reset(token)
 
 
-def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
+def with_client_marks(
+    custom_params: dict[str, Any] | None, config: CoserveConfig
+) -> dict[str, Any] | None:
     """Return ``custom_params`` with the marks found elsewhere in the request added; check all.
 
     Raises:
@@ -128,8 +130,6 @@ def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
             the client asks for a deadline or a target that the server's policy ignores.
     """
     said, hints = _SAID.get()
-    if not isinstance(custom_params, dict | None):
-        return custom_params  # The guard refuses it.
     within = custom_params or {}
     for key, value in said.items():
         if within.get(key) is not None and within[key] != value:

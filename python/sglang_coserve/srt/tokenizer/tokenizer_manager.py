@@ -220,12 +220,12 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         return ending
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        given = obj.sampling_params.get("custom_params")
-        custom_params = with_client_marks(given, config_of(self.server_args))
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
-        tokenized.sampling_params.custom_params = custom_params
-        go_on_with_kv(tokenized.sampling_params, self._kv_in_use)
-        attach_marks(tokenized.sampling_params)
+        params = tokenized.sampling_params
+        # With what SGLang has added: the operator's defaults, a budget of thinking.
+        params.custom_params = with_client_marks(params.custom_params, config_of(self.server_args))
+        go_on_with_kv(params, self._kv_in_use)
+        attach_marks(params)
         self._describe(tokenized)
         return tokenized
 
