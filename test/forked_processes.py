@@ -122,7 +122,8 @@ class ForkedServers:
 
 def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
     """Return whether it is a server that imports what is imported already, as it was imported."""
-    from sglang_coserve.srt.start_defaults import is_emulated, model_path_in
+    from sglang_coserve.srt.emulation.model_directory import read_emulation
+    from sglang_coserve.srt.start_defaults import model_path_in
 
     if command[:2] != [sys.executable, "-m"] or command[2] not in FORKED:
         return False
@@ -130,7 +131,7 @@ def can_fork(command: Sequence[str], environment: dict[str, str]) -> bool:
     is_late = all(name.startswith(READ_LATE) for name in changed)
     model = model_path_in(command)
     # Emulation has to come before SGLang.
-    return is_late and not (model is not None and is_emulated(Path(model)))
+    return is_late and not (model is not None and read_emulation(Path(model)))
 
 
 class ForkedServer:

@@ -1,10 +1,20 @@
-"""Processes that a command has started, found by a path of the test's that their command has."""
+"""Processes that a command or a server has started."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
+
+from sglang_coserve.local_server import ChildServer
+
+
+def engine_processes(server: ChildServer, name: str = "") -> list[psutil.Process]:
+    """SGLang's processes below a server: all, the ``scheduler`` of each rank, or the
+    ``detokenizer``."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    title = f"sglang::{name}"
+    return [child for child in children if "".join(child.cmdline()[:1]).startswith(title)]
 
 
 def processes_of(out: Path) -> list[psutil.Process]:

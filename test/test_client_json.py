@@ -110,7 +110,6 @@ PLACES: Final[dict[str, str]] = {
     "srt/emulation/settings.py::of": OPERATOR,
     "srt/kv_checkpoint/kv_directory.py::_kv": OPERATOR,
     "srt/profiling/executor.py::machine_of": OPERATOR,
-    "srt/start_defaults.py::is_emulated": OPERATOR,
 }
 """By ``module.py::function``."""
 

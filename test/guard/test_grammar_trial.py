@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sglang_coserve.guard import grammar_process
+from sglang_coserve.guard.grammar_process import GrammarSettings
 from srt.own_process import printed_by
 
 TIMEOUT_S = 100
@@ -21,15 +23,19 @@ Fault = Callable[..., str | None]
 
 
 @pytest.fixture(scope="module")
-def fault(small_model: Path) -> Iterator[Fault]:
-    """Has grammars tried at once; returns what is wrong with the last of them."""
+def settings(small_model: Path) -> GrammarSettings:
     from transformers import PreTrainedTokenizerFast
 
-    from sglang_coserve.guard.grammar_process import GrammarSettings
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
+    return GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True)
+
+
+@pytest.fixture(scope="module")
+def fault(settings: GrammarSettings) -> Iterator[Fault]:
+    """Has grammars tried at once; returns what is wrong with the last of them."""
     from sglang_coserve.guard.grammars import GrammarTrials
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
-    trials = GrammarTrials(GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True))
+    trials = GrammarTrials(settings)
     loop = asyncio.new_event_loop()
 
     async def check(grammars: list[dict[str, str]]) -> list[Any]:
@@ -96,8 +102,8 @@ def test_many_grammars_at_once_each_get_their_own_answer(fault: Fault) -> None:
 
 
 COMPILER = """
-import os, pickle, subprocess, sys, threading, time
-from multiprocessing.connection import Connection, Pipe
+import os, time
+from multiprocessing import Pipe
 from sglang_coserve.guard import grammar_process as process
 
 class Compiler:
@@ -116,24 +122,21 @@ class Compiler:
         return "bad" if text == "bad" else None
 
 process.MOST_CPU_S, process.MOST_S = 1, 3.0
-theirs, ours = Pipe(duplex=False)
-answers, told = Pipe(duplex=False)
+theirs, ours = Pipe()
 if os.fork() == 0:
-    ours.close(); answers.close()
+    ours.close()
     try:
-        process.serve_trials(theirs, told, Compiler())
+        process.serve_trials(theirs, Compiler())
     finally:
         os._exit(0)
-told.close()
+theirs.close()
 texts = ["good", "crash", "recurse", "loop", "sleep", "memory", "bad", "good"]
 for text in texts:
     ours.send(("regex", text))
-    print(text, "|", answers.recv())
+    print(text, "|", ours.recv())
 ours.close()
-try:
-    answers.recv()
-except EOFError:
-    print("ended")
+os.wait()
+print("ended")
 """
 
 
@@ -150,16 +153,9 @@ def test_whatever_a_compiler_does_ends_only_the_trial() -> None:
     assert lines[-1] == "ended"
 
 
-def test_a_busy_machine_does_not_make_a_grammar_slow(small_model: Path) -> None:
+def test_a_busy_machine_does_not_make_a_grammar_slow(settings: GrammarSettings) -> None:
     """Others may have the processor for longer than a token may take."""
-    from transformers import PreTrainedTokenizerFast
-
-    from sglang_coserve.guard import grammar_process
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(small_model)
-    compiler = grammar_process.TrialCompiler(
-        grammar_process.GrammarSettings(tokenizer, len(tokenizer), None, any_whitespace=True)
-    )
+    compiler = grammar_process.TrialCompiler(settings)
     grammar = compiler._compiled("regex", "[a-z]*")
     pauses = 0
 
@@ -182,10 +178,8 @@ def test_the_cache_keeps_what_was_used_last_within_its_bounds() -> None:
     from sglang_coserve.guard.grammars import grammar_cache
 
     def grammar(num_bytes: int) -> Any:
-        return SimpleNamespace(grammar=SimpleNamespace(ctx=SimpleNamespace(**size(num_bytes))))
-
-    def size(num_bytes: int) -> dict[str, int]:
-        return {"memory_size_bytes": num_bytes}
+        compiled = SimpleNamespace(memory_size_bytes=num_bytes)
+        return SimpleNamespace(grammar=SimpleNamespace(ctx=compiled))
 
     cache = grammar_cache()
     for number in range(2000):

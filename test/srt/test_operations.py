@@ -8,13 +8,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer
+from srt.test_server import DOORS, NOT_STREAMED
+from started_processes import engine_processes
 from waiting import GIVE_UP_S, eventually
 
 BODY = {"model": "m", "prompt": "An old mill", "max_tokens": 4}
@@ -49,11 +49,7 @@ def raw(server: LocalServer, *sent: bytes) -> bytes:
 
 
 def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
-    (scheduler,) = [
-        child
-        for child in psutil.Process(server.pid).children(recursive=True)
-        if child.cmdline()[:1] == ["sglang::scheduler"]
-    ]
+    (scheduler,) = engine_processes(server, "scheduler")
 
     def status() -> int:
         return httpx.get(f"{server.base_url}/health", timeout=GIVE_UP_S).status_code
@@ -66,13 +62,6 @@ def test_health_is_that_of_the_schedulers(server: LocalServer) -> None:
     finally:
         os.kill(scheduler.pid, signal.SIGCONT)
     eventually(lambda: status() == 200)
-
-
-def test_a_probe_brings_the_engine_no_request(server: LocalServer) -> None:
-    for _ in range(3):
-        httpx.get(f"{server.base_url}/health").raise_for_status()
-    (replica,) = httpx.get(f"{server.base_url}/coserve/status").json()["replicas"]
-    assert "HEALTH_CHECK" not in json.dumps(replica)
 
 
 def test_an_id_goes_through_answer_and_log(server: LocalServer, directory: Path) -> None:
@@ -106,26 +95,8 @@ def test_old_proxies_and_careful_clients_are_served(server: LocalServer) -> None
     assert answer.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in answer
 
 
-DOORS: dict[str, dict[str, Any]] = {
-    "/generate": {"text": "An old mill", "sampling_params": {"max_new_tokens": 2}},
-    "/v1/completions": BODY,
-    "/v1/chat/completions": {
-        "model": "m",
-        "messages": [{"role": "user", "content": "Who?"}],
-        "max_tokens": 2,
-    },
-    "/v1/responses": {"model": "m", "input": "Who?", "max_output_tokens": 2},
-    "/api/generate": {"model": "m", "prompt": "Who?", "options": {"num_predict": 2}},
-    "/v1/messages": {
-        "model": "m",
-        "messages": [{"role": "user", "content": "Who?"}],
-        "max_tokens": 2,
-    },
-}
-
-
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("path", sorted(DOORS.keys() - NOT_STREAMED))
 def test_under_overload_a_refusal_is_a_503_with_retry_after(
     server: LocalServer, path: str, streams: bool
 ) -> None:
@@ -142,9 +113,9 @@ def test_under_overload_a_refusal_is_a_503_with_retry_after(
     assert "overloaded" in refused.text
     if path == "/v1/messages":
         assert refused.json()["error"]["type"] == "overloaded_error"
-    assert num_shed() == before + 1
+    assert (after := num_shed()) > before
     served = httpx.post(f"{server.base_url}{path}", json=body, timeout=GIVE_UP_S)
     assert served.status_code == 200
     assert "retry-after" not in served.headers
     assert (served.text.count("\n") > 1) == streams
-    assert num_shed() == before + 1
+    assert num_shed() == after

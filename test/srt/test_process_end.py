@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from sglang_coserve.local_server import LocalServer
+from started_processes import engine_processes, is_alive
 
 NUM_CLIENTS = 8
 END_TIMEOUT_S = 40
@@ -23,7 +24,7 @@ END_TIMEOUT_S = 40
 @pytest.mark.parametrize(
     # The chaos test does the other, and waits for the same end.
     "name",
-    ["sglang::detokenizer", pytest.param("sglang::scheduler", marks=pytest.mark.heavy)],
+    ["detokenizer", pytest.param("scheduler", marks=pytest.mark.heavy)],
 )
 def test_the_server_ends_with_any_of_its_processes(
     small_model: Path, tmp_path: Path, name: str
@@ -32,7 +33,7 @@ def test_the_server_ends_with_any_of_its_processes(
     with LocalServer(flags, log_path=tmp_path / "server.log") as server:
         leader = psutil.Process(server.pid)
         children = leader.children(recursive=True)
-        (lost,) = [child for child in children if child.cmdline()[:1] == [name]]
+        (lost,) = engine_processes(server, name)
         lost.kill()
         _, alive = psutil.wait_procs([leader, *children], timeout=END_TIMEOUT_S)
         assert alive == [], (tmp_path / "server.log").read_text()[-2000:]
@@ -63,9 +64,7 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
     flags = ["--model-path", str(small_model), "--dtype", "float32", "--offline-policy", "fifo"]
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
     with LocalServer(flags, log_path=tmp_path / "server.log") as server:
-        leader = psutil.Process(server.pid)
-        children = leader.children(recursive=True)
-        (scheduler,) = [c for c in children if c.cmdline()[:1] == ["sglang::scheduler"]]
+        (scheduler,) = engine_processes(server, "scheduler")
         clients = [
             httpx.Client(base_url=server.base_url, timeout=END_TIMEOUT_S, trust_env=False)
             for _ in range(NUM_CLIENTS)
@@ -73,7 +72,7 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
         for client in clients:
             client.post("/generate", json=body).raise_for_status()
         os.kill(server.pid, signal.SIGTERM)
-        while runs(scheduler):
+        while is_alive(scheduler):
             for client in clients:  # So that no connection is closed as idle.
                 with suppress(httpx.TransportError):
                     client.get("/ping")
@@ -85,12 +84,6 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
             thread.join()
         for client in clients:
             client.close()
-
-
-def runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def sent(client: httpx.Client, body: dict[str, object]) -> None:

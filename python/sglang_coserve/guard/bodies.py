@@ -19,8 +19,9 @@ follow are answered with 400 instead of 500.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any, Final
 
 from fastapi.responses import JSONResponse
@@ -56,11 +57,6 @@ def body_limits(manager: Any) -> BodyLimits:
     return replace(
         default, max_bytes=max_bytes, max_values=max_values, context_tokens=context_tokens
     )
-
-
-def served_limits(http_server: Any) -> BodyLimits:
-    """Return them for the model of SGLang's module ``http_server``, which serves by now."""
-    return body_limits(http_server._global_state.tokenizer_manager)
 
 
 def max_tokens(manager: Any) -> int:
@@ -227,18 +223,11 @@ async def _answer(_request: Any, error: Exception) -> JSONResponse:
     Raises:
         Exception: ``error`` itself, if it was not raised in such a model.
     """
-    if _MODELS not in _modules_of(error):
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    if all(frame.f_globals.get("__name__") != _MODELS for frame in frames):
         raise error
     message = f"malformed body: {type(error).__name__}: {error}"
     return JSONResponse(error_content(400, message), status_code=400)
-
-
-def _modules_of(error: Exception) -> Iterator[str]:
-    """Yield the modules in the traceback of ``error``."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield str(trace.tb_frame.f_globals.get("__name__"))
-        trace = trace.tb_next
 
 
 _TURN_S: Final = 0.001

@@ -33,6 +33,10 @@ class Bound(NamedTuple):
 
 _INT32: Final = 2**31 - 1
 
+_MOST_LOGPROBS: Final = 1024
+"""Log-probabilities of one position: each becomes a Python object in three processes, while other
+requests wait."""
+
 PARAM_BOUNDS: Final[Mapping[str, Bound]] = {
     # As 32-bit floats, smaller values become zero and larger ones may become infinite.
     "temperature": Bound(0, 1e9),
@@ -58,8 +62,7 @@ FIELD_BOUNDS: Final[Mapping[str, Bound]] = {
     # Offline requests get a priority below all of these.
     "priority": Bound(-(2**31), _INT32, is_whole=True),
     "max_thinking_tokens": Bound(0, _INT32, is_whole=True),
-    # Each becomes a Python object in three processes, while other requests wait.
-    "top_logprobs_num": Bound(0, 1024, is_whole=True),
+    "top_logprobs_num": Bound(0, _MOST_LOGPROBS, is_whole=True),
     "logprob_start_len": Bound(-1, _INT32, is_whole=True),
     "routed_experts_start_len": Bound(0, _INT32, is_whole=True),
     "routed_dp_rank": Bound(0, _INT32, is_whole=True),
@@ -119,10 +122,6 @@ _MOST_BIAS: Final = 1e30
 
 _MOST_BIASES: Final = 1024
 """SGLang writes biases one by one, a few microseconds each, whenever a request joins a batch."""
-
-_MOST_LOGPROBS: Final = 1024
-"""Log-probabilities of one position: each becomes a Python object in three processes, while other
-requests wait."""
 
 _MOST_STOPS: Final = 128
 _MOST_STOP_CHARS: Final = 4096
@@ -211,9 +210,8 @@ def check_values(request: Any, vocab_size: int, given_ids: Sequence[int] | None)
     for token, bias in biases.items():
         if not -_MOST_BIAS <= bias <= _MOST_BIAS:
             raise ValueError(f"the logit_bias of {token} is {bias!r}: use -100 to 100")
-    most = min(_MOST_LOGPROBS, vocab_size)
-    if not 0 <= (asked := getattr(request, "top_logprobs_num", 0)) <= most:
-        raise ValueError(f"{excerpt(asked)} top logprobs: use 0 to {most}")
+    if (asked := getattr(request, "top_logprobs_num", 0)) > vocab_size:
+        raise ValueError(f"{asked} top logprobs: use 0 to {vocab_size}")
 
 
 def _check_ids(rid: Any) -> None:

@@ -16,6 +16,7 @@ import random
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -171,24 +172,21 @@ MOST_MEMORY_BYTES: Final = 1 << 30
 """Memory that a trial may take beyond what every trial begins with."""
 
 
-def main() -> None:
-    """Serve trials on standard input and output, of which nothing else may be written to."""
+def main(connection: Connection) -> None:
+    """Serve trials on the other end of a server's connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then hangs up.
-    questions = Connection(os.dup(0), writable=False)
-    answers = Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)
     with contextlib.suppress(EOFError, OSError):
-        serve_trials(questions, answers, TrialCompiler(questions.recv()))
+        serve_trials(connection, TrialCompiler(connection.recv()))
 
 
-def serve_trials(questions: Connection, answers: Connection, compiler: TrialCompiler) -> None:
+def serve_trials(connection: Connection, compiler: TrialCompiler) -> None:
     """Answer each (kind, text) with what is wrong, None if nothing is.
 
     Raises:
         EOFError: the server has hung up, or is no more.
     """
     while True:
-        answers.send(_fault_in_a_fork(compiler, *questions.recv()))
+        connection.send(_fault_in_a_fork(compiler, *connection.recv()))
 
 
 def _fault_in_a_fork(compiler: TrialCompiler, kind: str, text: str) -> str | None:
@@ -237,4 +235,4 @@ def _bound_this_process() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Connection(int(sys.argv[1])))

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from typing import Any, Final
 
 from cachetools import LRUCache
@@ -34,17 +33,12 @@ class TrialProcess:
     """A child process that tries one grammar at a time, and ends when this process does."""
 
     def __init__(self, settings: GrammarSettings) -> None:
+        self._connection, theirs = Pipe()
         # Not a process of ``multiprocessing``, which would import the server's main module.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._questions = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-        self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._questions.send(settings)
+        command = [sys.executable, "-m", _MODULE, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._connection.send(settings)
 
     def fault(self, kind: str, text: str) -> str | None:
         """Have a grammar tried; return what is wrong with it, None if nothing is.
@@ -52,14 +46,13 @@ class TrialProcess:
         Raises:
             OSError, EOFError: the process has ended.
         """
-        self._questions.send((kind, text))
-        found: str | None = self._answers.recv()
+        self._connection.send((kind, text))
+        found: str | None = self._connection.recv()
         return found
 
     def close(self) -> None:
         """End the process and wait until it has ended."""
-        self._questions.close()
-        self._answers.close()
+        self._connection.close()
         self._process.kill()
         self._process.wait()
 

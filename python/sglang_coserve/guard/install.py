@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from sglang_coserve.asgi import UnreadBodyMiddleware
 from sglang_coserve.guard.bodies import (
     RequestGateMiddleware,
+    body_limits,
     install_body_errors,
     install_fail_fast,
     install_paced_protocol,
-    served_limits,
 )
 
 
@@ -23,10 +22,13 @@ def install_in_server(http_server: Any, *, free_prefixes: tuple[str, ...] = ()) 
     from sglang_coserve.guard.threaded_handlers import replace_handlers
 
     app = http_server.app
-    limits = partial(served_limits, http_server)
     install_paced_protocol()
     # The last one runs first.
-    app.add_middleware(RequestGateMiddleware, limits=limits, free_prefixes=free_prefixes)
+    app.add_middleware(
+        RequestGateMiddleware,
+        limits=lambda: body_limits(http_server._global_state.tokenizer_manager),
+        free_prefixes=free_prefixes,
+    )
     app.add_middleware(UnreadBodyMiddleware)
     install_fail_fast(app)
     install_body_errors(app)

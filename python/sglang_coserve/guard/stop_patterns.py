@@ -21,9 +21,6 @@ _MOST_STATES: Final = 2000
 """Largest number of states of a pattern with its repetitions expanded. At worst each is visited for
 each character, which takes 10 ms for the 16,000 characters of a long output."""
 
-# Additional copies that an unbounded repetition counts as: it loops in its own states.
-_ENDLESS: Final = 1
-
 
 def check_stop_pattern(pattern: str) -> None:
     """Check that ``pattern`` can be searched for in linear time. O(pattern).
@@ -85,7 +82,8 @@ def _num_states(parsed: Any) -> int:
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, most, inner = value
             is_endless = most == re._parser.MAXREPEAT  # type: ignore[attr-defined]
-            times = least + _ENDLESS if is_endless else most
+            # Without an end it loops in states of its own.
+            times = least + 1 if is_endless else most
             total += times * _num_states(inner)
         elif name == "SUBPATTERN":
             total += _num_states(value[-1])

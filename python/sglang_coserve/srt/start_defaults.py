@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +13,9 @@ from typing import Any, Final
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
+from sglang_coserve.srt.emulation import model_directory
 from sglang_coserve.srt.kv_checkpoint.settings import check_in_place, check_model, check_move_dir
 
-_EMULATED: Final = ["EmulatedForCausalLM"]
 _HUB_TIMEOUT_S: Final = 10.0
 
 
@@ -55,12 +54,8 @@ def start_defaults(model_path: str | None) -> StartDefaults:
     """
     if model_path and not Path(model_path).exists():
         _check_name(model_path)
-    if model_path is not None and is_emulated(Path(model_path)):
-        # Only then is any of it imported.
-        from sglang_coserve.srt.emulation import model_directory
-
-        emulation = model_directory.read_emulation(Path(model_path))
-        assert emulation is not None
+    emulation = model_directory.read_emulation(Path(model_path)) if model_path else None
+    if emulation is not None:
         model_directory.set_environment_defaults()
         return StartDefaults(True, model_directory.flag_defaults(emulation), emulation.name)
     if cpu.has_cuda():
@@ -144,12 +139,3 @@ def model_path_in(argv: Sequence[str]) -> str | None:
     parser.add_argument("--model-path", "--model", nargs="?")
     model_path: str | None = parser.parse_known_args(list(argv))[0].model_path
     return model_path
-
-
-def is_emulated(directory: Path) -> bool:
-    """Tell whether a directory holds a model that is emulated."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # SGLang says what is wrong with it, or downloads it.
-    return isinstance(config, dict) and config.get("architectures") == _EMULATED

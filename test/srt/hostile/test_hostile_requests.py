@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import orjson
-import psutil
 import pytest
 
 from chaos_bench.vision_model import make_vision_model
 from sglang_coserve.local_server import LocalServer
 from srt.hostile.requests import CHAT, COMPLETIONS, GENERATE, HostileRequest, corpus
+from started_processes import engine_processes
 
 ANSWER_TIMEOUT_S = 120
 """For one answer among many, on a machine that has other things to do. A stall has no end."""
@@ -64,12 +64,6 @@ def http(server: LocalServer) -> Iterator[httpx.Client]:
 def ordinary_text(http: httpx.Client) -> str:
     answer: dict[str, Any] = http.post(GENERATE, json=ORDINARY).raise_for_status().json()
     return str(answer["text"])
-
-
-def engine_processes(server: LocalServer) -> set[tuple[int, str]]:
-    children = psutil.Process(server.pid).children(recursive=True)
-    named = {(child.pid, " ".join(child.cmdline()[:1])) for child in children}
-    return {(pid, name) for pid, name in named if name.startswith("sglang::")}
 
 
 def assert_nothing_left(http: httpx.Client) -> None:

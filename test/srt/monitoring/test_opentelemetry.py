@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from sglang_coserve.errors import ConfigError
-from sglang_coserve.srt.monitoring.otel_metrics import provider_if_configured
+from sglang_coserve.srt.monitoring.otel_metrics import (
+    DURATION_BUCKETS_S,
+    TPOT_BUCKETS_S,
+    TTFT_BUCKETS_S,
+    provider_if_configured,
+)
 from srt.monitoring.otlp_collector import Collector, attributes_of
 from srt.monitoring.watched import LINE_TOKENS, LINES, ONLINE_REQUESTS, Watched
 from waiting import eventually
-
-TTFT_S = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
-TPOT_S = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
-DURATION_S = [
-    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64),
-    *(1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
-]
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,13 @@ def points(traced: Traced, name: str, tier: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "bounds_s"),
     [
-        ("time_to_first_token", TTFT_S),
-        ("time_per_output_token", TPOT_S),
-        ("request.duration", DURATION_S),
+        ("time_to_first_token", TTFT_BUCKETS_S),
+        ("time_per_output_token", TPOT_BUCKETS_S),
+        ("request.duration", DURATION_BUCKETS_S),
     ],
 )
 def test_every_request_is_in_its_histogram(
-    traced: Traced, name: str, bounds_s: list[float]
+    traced: Traced, name: str, bounds_s: tuple[float, ...]
 ) -> None:
     def count(tier: str) -> int:
         return sum(point.count for point in points(traced, name, tier))

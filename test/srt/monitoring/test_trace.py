@@ -6,23 +6,17 @@ import json
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
 from srt.batch_server.deployment import ADMIN_KEY, API_KEY
 from srt.monitoring.watched import LINES, ONLINE_REQUESTS, Watched
 
 
-@pytest.fixture
-def events(watched: Watched) -> list[dict[str, Any]]:
-    return watched.trace
+def of(watched: Watched, phase: str) -> list[dict[str, Any]]:
+    """The events of the trace of a phase."""
+    return [event for event in watched.trace if event["ph"] == phase]
 
 
-def of(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["ph"] == phase]
-
-
-def test_steps_follow_each_other_and_name_who_was_in_them(events: list[dict[str, Any]]) -> None:
-    steps = sorted(of(events, "X"), key=lambda step: step["ts"])
+def test_steps_follow_each_other_and_name_who_was_in_them(watched: Watched) -> None:
+    steps = sorted(of(watched, "X"), key=lambda step: step["ts"])
     assert len(steps) > 100
     assert all(step["dur"] >= 0 for step in steps)
     # Rounded to nanoseconds.
@@ -36,23 +30,23 @@ def test_steps_follow_each_other_and_name_who_was_in_them(events: list[dict[str,
     assert any(step["args"]["rows"]["online"] for step in steps)
 
 
-def test_what_was_suspended_went_on_from_there(events: list[dict[str, Any]]) -> None:
-    layers = [step["args"]["layers"] for step in of(events, "X") if "layers" in step["args"]]
+def test_what_was_suspended_went_on_from_there(watched: Watched) -> None:
+    layers = [step["args"]["layers"] for step in of(watched, "X") if "layers" in step["args"]]
     stops = [stop for stop in layers if stop["before"] is not None]
-    assert len(stops) == sum(", suspended" in step["name"] for step in of(events, "X"))
+    assert len(stops) == sum(", suspended" in step["name"] for step in of(watched, "X"))
     for stop, after in pairwise(layers):
         if stop["before"] is not None and after["from"]:
             assert after["from"] == stop["before"]
 
 
-def test_every_request_has_its_span(watched: Watched, events: list[dict[str, Any]]) -> None:
-    begun = {event["id"]: event for event in of(events, "b")}
-    ended = {event["id"] for event in of(events, "e")}
+def test_every_request_has_its_span(watched: Watched) -> None:
+    begun = {event["id"]: event for event in of(watched, "b")}
+    ended = {event["id"] for event in of(watched, "e")}
     assert set(begun) == ended
     kinds = [event["cat"] for event in begun.values()]
     assert kinds.count("offline") == LINES
     assert kinds.count("online") >= ONLINE_REQUESTS
-    firsts = [event["id"] for event in of(events, "n") if event["name"] == "first_token"]
+    firsts = [event["id"] for event in of(watched, "n") if event["name"] == "first_token"]
     assert sorted(firsts) == sorted(begun)
     named = {event["args"]["batch"] for event in begun.values() if event["cat"] == "offline"}
     assert named == {watched.batch_id}
@@ -65,10 +59,8 @@ def test_it_is_the_operators_alone(watched: Watched) -> None:
     assert "rows" not in watched.get("/coserve/status").text
 
 
-def test_only_the_seconds_that_are_asked_for_are_there(
-    watched: Watched, events: list[dict[str, Any]]
-) -> None:
+def test_only_the_seconds_that_are_asked_for_are_there(watched: Watched) -> None:
     assert watched.deployment.status()["replicas"]
     few = json.loads(watched.get("/coserve/trace?seconds=0.001", ADMIN_KEY).text)
     assert [event["ph"] for event in few] == ["M"]
-    assert len(events) > len(few)
+    assert len(watched.trace) > len(few)

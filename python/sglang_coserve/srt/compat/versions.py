@@ -19,10 +19,8 @@ NEWEST: Final = SUPPORTED[-1]
 TESTED: Final = ("0.5.17", "0.5.23")
 """The versions with which the whole test suite has passed."""
 
-VersionKey = tuple[int, int, int]
 
-
-def version_key(version: str) -> VersionKey:
+def version_key(version: str) -> tuple[int, int, int]:
     """Return the numbers of a version such as ``0.5.17`` or ``0.5.17.post1``, for comparisons.
 
     Raises:
@@ -41,11 +39,6 @@ def installed_version() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def is_supported(version: str) -> bool:
-    """Return whether ``version``, or what it is a later build of, is supported."""
-    return re.sub(r"(\.post\d+)?(\+.*)?$", "", version) in SUPPORTED
 
 
 def uses_v22(version: str) -> bool:
@@ -85,7 +78,8 @@ def check_version(environment: Mapping[str, str] = os.environ) -> None:
             f"sglang_coserve needs SGLang, and none is installed (supported: {supported_text()}): "
             "pip install 'sglang-coserve[engine]'"
         )
-    if not is_supported(found) and environment.get(OVERRIDE_VARIABLE) != "1":
+    released = re.sub(r"(\.post\d+)?(\+.*)?$", "", found)  # What it may be a later build of.
+    if released not in SUPPORTED and environment.get(OVERRIDE_VARIABLE) != "1":
         raise UnsupportedError(
             f"sglang_coserve supports SGLang {supported_text()}, found {found}: pip install "
             f"sglang=={NEWEST}, or set {OVERRIDE_VARIABLE}=1 to try it with {found}"

@@ -144,7 +144,7 @@ class EmulatedStream:
 class EmulatedEvent:
     """The moment at which a stream has run what was launched on it; until recorded it is over."""
 
-    def __init__(self, emulated: EmulatedDevice, **_options: object) -> None:
+    def __init__(self, emulated: EmulatedDevice) -> None:
         self._device = emulated
         self.time_s = 0.0
 
@@ -186,9 +186,9 @@ class EmulatedDevice:
         """Return a new stream."""
         return EmulatedStream(self)
 
-    def Event(self, *_arguments: object, **options: object) -> EmulatedEvent:  # noqa: N802
+    def Event(self, *_arguments: object, **_options: object) -> EmulatedEvent:  # noqa: N802
         """Return a new event."""
-        return EmulatedEvent(self, **options)
+        return EmulatedEvent(self)
 
     def current_stream(self, *_device: object) -> EmulatedStream:
         """Return the stream that this thread launches on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -114,11 +113,10 @@ def read_emulation(directory: Path) -> Emulation | None:
     return None if values is None else Emulation.from_mapping(values, f"{path}: emulation")
 
 
-def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+def set_environment_defaults() -> None:
     """Set what SGLang reads when it is first imported; children inherit it."""
-    for name, value in _ENVIRONMENT.items():
-        environment[name] = value
-    cpu.set_environment_defaults(environment)
+    os.environ.update(_ENVIRONMENT)
+    cpu.set_environment_defaults()
 
 
 def flag_defaults(emulation: Emulation) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY, KV_KEY
+from sglang_coserve.srt.marks.request_marks import CLASS_KEY, DEADLINE_KEY, KV_KEY, mark_of
 
 _ARRIVAL_KEY: Final = "_coserve_arrival_s"
 _DUE_IN_KEY: Final = "_coserve_due_in_s"
@@ -106,27 +106,27 @@ def mark_arrival(received: Any, arrival_s: float) -> None:
 
 def marked_arrival_s(req: Req) -> float | None:
     """Return what ``mark_arrival`` noted in the message of ``req``; None if nothing."""
-    arrival_s: float | None = _mark(req, _ARRIVAL_KEY)
+    arrival_s: float | None = mark_of(req, _ARRIVAL_KEY)
     return arrival_s
 
 
 def deadline_of(req: Req, arrival_s: float) -> float | None:
     """Return the deadline of ``req`` on the clock of ``arrival_s``; None without one."""
-    due_in_s = _mark(req, _DUE_IN_KEY)
+    due_in_s = mark_of(req, _DUE_IN_KEY)
     if due_in_s is None:
-        due_in_s = _mark(req, DEADLINE_KEY)
+        due_in_s = mark_of(req, DEADLINE_KEY)
     return None if due_in_s is None else arrival_s + due_in_s
 
 
 def expected_tokens_of(req: Req) -> int | None:
     """Return the expected number of output tokens of ``req``; None if unknown."""
-    tokens: int | None = _mark(req, _EXPECTED_KEY)
+    tokens: int | None = mark_of(req, _EXPECTED_KEY)
     return tokens
 
 
 def job_of(req: Req) -> str | None:
     """Return the batch that ``req`` is a line of; None if it is none."""
-    job: str | None = _mark(req, _JOB_KEY)
+    job: str | None = mark_of(req, _JOB_KEY)
     return job
 
 
@@ -140,7 +140,7 @@ def take_moved_kv(req: Req) -> tuple[str, int, str] | None:
 
 def leaves_with(req: Req) -> str | None:
     """Return the model whose KV ``req`` leaves with after its prompt; None if it stays."""
-    model: str | None = _mark(req, _LEAVES_WITH_KEY)
+    model: str | None = mark_of(req, _LEAVES_WITH_KEY)
     return model
 
 
@@ -178,8 +178,3 @@ def restore_generated(req: Req, think_end_ids: Sequence[int] | None) -> None:
 
 def _add(sampling_params: Any, marks: Marks) -> None:
     sampling_params.custom_params = {**(sampling_params.custom_params or {}), **marks}
-
-
-def _mark(req: Req, key: str) -> Any:
-    custom_params = req.sampling_params.custom_params
-    return custom_params.get(key) if isinstance(custom_params, dict) else None

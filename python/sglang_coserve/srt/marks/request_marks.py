@@ -120,7 +120,9 @@ def said_by_client(marks: Mapping[str, Any], hints: GatewayHints = _NO_HINTS) ->
         _SAID.reset(token)
 
 
-def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
+def with_client_marks(
+    custom_params: dict[str, Any] | None, config: CoserveConfig
+) -> dict[str, Any] | None:
     """Return ``custom_params`` with the marks found elsewhere in the request added; check all.
 
     Raises:
@@ -128,8 +130,6 @@ def with_client_marks(custom_params: object, config: CoserveConfig) -> object:
             the client asks for a deadline or a target that the server's policy ignores.
     """
     said, hints = _SAID.get()
-    if not isinstance(custom_params, dict | None):
-        return custom_params  # The guard refuses it.
     within = custom_params or {}
     for key, value in said.items():
         if within.get(key) is not None and within[key] != value:
@@ -208,21 +208,23 @@ def check_line_marks(body: Mapping[str, Any]) -> None:
             raise RequestError(f"{key} is {value!r}: lines of a batch are offline: leave it out")
 
 
-def is_offline(req: Any) -> bool:
-    """Return whether SGLang's ``Req`` is offline. Its marks were checked on arrival."""
+def mark_of(req: Any, key: str) -> Any:
+    """Return a mark of SGLang's ``Req``, which was checked on arrival; None without it."""
     custom_params = req.sampling_params.custom_params
-    return isinstance(custom_params, dict) and custom_params.get(CLASS_KEY) == _OFFLINE
+    return custom_params.get(key) if isinstance(custom_params, dict) else None
+
+
+def is_offline(req: Any) -> bool:
+    """Return whether SGLang's ``Req`` is offline."""
+    return bool(mark_of(req, CLASS_KEY) == _OFFLINE)
 
 
 def targets_of(req: Any) -> tuple[float | None, float | None]:
     """Return the TTFT and TPOT targets that SGLang's ``Req`` brings along, in seconds.
 
-    None for a target that it does not bring. Its marks were checked on arrival.
+    None for a target that it does not bring.
     """
-    custom_params = req.sampling_params.custom_params
-    if not isinstance(custom_params, dict):
-        return None, None
-    return _seconds(custom_params.get(TTFT_KEY)), _seconds(custom_params.get(TPOT_KEY))
+    return _seconds(mark_of(req, TTFT_KEY)), _seconds(mark_of(req, TPOT_KEY))
 
 
 def _marks_in(fields: object) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class LatencyHistograms:
     """What is gathered of requests by class; for one rank. ``StepTrace`` follows the requests."""
 
     def __init__(self) -> None:
-        """Begin without values."""
         classes = ("online", "offline")
         self.ttft = {name: Buckets(WAIT_BUCKETS_S) for name in classes}
         self.queued = {name: Buckets(WAIT_BUCKETS_S) for name in classes}

@@ -12,13 +12,14 @@ travels in it, so it costs the scheduler no answer, and nobody who does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import asdict
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
@@ -86,7 +87,7 @@ class OnlineLoad:
         pool_stats = SimpleNamespace(get_pool_stats=partial(self.get_pool_stats, held))
         pools: dict[str, Any] = {"pool_stats_observer": pool_stats}
         stock = SchedulerLoadInquirer.get_loads(replace(inquirer, **pools))
-        return CoserveLoadSnapshot(**_fields(stock), coserve=self._load.load(held).model_dump())
+        return CoserveLoadSnapshot(**asdict(stock), coserve=self._load.load(held).model_dump())
 
     def put_into(self, stats: Any) -> None:
         """Let SGLang's ``SchedulerStats`` say what an online request finds."""
@@ -120,7 +121,7 @@ class ReportingLoadInquirer(SchedulerLoadInquirer):
         """Return the load now, without ours if that is off. O(requests)."""
         online = self.get_online()
         ours = online.advisory.ask("load", lambda: online.snapshot(self), None)
-        return ours or CoserveLoadSnapshot(**_fields(SchedulerLoadInquirer.get_loads(self)))
+        return ours or CoserveLoadSnapshot(**asdict(SchedulerLoadInquirer.get_loads(self)))
 
 
 def _online(reqs: list[Req]) -> list[Req]:
@@ -168,8 +169,3 @@ class _BothClasses:
             snapshot.num_waiting_reqs += load.offline.waiting
             snapshot.num_total_tokens += load.offline.outstanding_tokens
         return snapshot
-
-
-def _fields(snapshot: LoadSnapshot) -> dict[str, Any]:
-    names: Iterable[str] = snapshot.__struct_fields__
-    return {name: getattr(snapshot, name) for name in names}

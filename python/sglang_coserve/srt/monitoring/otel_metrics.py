@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from sglang_coserve.errors import ConfigError, require
-from sglang_coserve.srt.marks.request_marks import CLASS_KEY
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 TTFT_BUCKETS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -47,13 +47,12 @@ def operation() -> str:
     return _OPERATION.get()
 
 
-def tier_attributes(custom_params: object) -> dict[str, str]:
-    """Return the service tier that a request asked for, and the one that it has.
+def tier_attributes(request: Any) -> dict[str, str]:
+    """Return the service tier that a request of SGLang's asked for, and the one that it has.
 
     Asked for is left out for online requests: they may have said any tier but ``flex``, or none.
     """
-    is_flex = isinstance(custom_params, Mapping) and custom_params.get(CLASS_KEY) == "offline"
-    if is_flex:
+    if is_offline(request):
         return {"openai.request.service_tier": "flex", "openai.response.service_tier": "flex"}
     return {"openai.response.service_tier": "default"}
 
@@ -101,16 +100,6 @@ class GenAiMetrics:
         if output_tokens > 1:
             per_token_s = (times.finished_time - times.first_token_time) / (output_tokens - 1)
             self._tpot.record(per_token_s, all_attributes)
-
-
-def metrics_if_configured(model_name: str, host: str, port: int) -> GenAiMetrics | None:
-    """Return metrics that are exported as the environment says; None where it names no endpoint.
-
-    Raises:
-        ConfigError, MissingExtraError: as ``provider_if_configured``.
-    """
-    provider = provider_if_configured()
-    return None if provider is None else GenAiMetrics(provider(), model_name, host, port)
 
 
 def provider_if_configured() -> Callable[[], Any] | None:

@@ -76,17 +76,13 @@ class PlanLog:
         """
         self._left_bytes = max_bytes
         self._encoder = EventEncoder()
-        self.path, self._file = _begin(path)
+        self._path, self._file = _begin(path)
         self._write(encode_setup(setup))
 
     def append(self, event: Event) -> None:
         """Write an event. O(requests)."""
         if not self._file.closed:
             self._write(self._encoder.encode(event))
-
-    def close(self) -> None:
-        """Write nothing more."""
-        self._file.close()
 
     def _write(self, line: str) -> None:
         self._left_bytes -= len(line)
@@ -99,7 +95,7 @@ class PlanLog:
             self._stop(f"{error.strerror}")
 
     def _stop(self, reason: str) -> None:
-        logger.warning("--record-plans %s: %s: recording ends here", self.path, reason)
+        logger.warning("--record-plans %s: %s: recording ends here", self._path, reason)
         # Closing tries once more to write what is still in the buffer.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -121,7 +121,7 @@ class SchedulerStatus:
                 "waiting": self._admission.num_waiting(),
                 "running": num_offline + self._lane.num_running,
                 "prefilling": int(prefilling is not None and is_offline(prefilling)),
-                **self._counted_events(),
+                **{event: self._events[event] for event in OFFLINE_EVENTS},
             },
             "unnoticed_ends": self._num_unnoticed(),
             "kv_tokens": self._load.recent().kv._asdict(),
@@ -243,6 +243,3 @@ class SchedulerStatus:
             "delay_gaps_s": None if bill is None else bill.gaps_s,
             "billed": 0 if bill is None else bill.requests,
         }
-
-    def _counted_events(self) -> dict[str, int]:
-        return {name: self._events[name] for name in OFFLINE_EVENTS}

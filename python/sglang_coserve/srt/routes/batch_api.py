@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 
@@ -21,13 +21,13 @@ from sglang_coserve.batch.routes.caller import set_admin_key, set_not_ready, set
 from sglang_coserve.batch.service import BatchService
 from sglang_coserve.batch.webhooks import WebhookTarget
 from sglang_coserve.config import CoserveConfig
+from sglang_coserve.guard.process_health import fatal_signals_recorded_in
 from sglang_coserve.http_lines.line_server import LineServer, add_line_routes, set_line_server
 from sglang_coserve.lines.background import TaskSupervisor
+from sglang_coserve.srt.batch_backend import BatchBackend
+from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
 from sglang_coserve.srt.routes.drain import Drain, Health, add_drain_routes
 from sglang_coserve.srt.routes.engine_routes import add_trace_route
-
-if TYPE_CHECKING:
-    from sglang_coserve.srt.batch_backend import BatchBackend
 
 _POLL_S: Final = 0.2
 
@@ -92,11 +92,18 @@ async def served(
     if config.coserve_data_dir is None and not app.server_args.admin_api_key:
         yield
         return
-    backend = await _backend(state, config)
+    manager = state.tokenizer_manager
+    backend = BatchBackend(
+        manager,
+        state.template_manager,
+        fingerprint=await manager.coserve_fingerprint(),
+        moves_kv=config.kv_move_dir is not None,
+        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
+    )
     lines = LineServer(backend)
     set_line_server(app, lines)
     open_service = partial(_open_service, http_server, config, backend, background, publish)
-    drain = Drain(state.tokenizer_manager, lines, open_service)
+    drain = Drain(manager, lines, open_service)
     await drain.end()
     health.drain = drain
     stopping = background.start("drain_at_stop", partial(_drain_when_stopping, backend, drain))
@@ -109,20 +116,6 @@ async def served(
         await drain.start()
 
 
-async def _backend(state: Any, config: CoserveConfig) -> BatchBackend:
-    from sglang_coserve.srt.batch_backend import BatchBackend
-    from sglang_coserve.srt.monitoring.scheduler_query import EXPECTED_RATE_KEY, STATE_KEY
-
-    manager = state.tokenizer_manager
-    return BatchBackend(
-        manager,
-        state.template_manager,
-        fingerprint=await manager.coserve_fingerprint(),
-        moves_kv=config.kv_move_dir is not None,
-        expected_tokens_per_s=state.scheduler_info[STATE_KEY][EXPECTED_RATE_KEY],
-    )
-
-
 async def _open_service(
     http_server: Any,
     config: CoserveConfig,
@@ -132,8 +125,6 @@ async def _open_service(
     stack: AsyncExitStack,
 ) -> None:
     """Open the Batch API for as long as ``stack``, if the server has one."""
-    from sglang_coserve.guard.process_health import fatal_signals_recorded_in
-
     if config.coserve_data_dir is None:
         return
     service = await BatchService.open(

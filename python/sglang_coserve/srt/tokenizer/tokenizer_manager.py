@@ -25,9 +25,10 @@ from sglang_coserve.srt.marks.answers import telling_refusals
 from sglang_coserve.srt.marks.offline_marks import attach_marks, go_on_with_kv
 from sglang_coserve.srt.marks.request_marks import with_client_marks
 from sglang_coserve.srt.monitoring.otel_metrics import (
-    metrics_if_configured,
+    GenAiMetrics,
     note_operation,
     operation,
+    provider_if_configured,
     tier_attributes,
 )
 from sglang_coserve.srt.scheduler.scheduler import config_of
@@ -161,9 +162,14 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         self._departures = ClientDepartures(self.abort_request)
         self._fingerprint: asyncio.Task[str] | None = None
         settings = compat.settings_of(self.server_args)
-        self._otel_metrics = metrics_if_configured(
-            settings.served_model_name, self.server_args.host, self.server_args.port
-        )
+        self._otel_metrics: GenAiMetrics | None = None
+        if (make_provider := provider_if_configured()) is not None:
+            self._otel_metrics = GenAiMetrics(
+                make_provider(),
+                settings.served_model_name,
+                self.server_args.host,
+                self.server_args.port,
+            )
         self.guard_with(settings, config_of(self.server_args).media_sources)
 
     async def coserve_fingerprint(self) -> str:
@@ -220,12 +226,12 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         return ending
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        given = obj.sampling_params.get("custom_params")
-        custom_params = with_client_marks(given, config_of(self.server_args))
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
-        tokenized.sampling_params.custom_params = custom_params
-        go_on_with_kv(tokenized.sampling_params, self._kv_in_use)
-        attach_marks(tokenized.sampling_params)
+        params = tokenized.sampling_params
+        # With what SGLang has added: the operator's defaults, a budget of thinking.
+        params.custom_params = with_client_marks(params.custom_params, config_of(self.server_args))
+        go_on_with_kv(params, self._kv_in_use)
+        attach_marks(params)
         self._describe(tokenized)
         return tokenized
 
@@ -241,7 +247,7 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
         is_traced = state is not None and state.time_stats.trace_ctx.tracing_enable
         if state is None or not (is_traced or self._otel_metrics is not None):
             return
-        tiers = tier_attributes(tokenized.sampling_params.custom_params)
+        tiers = tier_attributes(tokenized)
         state.time_stats.attributes = tiers | {"gen_ai.operation.name": operation()}
         if is_traced:
             request_id = correlation_id.get()
