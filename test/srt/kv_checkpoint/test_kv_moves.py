@@ -354,6 +354,7 @@ def test_a_damaged_file_is_refused_and_removed(tmp_path: Path, damage: Any) -> N
     directory.write(RIDS[0], "identity", kv, lambda: True)
     (path,) = files(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(KvFileError):
+    with pytest.raises(KvFileError) as refused:
         directory.take(RIDS[0], "identity", len(kv))
+    assert len(str(refused.value)) < len(str(path)) + 100, "the log has what is in the file"
     assert not files(tmp_path)
