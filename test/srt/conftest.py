@@ -64,9 +64,7 @@ def start_engine(small_model: Path) -> Iterator[Callable[..., EngineProcess]]:
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """Offline requests first come, first served, in both event loops, pages of 1 and 16 tokens."""
     overlap, page_size = request.param
-    process = start_engine(overlap=overlap, page_size=page_size)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=page_size)
 
 
 @pytest.fixture(scope="module")

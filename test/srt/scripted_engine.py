@@ -12,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +136,6 @@ class ScriptedEngine:
         rid: str,
         prompt: list[int],
         max_new_tokens: int = 8,
-        *,
         offline: bool = False,
         **sampling: Any,
     ) -> Any:
@@ -158,17 +157,23 @@ class ScriptedEngine:
         """Tokens generated for ``rid`` so far."""
         return list(self.reqs[rid].output_ids)
 
+    def outputs(self, specs: Iterable[Spec]) -> dict[str, list[int]]:
+        """The same of several requests, by rid."""
+        return {spec[0]: self.output(spec[0]) for spec in specs}
+
     # --- Running -------------------------------------------------------------------------
 
-    def run(self, script: Script | Iterable[Any] = ()) -> list[Iteration]:
+    def run(
+        self, script: Script | Mapping[int, Iterable[Any]] | Iterable[Any] = ()
+    ) -> list[Iteration]:
         """Run the event loop until the script is over and nothing is left to do.
 
         ``script(i)`` returns the messages received in step ``i`` and raises
-        ``StopIteration`` when it has no more; a plain iterable is received at once.
-        Returns the forward passes of this run.
+        ``StopIteration`` when it has no more; a mapping has them by step, and a plain iterable is
+        received at once. Returns the forward passes of this run.
         """
         if not callable(script):
-            script = _all_at_once(list(script))
+            script = _at_steps(script if isinstance(script, Mapping) else {0: list(script)})
         scheduler, first = self.scheduler, len(self.iterations)
         state = {"iteration": 0, "script_over": False}
 
@@ -192,9 +197,13 @@ class ScriptedEngine:
         return self.iterations[first:]
 
     def assert_nothing_leaked(self) -> None:
-        """Every KV slot is free or cached and unlocked; every request slot is free."""
+        """Every KV slot is free or cached and unlocked; every request slot is free, and no request
+        is known any more."""
         scheduler = self.scheduler
         assert scheduler.is_fully_idle()
+        if (parts := getattr(scheduler, "parts", None)) is not None:
+            assert not len(parts.ledger)
+            assert parts.live.num_unnoticed == 0
         for free, evictable, protected, total in self._kv_pools():
             assert protected == 0
             assert free + evictable == total
@@ -253,16 +262,15 @@ class ScriptedEngine:
 def run_at_once(engine: ScriptedEngine, specs: Sequence[Spec]) -> dict[str, list[int]]:
     """Run all requests, as online ones, and return their outputs."""
     engine.run([engine.request(*spec[:3]) for spec in specs])
-    outputs = {spec[0]: engine.output(spec[0]) for spec in specs}
     engine.scheduler.flush_cache()
-    return outputs
+    return engine.outputs(specs)
 
 
-def _all_at_once(messages: list[Any]) -> Script:
-    def script(iteration: int) -> list[Any]:
-        if iteration:
+def _at_steps(messages: Mapping[int, Iterable[Any]]) -> Script:
+    def script(iteration: int) -> Iterable[Any]:
+        if iteration > max(messages):
             raise StopIteration
-        return messages
+        return messages.get(iteration, ())
 
     return script
 

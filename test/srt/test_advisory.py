@@ -43,9 +43,7 @@ QUESTIONS = (
 
 @pytest.fixture(params=["fifo", "coserve"])
 def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    process = start_engine(coserve=() if request.param == "fifo" else LOOSE)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(coserve=() if request.param == "fifo" else LOOSE)
 
 
 def serve(engine: ScriptedEngine) -> dict[str, list[int]]:

@@ -28,14 +28,7 @@ def first_passes(engine: ScriptedEngine, online_first: bool) -> dict[str, int]:
         for member in range(MEMBERS)
     ]
     online = [engine.request("online", prompt("e", 99), 2)]
-    arrivals = [online, offline] if online_first else [offline, online]
-
-    def script(iteration: int) -> list[Any]:
-        if iteration >= 20:
-            raise StopIteration
-        return arrivals.pop(0) if iteration in (0, 4 + 4 * online_first) else []
-
-    iterations = engine.run(script)
+    iterations = engine.run({0: online, 8: offline} if online_first else {0: offline, 4: online})
     saved = sum(engine.reqs[f"e{member}"].cached_tokens for member in range(MEMBERS))
     assert saved >= (MEMBERS - (1 - online_first)) * (PREFIX_TOKENS - 16)
     engine.assert_nothing_leaked()

@@ -5,18 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_coserve.srt.marks.request_marks import CLASS_KEY
 from sglang_coserve.srt.steps.engine_view import EngineView
 
 
-def req(rid: str, *, offline: bool = False, fails: bool = False, queued_s: float = 0.0) -> Any:
-    params = {CLASS_KEY: "offline"} if offline else None
+def request(rid: str, *, queued_s: float = 0.0, ended: bool = False) -> Any:
     return SimpleNamespace(
         rid=rid,
-        sampling_params=SimpleNamespace(custom_params=params),
-        to_finish="an error" if fails else None,
         time_stats=SimpleNamespace(wait_queue_entry_time=queued_s),
+        finished=lambda: ended,
+        kv=SimpleNamespace(holds_kv=True),
     )
+
+
+def batch(*reqs: Any) -> Any:
+    return SimpleNamespace(reqs=list(reqs))
 
 
 class Engine:
@@ -24,20 +26,8 @@ class Engine:
 
     def __init__(self, *waiting: Any) -> None:
         self.waiting_queue = list(waiting)
-        self.running_batch: Any = SimpleNamespace(reqs=[], batch_is_full=True)
-        self.last_batch: Any = None
         self.chunked_req: Any = None
-        self.grammar_manager: Any = None
-        self.result_queue: list[Any] = []
-        self._pending_chunked_abort_req: Any = None
-        self.chunked_prefill_size = 512
-        self.is_mixed_chunk = True
-        self.retracted: list[str] = []
         self.view = EngineView(self)
-
-    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
-        assert is_retracted
-        self.retracted.append(req.rid)
 
     @property
     def queue(self) -> list[str]:
@@ -46,12 +36,12 @@ class Engine:
 
 def test_a_round_sees_what_it_offers_and_afterwards_the_queue_is_as_it_was() -> None:
     """In order of arrival, without what was admitted and with what has come meanwhile."""
+    first, second = request("on0", queued_s=0), request("on1", queued_s=1)
     # An offline request that failed validation waits in SGLang's queue, and stays there.
-    first, second = req("on0", queued_s=0), req("on1", queued_s=1)
-    bad, late = req("bad", offline=True, fails=True, queued_s=2), req("late", queued_s=3)
+    bad, late = request("bad", queued_s=2), request("late", queued_s=3)
     engine = Engine(first, second, bad)
-    offered = [req(f"off{i}", offline=True) for i in range(3)]
-    engine.view.offer([second, *offered], offered)
+    offered = [request(f"off{i}") for i in range(3)]
+    engine.view.offer(["on1"], offered)
     assert engine.queue == ["on1", "off0", "off1", "off2"]
     assert engine.view.has_others_waiting
     engine.waiting_queue.remove(offered[1])
@@ -78,17 +68,6 @@ class Pipelined(Engine):
         self.last_mbs: list[Any] = [None, None]
         self.running_batch = self.running_mbs[0]
         self.view.begin_turn()
-
-
-def batch(*reqs: Any) -> Any:
-    return SimpleNamespace(reqs=list(reqs), batch_is_full=False)
-
-
-def request(rid: str, *, ended: bool = False) -> Any:
-    made = req(rid, offline=True)
-    made.finished = lambda: ended
-    made.kv = SimpleNamespace(holds_kv=True)
-    return made
 
 
 def test_requests_of_the_other_micro_batches_are_seen_once() -> None:

@@ -96,9 +96,8 @@ def test_the_queue_is_searched_no_further_than_what_was_chosen(
 ) -> None:
     scheduler = SimpleNamespace(waiting_queue=list(queue))
     view = EngineView(scheduler)
-    chosen = view.waiting_with(["r9", "r3"])
-    assert chosen == [queue[9], queue[3]]
-    view.offer(chosen, [])
+    view.offer(["r9", "r3"], [])
+    assert scheduler.waiting_queue == [queue[9], queue[3]]
     scheduler.waiting_queue.remove(queue[3])  # Admitted.
     assert view.withdraw() == []
     assert scheduler.waiting_queue == [*queue[:3], *queue[4:]]

@@ -22,9 +22,7 @@ lane of their own, where they would go on."""
 def planned(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """The default policy, in both event loops and with pages of 1 and 16 tokens."""
     overlap, page_size = request.param
-    process = start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=page_size, coserve=LOOSE)
 
 
 def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
@@ -36,44 +34,62 @@ def test_a_hundred_mixed_requests_finish_with_the_outputs_of_stock(
     assert count["retracted"] > 0
 
 
+PAUSE_SPECS: list[Spec] = [
+    ("on0", scenarios.prompt(1, 100), 20, False),
+    ("off0", scenarios.prompt(2, 100), 20, True),
+    ("off1", scenarios.prompt(3, 400), 20, True),
+]
+
+
+def run_pause(engine: ScriptedEngine, mode: str, first: int) -> dict[str, list[int]]:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    engine.run(
+        {
+            0: [engine.request(*spec) for spec in PAUSE_SPECS],
+            first: [PauseGenerationReqInput(mode=mode)],
+            first + 4: [ContinueGenerationReqInput()],
+            first + 8: [PauseGenerationReqInput(mode=mode)],
+            first + 11: [ContinueGenerationReqInput()],
+        }
+    )
+    engine.assert_nothing_leaked()
+    return engine.outputs(PAUSE_SPECS)
+
+
 def test_a_pause_after_any_step_keeps_both_classes_whole(
     planned: EngineProcess, reference_outputs: Reference
 ) -> None:
     """Whatever ran last: prefills or decodes, of either lane."""
-    expected = reference_outputs(scenarios.PAUSE_SPECS)
-    assert planned.call(scenarios.run_pause, "in_place") == expected
+    expected = reference_outputs(PAUSE_SPECS)
+    assert planned.call(run_pause, "in_place", 4) == expected
     for first in range(1, 11):
-        assert planned.call(scenarios.run_pause, "retract", first) == expected
+        assert planned.call(run_pause, "retract", first) == expected
 
 
 def run_abort_in_every_state(engine: ScriptedEngine) -> dict[str, set[str]]:
     """Abort each offline request as soon as it is seen parked or paused."""
-    scheduler = engine.scheduler
     specs: list[Spec] = [(f"off{i}", scenarios.prompt(i, 400), 60, True) for i in range(12)]
     seen: dict[str, set[str]] = {"parked": set(), "paused": set()}
 
     def script(iteration: int) -> list[Any]:
         if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in specs]
+            return [engine.request(*spec) for spec in specs]
         if iteration > 400:
             raise StopIteration
         messages = []
         if iteration % 6 == 0:
             tokens = scenarios.prompt(iteration, 150)
             messages.append(engine.request(f"on{iteration}", tokens, 12))
-        parked = {req.rid for req in scheduler.parts.view.paused_requests.parked}
-        paused = {req.rid for req in scheduler.parts.view.paused_requests.paused}
-        for state, rids in (("parked", parked), ("paused", paused)):
-            if fresh := {rid for rid in rids if rid.startswith("off")} - seen[state]:
-                rid = min(fresh)
-                seen[state].add(rid)
-                messages.append(engine.abort(rid))
+        for state, rids in seen.items():
+            reqs = getattr(engine.scheduler.parts.view.paused_requests, state)
+            if fresh := {req.rid for req in reqs} - rids:
+                rids.add(min(fresh))
+                messages.append(engine.abort(min(fresh)))
         return messages
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    assert not len(scheduler.parts.ledger)
-    assert not scheduler.parts.admission.num_waiting()
     return seen
 
 
@@ -85,11 +101,10 @@ def run_names_used_again(engine: ScriptedEngine, offline: bool) -> list[tuple[bo
     """
     outputs: list[tuple[bool, list[int]]] = []
     engine.reqs.pop("name", None)
-    others: list[Spec] = [("other", scenarios.prompt(1, 40), 200, not offline)]
 
     def script(iteration: int) -> list[Any]:
         if iteration == 0:
-            return [engine.request(*spec[:3], offline=spec[3]) for spec in others]
+            return [engine.request("other", scenarios.prompt(1, 40), 200, not offline)]
         if len(outputs) == 9:
             raise StopIteration  # However long the online request kept an offline one waiting.
         known = engine.reqs.get("name")
@@ -107,9 +122,6 @@ def run_names_used_again(engine: ScriptedEngine, offline: bool) -> list[tuple[bo
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    parts = engine.scheduler.parts
-    assert not len(parts.ledger)
-    assert not parts.admission.num_waiting()
     return outputs
 
 
@@ -145,20 +157,10 @@ def test_requests_that_pause_all_the_time_generate_the_same(
 
 def run_arrival_during_an_offline_prefill(engine: ScriptedEngine) -> list[dict[str, int]]:
     """Return the prefill tokens of each step, by rid."""
-    arrivals = {
-        0: [("off", scenarios.prompt(1, 900), True)],
-        2: [("on", scenarios.prompt(2, 42), False), ("late", scenarios.prompt(3, 37), False)],
-    }
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 40:
-            raise StopIteration
-        return [
-            engine.request(rid, tokens, 4, offline=offline)
-            for rid, tokens, offline in arrivals.get(iteration, ())
-        ]
-
-    iterations = engine.run(script)
+    offline = engine.request("off", scenarios.prompt(1, 900), 4, offline=True)
+    online = engine.request("on", scenarios.prompt(2, 42), 4)
+    late = engine.request("late", scenarios.prompt(3, 37), 4)
+    iterations = engine.run({0: [offline], 2: [online, late]})
     engine.assert_nothing_leaked()
     # The requests that decode come last, with one token each.
     return [dict(zip(it.rids, it.extend_lens, strict=False)) for it in iterations if it.is_extend]
@@ -179,17 +181,11 @@ def test_a_begun_offline_prompt_goes_on_beside_online_ones(
 
 def run_one_at_a_time_with_a_deadline(engine: ScriptedEngine) -> list[str]:
     """Return the offline requests in the order in which they were admitted; the last has one."""
-
-    def script(iteration: int) -> list[Any]:
-        if iteration:
-            raise StopIteration
-        messages = [
-            engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
-        ]
-        messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
-        return messages
-
-    iterations = engine.run(script)
+    messages = [
+        engine.request(f"off{i}", scenarios.prompt(i, 40), 4, offline=True) for i in range(4)
+    ]
+    messages[-1].sampling_params.custom_params["coserve_deadline_s"] = 30.0
+    iterations = engine.run(messages)
     engine.assert_nothing_leaked()
     return list(dict.fromkeys(rid for it in iterations if it.is_extend for rid in it.rids))
 

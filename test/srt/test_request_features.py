@@ -239,8 +239,7 @@ def run_script(
     for i, iteration in enumerate(iterations):
         for rid in iteration.rids:
             passes[rid].append(i)
-    counts = {name: n - before.get(name, 0) for name, n in scenarios.counts(engine).items()}
-    return results_of(engine, asks), passes, counts
+    return results_of(engine, asks), passes, scenarios.counts(engine) - before
 
 
 # --- Scenarios ----------------------------------------------------------------------------

@@ -101,14 +101,12 @@ def run_both_ways(engine: ScriptedEngine) -> dict[str, Any]:
 
 @pytest.fixture(params=[False, True], ids=["normal", "overlap"])
 def guarded(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
-    process = start_engine(
+    return start_engine(
         overlap=request.param,
         page_size=16 if request.param else 1,
         coserve=TIGHT,
         enable_custom_logit_processor=True,
     )
-    assert isinstance(process, EngineProcess)
-    return process
 
 
 def test_only_the_request_with_unusable_logits_ends(guarded: EngineProcess) -> None:

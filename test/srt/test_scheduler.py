@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import random
+from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,30 +23,22 @@ def first_pass(iterations: Sequence[Iteration], rid: str) -> int:
     return next(i for i, iteration in enumerate(iterations) if rid in iteration.rids)
 
 
-def counts(engine: ScriptedEngine) -> dict[str, int]:
-    return dict(engine.scheduler.parts.events)
+def counts(engine: ScriptedEngine) -> Counter[str]:
+    return Counter(engine.scheduler.parts.events)
 
 
 # --- Online-only traffic ------------------------------------------------------------------
 
 
 def run_online_only(engine: ScriptedEngine) -> tuple[list[Any], dict[str, list[int]]]:
-    arrivals = {0: 5, 3: 2, 9: 4, 10: 1, 25: 3}
     rng = random.Random(7)
-    specs = [(f"r{i}", rng.randrange(5, 300), rng.randrange(1, 40)) for i in range(15)]
-    waiting = list(specs)
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > max(arrivals):
-            raise StopIteration
-        batch = [waiting.pop(0) for _ in range(arrivals.get(iteration, 0))]
-        return [engine.request(rid, prompt(len(rid) + n, n), m) for rid, n, m in batch]
-
-    iterations = engine.run(script)
-    trace = [(i.rids, i.is_extend, i.extend_lens) for i in iterations]
-    outputs = {rid: engine.output(rid) for rid, _, _ in specs}
+    lengths = [(rng.randrange(5, 300), rng.randrange(1, 40)) for _ in range(15)]
+    specs = [(f"r{i}", prompt(i, length), m, False) for i, (length, m) in enumerate(lengths)]
+    waiting = (engine.request(*spec) for spec in specs)
+    arrivals = {0: 5, 3: 2, 9: 4, 10: 1, 25: 3}
+    iterations = engine.run({step: list(islice(waiting, n)) for step, n in arrivals.items()})
     engine.assert_nothing_leaked()
-    return trace, outputs
+    return [(i.rids, i.is_extend, i.extend_lens) for i in iterations], engine.outputs(specs)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
@@ -96,27 +89,20 @@ SHORT_ONLINE: Spec = ("on", prompt(2, 50), 8, False)
 
 def run_arrival_in_the_middle_of_a_prefill(
     engine: ScriptedEngine,
-) -> tuple[list[Iteration], dict[str, list[int]], dict[str, int]]:
-    def script(iteration: int) -> list[Any]:
-        if iteration > 3:
-            raise StopIteration
-        if iteration == 0:
-            return [engine.request(*LONG_OFFLINE[:3], offline=True)]
-        return [engine.request(*SHORT_ONLINE[:3])] if iteration == 2 else []
-
-    before = counts(engine).get("parked", 0)
-    iterations = engine.run(script)
-    outputs = {rid: engine.output(rid) for rid in ("off", "on")}
+) -> tuple[list[Iteration], dict[str, list[int]], int]:
+    before = counts(engine)
+    specs = LONG_OFFLINE, SHORT_ONLINE
+    iterations = engine.run({0: [engine.request(*specs[0])], 2: [engine.request(*specs[1])]})
     engine.assert_nothing_leaked()
-    return iterations, outputs, {"parked": counts(engine)["parked"] - before}
+    return iterations, engine.outputs(specs), (counts(engine) - before)["parked"]
 
 
 def test_an_offline_prefill_is_parked_when_an_online_request_arrives(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
-    iterations, outputs, count = engine.call(run_arrival_in_the_middle_of_a_prefill)
+    iterations, outputs, num_parked = engine.call(run_arrival_in_the_middle_of_a_prefill)
     assert outputs == reference_outputs([LONG_OFFLINE, SHORT_ONLINE])
-    assert count["parked"] >= 1
+    assert num_parked >= 1
     # Two chunks ran before the arrival; the next pass is the online request's.
     assert first_pass(iterations, "on") == 2
     # The cache gave the parked prompt back: no token of it was computed twice.
@@ -131,48 +117,33 @@ def test_an_offline_prefill_is_parked_when_an_online_request_arrives(
 
 BIG_ONLINE: Spec = ("on", prompt(3, KV_POOL_TOKENS // 2), 16, False)
 MANY_OFFLINE: list[Spec] = [(f"off{i}", prompt(20 + i, 60), 120, True) for i in range(6)]
+BIG_ARRIVES = 60
 
 
 def run_big_online_among_many_offline(
     engine: ScriptedEngine,
-) -> tuple[list[Iteration], dict[str, list[int]], int, dict[str, int]]:
-    arrival = 60
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > arrival:
-            raise StopIteration
-        if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in MANY_OFFLINE]
-        return [engine.request(*BIG_ONLINE[:3])] if iteration == arrival else []
-
-    before = counts(engine).get("retracted", 0)
-    iterations = engine.run(script)
-    rids = ["on", *(spec[0] for spec in MANY_OFFLINE)]
-    outputs = {rid: engine.output(rid) for rid in rids}
+) -> tuple[list[Iteration], dict[str, list[int]], int]:
+    before = counts(engine)
+    offline = [engine.request(*spec) for spec in MANY_OFFLINE]
+    iterations = engine.run({0: offline, BIG_ARRIVES: [engine.request(*BIG_ONLINE)]})
     engine.assert_nothing_leaked()
-    return iterations, outputs, arrival, {"retracted": counts(engine)["retracted"] - before}
+    outputs = engine.outputs([BIG_ONLINE, *MANY_OFFLINE])
+    return iterations, outputs, (counts(engine) - before)["retracted"]
 
 
 def test_offline_decodes_are_retracted_when_an_online_request_does_not_fit(
     engine: EngineProcess, reference_outputs: Reference
 ) -> None:
-    iterations, outputs, arrival, count = engine.call(run_big_online_among_many_offline)
-    assert count["retracted"] >= 1
-    assert first_pass(iterations, "on") <= arrival + 2
+    iterations, outputs, num_retracted = engine.call(run_big_online_among_many_offline)
+    assert num_retracted >= 1
+    assert first_pass(iterations, "on") <= BIG_ARRIVES + 2
     assert outputs == reference_outputs([BIG_ONLINE, *MANY_OFFLINE])
 
 
 def run_offline_that_does_not_fit(engine: ScriptedEngine) -> list[Iteration]:
     hog = engine.request("hog", prompt(4, 700), 200, offline=True)
     next_hog = engine.request("next", prompt(5, 700), 200, offline=True)
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 30:
-            raise StopIteration
-        arrivals = {0: [hog, next_hog], 30: [engine.request("on", prompt(6, 40), 4)]}
-        return arrivals.get(iteration, [])
-
-    iterations = engine.run(script)
+    iterations = engine.run({0: [hog, next_hog], 30: [engine.request("on", prompt(6, 40), 4)]})
     engine.assert_nothing_leaked()
     return iterations
 
@@ -218,42 +189,6 @@ def test_a_waiting_offline_request_is_work_for_flush_but_not_for_the_health_chec
     assert engine.call(run_idle_questions) == {"idle": False, "health_check_idle": True}
 
 
-PAUSE_SPECS: list[Spec] = [
-    ("on0", prompt(1, 100), 20, False),
-    ("off0", prompt(2, 100), 20, True),
-    ("off1", prompt(3, 400), 20, True),
-]
-
-
-def run_pause(engine: ScriptedEngine, mode: str, first: int = 4) -> dict[str, list[int]]:
-    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > first + 16:
-            raise StopIteration
-        messages: dict[int, list[Any]] = {
-            0: [engine.request(*spec[:3], offline=spec[3]) for spec in PAUSE_SPECS],
-            first: [PauseGenerationReqInput(mode=mode)],
-            first + 4: [ContinueGenerationReqInput()],
-            first + 8: [PauseGenerationReqInput(mode=mode)],
-            first + 11: [ContinueGenerationReqInput()],
-        }
-        return messages.get(iteration, [])
-
-    engine.run(script)
-    outputs = {spec[0]: engine.output(spec[0]) for spec in PAUSE_SPECS}
-    engine.assert_nothing_leaked()
-    return outputs
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_generation_keeps_both_classes_whole(
-    engine: EngineProcess, reference_outputs: Reference, mode: str
-) -> None:
-    outputs = engine.call(run_pause, mode)
-    assert outputs == reference_outputs(PAUSE_SPECS)
-
-
 # --- Everything at once -------------------------------------------------------------------
 
 
@@ -273,7 +208,7 @@ def mixed_specs(seed: int, num_online: int, num_offline: int) -> list[Spec]:
 
 def run_mixed(
     engine: ScriptedEngine, specs: Sequence[Spec], seed: int
-) -> tuple[dict[str, list[int]], set[str], dict[str, int]]:
+) -> tuple[dict[str, list[int]], set[str], Counter[str]]:
     """An offline backlog from the start, online requests in bursts, aborts of either class."""
     rng = random.Random(seed)
     online = [spec for spec in specs if not spec[3]]
@@ -283,7 +218,7 @@ def run_mixed(
 
     def send(spec: Spec) -> Any:
         sent.append(spec[0])
-        return engine.request(*spec[:3], offline=spec[3])
+        return engine.request(*spec)
 
     def script(iteration: int) -> list[Any]:
         if iteration == 0:
@@ -303,10 +238,8 @@ def run_mixed(
         return messages
 
     engine.run(script)
-    outputs = {rid: engine.output(rid) for rid in sent}
     engine.assert_nothing_leaked()
-    after = counts(engine)
-    return outputs, aborted, {name: after[name] - before.get(name, 0) for name in after}
+    return engine.outputs(specs), aborted, counts(engine) - before
 
 
 def assert_outputs(
@@ -341,7 +274,7 @@ def test_fifo_goes_with_prefills_that_sglang_holds_back(
     from sglang.srt.server_args import ServerArgs
 
     settings = {"max_running_requests": 8, "min_free_slots_delay": 3}
-    if "prefill_decode_interval" in inspect.signature(ServerArgs).parameters:
+    if "prefill_decode_interval" in signature(ServerArgs).parameters:
         settings["prefill_decode_interval"] = 3
     specs = mixed_specs(seed=12, num_online=15, num_offline=20)
     outputs, aborted, _ = start_engine(**settings).call(run_mixed, specs, 6)
@@ -350,21 +283,21 @@ def test_fifo_goes_with_prefills_that_sglang_holds_back(
 
 def run_too_long_offline_prompts(engine: ScriptedEngine) -> dict[str, Any]:
     """Prompts beyond the context fail validation inside the scheduler, among good ones."""
-
-    def script(iteration: int) -> list[Any]:
-        if iteration > 6:
-            raise StopIteration
-        bad = engine.request(f"bad{iteration}", prompt(iteration, 1100), 4, offline=True)
-        good = engine.request(f"good{iteration}", prompt(iteration, 30), 4, offline=True)
-        return [good, bad]
-
-    before = counts(engine)
-    engine.run(script)
+    lengths, before = {"good": 30, "bad": 1100}, counts(engine)
+    engine.run(
+        {
+            i: [
+                engine.request(f"{name}{i}", prompt(i, length), 4, offline=True)
+                for name, length in lengths.items()
+            ]
+            for i in range(7)
+        }
+    )
     engine.assert_nothing_leaked()
     return {
         "bad": {type(engine.reqs[f"bad{i}"].finished_reason).__name__ for i in range(7)},
         "good": {len(engine.output(f"good{i}")) for i in range(7)},
-        "admitted": counts(engine)["admitted"] - before.get("admitted", 0),
+        "admitted": (counts(engine) - before)["admitted"],
     }
 
 

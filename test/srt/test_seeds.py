@@ -37,17 +37,12 @@ def run_beside_others(engine: ScriptedEngine) -> tuple[dict[str, list[int]], int
     """With more than fits the memory, some of it online, greedy, or sampled without a seed."""
     engine.scheduler.flush_cache()
     before = engine.scheduler.parts.events["retracted"]
-
-    def script(step: int) -> list[Any]:
-        if step == 0:
-            return [seeded(engine, rid) for rid in SEEDED]
-        if step > 60:
-            raise StopIteration
+    messages = {0: [seeded(engine, rid) for rid in SEEDED]}
+    for step in [step for step in range(1, 61) if step % 4 < 2]:
         prompt = random.Random(step).choices(range(10, 700), k=100)
         sampling = {"temperature": float(step % 2)}
-        return [engine.request(f"other-{step}", prompt, 20, **sampling)] if step % 4 < 2 else []
-
-    engine.run(script)
+        messages[step] = [engine.request(f"other-{step}", prompt, 20, **sampling)]
+    engine.run(messages)
     retracted = engine.scheduler.parts.events["retracted"] - before
     return {rid: engine.output(rid) for rid in SEEDED}, retracted
 

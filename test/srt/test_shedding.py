@@ -25,9 +25,7 @@ def engine(request: pytest.FixtureRequest, start_engine: Any) -> EngineProcess:
     """An engine that refuses; requests bring targets that cannot be met."""
     overlap, page_size = request.param
     coserve = {**LOOSE, "overload": "shed"}
-    process = start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(overlap=overlap, page_size=page_size, coserve=coserve)
 
 
 def offline_load(engine: ScriptedEngine) -> list[Any]:

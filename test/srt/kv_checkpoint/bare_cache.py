@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,7 @@ Req = Any
 _LAYERS, _ROWS, _CONTEXT = 2, 128, 8192
 
 
-def new_request(rid: str, prompt: Sequence[int], *, offline: bool) -> Req:
+def new_request(rid: str, prompt: Iterable[int], *, offline: bool) -> Req:
     """Return a request that waits."""
     from sglang.srt.managers.schedule_batch import Req as RequestOfSGLang
     from sglang.srt.sampling.sampling_params import SamplingParams

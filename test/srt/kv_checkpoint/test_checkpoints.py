@@ -29,9 +29,7 @@ KINDS = [
 @pytest.fixture(params=KINDS)
 def engine(request: pytest.FixtureRequest, start_checkpointing: Any) -> EngineProcess:
     mode, overlap, page_size = request.param
-    process = start_checkpointing(mode, overlap=overlap, page_size=page_size)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_checkpointing(mode, overlap=overlap, page_size=page_size)
 
 
 # --- Everything at once -------------------------------------------------------------------
@@ -73,27 +71,24 @@ HOG: Spec = ("on", scenarios.prompt(50, 700), 40, False)
 def run_preemption(engine: ScriptedEngine) -> Any:
     """A large online request arrives when the offline requests have generated many tokens."""
     before = engine.scheduler.parts.checkpointing.state()
-    retracted = scenarios.counts(engine).get("retracted", 0)
-    has_come: list[bool] = []
+    counts = scenarios.counts(engine)
 
     def script(iteration: int) -> list[Any]:
-        if has_come:
-            raise StopIteration
         if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in VICTIMS]
-        if any(len(engine.output(spec[0])) < 60 for spec in VICTIMS):
-            return []
-        has_come.append(True)
-        return [engine.request(*HOG[:3])]
+            engine.reqs.clear()
+            return [engine.request(*spec) for spec in VICTIMS]
+        if HOG[0] in engine.reqs:
+            raise StopIteration
+        is_late = all(len(engine.output(spec[0])) >= 60 for spec in VICTIMS)
+        return [engine.request(*HOG)] if is_late else []
 
     engine.run(script)
     after = engine.scheduler.parts.checkpointing.state()
-    outputs = {spec[0]: engine.output(spec[0]) for spec in (HOG, *VICTIMS)}
     engine.assert_nothing_leaked()
     recomputed = [s["classes"]["offline"]["recomputed_tokens"] for s in (before, after)]
-    retracted = scenarios.counts(engine)["retracted"] - retracted
+    retracted = (scenarios.counts(engine) - counts)["retracted"]
     prefetched = after["prefetch_published_tokens"] - before["prefetch_published_tokens"]
-    return outputs, retracted, recomputed[1] - recomputed[0], prefetched
+    return engine.outputs([HOG, *VICTIMS]), retracted, recomputed[1] - recomputed[0], prefetched
 
 
 def most_recomputed(mode: str, page_size: int, retracted: int) -> int:
@@ -151,22 +146,21 @@ def test_a_full_host_pool_costs_recomputation_only(
 
 def run_with_stuck_copies(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     """The copy engine stops for many steps, then goes on."""
-    cache = engine.scheduler.tree_cache
-    gate = threading.Event()
-    compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)
-    scheduler, processed = engine.scheduler, []
+    gate, batches = threading.Event(), list[Any]()
+    compat.copy_streams(engine.scheduler.tree_cache.cache_controller)[0].submit(gate.wait)
+    checkpointing = engine.scheduler.parts.checkpointing
+    processed = checkpointing.processed
 
     def open_late(batch: Any, offline: list[bool]) -> None:
-        processed.append(batch)
-        if len(processed) == 600:
+        batches.append(batch)
+        if len(batches) == 600:
             gate.set()
-        original(batch, offline)
+        processed(batch, offline)
 
-    checkpointing = scheduler.parts.checkpointing
-    original, checkpointing.processed = checkpointing.processed, open_late
-    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointing, "processed", open_late)
+        outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "the scenario is too short"
-    checkpointing.processed = original
     return outputs, aborted, checkpointing.state()
 
 
@@ -194,17 +188,14 @@ def test_a_stuck_copy_engine_costs_recomputation_only(
 
 def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
     """What waits on the host does not come back, until long after that was noticed."""
-    scheduler = engine.scheduler
-    cache, gate = scheduler.tree_cache, threading.Event()
-    loads = cache.prefetches
-    loads.timeout_s = 0.05
-    checkpointing = scheduler.parts.checkpointing
-    copy, processed = loads._copy, checkpointing.processed
+    cache, gate = engine.scheduler.tree_cache, threading.Event()
+    checkpointing = engine.scheduler.parts.checkpointing
+    start, processed = compat.start_load, checkpointing.processed
     batches_since: list[Any] = []
 
-    def copy_late(load: Any, load_id: int) -> None:
-        compat.copy_streams(cache.cache_controller)[1].submit(gate.wait)
-        copy(load, load_id)
+    def start_late(controller: Any, *load: Any) -> None:
+        compat.copy_streams(controller)[1].submit(gate.wait)
+        start(controller, *load)
 
     def open_at_last(batch: Any, offline: list[bool]) -> None:
         processed(batch, offline)
@@ -213,8 +204,11 @@ def run_with_stuck_loads(engine: ScriptedEngine, specs: list[Spec]) -> Any:
         if len(batches_since) > 150:
             gate.set()
 
-    loads._copy, checkpointing.processed = copy_late, open_at_last
-    outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "start_load", start_late)
+        patch.setattr(cache.prefetches, "timeout_s", 0.05)
+        patch.setattr(checkpointing, "processed", open_at_last)
+        outputs, aborted, _ = scenarios.run_mixed(engine, specs, 4)
     assert gate.is_set(), "nothing was to be loaded"
     return outputs, aborted, checkpointing.state()
 
@@ -243,7 +237,7 @@ def run_flush_in_a_pause(engine: ScriptedEngine) -> dict[str, list[int]]:
         nonlocal has_paused
         if iteration == 0:
             compat.copy_streams(cache.cache_controller)[0].submit(gate.wait)
-            return [engine.request(*spec[:3], offline=True) for spec in VICTIMS]
+            return [engine.request(*spec) for spec in VICTIMS]
         if not has_paused:
             has_paused = bool(cache.ongoing_write_through)
             return [PauseGenerationReqInput(mode="retract")] if has_paused else []
@@ -259,9 +253,8 @@ def run_flush_in_a_pause(engine: ScriptedEngine) -> dict[str, list[int]]:
         return [ContinueGenerationReqInput()]
 
     engine.run(script)
-    outputs = {spec[0]: engine.output(spec[0]) for spec in VICTIMS}
     engine.assert_nothing_leaked()
-    return outputs
+    return engine.outputs(VICTIMS)
 
 
 def test_a_paused_engine_flushes_its_cache_once_copies_have_ended(
@@ -286,18 +279,17 @@ def run_online_behind_a_parked_request(engine: ScriptedEngine) -> tuple[dict[str
 
     def script(iteration: int) -> list[Any]:
         if iteration == 0:
-            return [engine.request(*PARKED[:3], offline=True)]
+            return [engine.request(*PARKED)]
         if iteration == 5:
-            return [engine.request(*BIG[:3])]
+            return [engine.request(*BIG)]
         if iteration > 5 and engine.reqs["on"].finished():
             served.append(iteration)
             raise StopIteration
         return []
 
     engine.run(script)
-    outputs = {spec[0]: engine.output(spec[0]) for spec in (PARKED, BIG)}
     engine.assert_nothing_leaked()
-    return outputs, served[0]
+    return engine.outputs([PARKED, BIG]), served[0]
 
 
 def test_an_online_request_gets_the_memory_of_a_parked_request(

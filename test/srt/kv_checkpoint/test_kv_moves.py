@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory
+from sglang_coserve.srt.kv_checkpoint.kv_directory import KvDirectory, KvFileError
 from sglang_coserve.srt.scheduler.request_moves import RequestMoves
 from srt import test_scheduler as scenarios
 from srt.conftest import Reference
@@ -28,6 +28,7 @@ LINES: list[Spec] = [
     (f"{3:032x}", scenarios.prompt(62, 200), NUM_TOKENS, True),
 ]
 RIDS = [spec[0] for spec in LINES]
+LENGTHS = {spec[0]: len(spec[1]) for spec in LINES}
 
 KINDS = [
     pytest.param(("eager", True, 16, "coserve"), id="eager-overlap-page16"),
@@ -62,9 +63,7 @@ def started(
     coserve: dict[str, Any] = {"kv_move_dir": str(directory), "offline_policy": policy}
     if policy == "fifo":
         coserve |= {"startup_profile_seconds": 10.0, "safepoint_interval": None}
-    process = start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start(mode, overlap=overlap, page_size=page_size, coserve=coserve)
 
 
 # --- What happens in the engine ----------------------------------------------------------
@@ -79,7 +78,7 @@ def left_tokens(engine: ScriptedEngine) -> dict[str, int]:
     return {rid: int(end["message"].rpartition(" ")[2]) for rid, end in ended.items()}
 
 
-def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[str, Any]:
+def leave(engine: ScriptedEngine) -> dict[str, Any]:
     """Let all lines leave once each has some tokens; return what they have, and what they left."""
     moves, has_asked = engine.scheduler.parts.moves, []
 
@@ -87,15 +86,14 @@ def leave(engine: ScriptedEngine, tokens_before: int = TOKENS_BEFORE) -> dict[st
         if has_asked:
             raise StopIteration
         if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in LINES]
-        if all(len(engine.output(rid)) >= tokens_before for rid in RIDS):
+            return [engine.request(*spec) for spec in LINES]
+        if all(len(engine.output(rid)) >= TOKENS_BEFORE for rid in RIDS):
             has_asked.append(moves.ask([*RIDS, "f" * 32], MODEL))
             assert has_asked == [RIDS], "one is not known"
         return []
 
     engine.run(script)
-    outputs = {rid: engine.output(rid) for rid in RIDS}
-    return {"tokens": left_tokens(engine), "outputs": outputs}
+    return {"tokens": left_tokens(engine), "outputs": engine.outputs(LINES)}
 
 
 def served(
@@ -107,7 +105,7 @@ def served(
     engine.run(requests)
     after = engine.scheduler.parts.checkpointing.state()
     computed = [stats["classes"][kind]["computed_tokens"] for stats in (before, after)]
-    outputs = {rid: engine.output(rid) for rid in RIDS}
+    outputs = engine.outputs(LINES)
     # The first token after those that were left is one of the prefill.
     decoded = sum(map(len, outputs.values())) - tokens_before - len(RIDS)
     assert_consistent(engine.scheduler.tree_cache)
@@ -124,7 +122,7 @@ def go_on(engine: ScriptedEngine, left: dict[str, Any], model: str = MODEL) -> d
     """Let the lines come back; return their outputs, and how much was prefilled."""
     requests = []
     for spec in LINES:
-        request = engine.request(*spec[:3], offline=True)
+        request = engine.request(*spec)
         generated, tokens = left["outputs"][spec[0]], left["tokens"][spec[0]]
         request.sampling_params.custom_params |= {
             "_coserve_generated": generated,
@@ -147,10 +145,6 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def lengths() -> dict[str, int]:
-    return {spec[0]: len(spec[1]) for spec in LINES}
-
-
 def test_lines_go_on_elsewhere_with_their_kv(
     engine: EngineProcess, kind: Any, directory: Path, reference_outputs: Reference
 ) -> None:
@@ -161,7 +155,7 @@ def test_lines_go_on_elsewhere_with_their_kv(
     assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
     for rid, tokens in left["tokens"].items():
         assert len(left["outputs"][rid]) >= TOKENS_BEFORE
-        total = lengths()[rid] + len(left["outputs"][rid]) - 1
+        total = LENGTHS[rid] + len(left["outputs"][rid]) - 1
         assert tokens == total // page * page
     came = engine.call(go_on, left)
     assert came["outputs"] == reference_outputs(LINES)
@@ -198,11 +192,11 @@ def test_prompts_of_online_requests_are_computed_elsewhere(
 ) -> None:
     page = kind[2]
     tokens = engine.call(push)
-    assert tokens == {rid: (length - 1) // page * page for rid, length in lengths().items()}
+    assert tokens == {rid: (length - 1) // page * page for rid, length in LENGTHS.items()}
     came = engine.call(serve_pushed, tokens)
     assert came["outputs"] == reference_outputs(LINES)
     assert came["moved_in"] == sum(tokens.values())
-    assert came["prefilled"] == sum(lengths()[rid] - tokens[rid] for rid in RIDS)
+    assert came["prefilled"] == sum(LENGTHS[rid] - tokens[rid] for rid in RIDS)
     assert not files(directory)
 
 
@@ -215,52 +209,25 @@ def one(start_checkpointing: Any, directory: Path) -> EngineProcess:
     return started(start_checkpointing, directory, "eager", overlap=True, page_size=16)
 
 
-def leave_and_go_on(engine: ScriptedEngine, damage: Callable[[], None], model: str) -> Any:
-    left = leave(engine)
-    damage()
+def leave_and_go_on(engine: ScriptedEngine, directory: Path, damage: str, model: str) -> Any:
+    left, paths = leave(engine), files(directory)
+    contents = [path.read_bytes() for path in paths]
+    for number, path in enumerate(paths):
+        if damage == "missing":
+            path.unlink()
+        elif damage == "of another line":
+            path.write_bytes(contents[number - 1])
     return go_on(engine, left, model)
-
-
-class Damage:
-    """Does something to every file, in the engine's process."""
-
-    def __init__(self, directory: Path, kind: str) -> None:
-        self._directory = directory
-        self._kind = kind
-
-    def __call__(self) -> None:
-        paths = files(self._directory)
-        assert len(paths) == len(LINES)
-        contents = [path.read_bytes() for path in paths]
-        for number, path in enumerate(paths):
-            content = contents[number]
-            match self._kind:
-                case "missing":
-                    path.unlink()
-                case "cut short":
-                    path.write_bytes(content[: len(content) // 2])
-                case "a bit flipped":
-                    path.write_bytes(content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:])
-                case "no header":
-                    path.write_bytes(b"\xff" * len(content))
-                case "much larger":
-                    path.write_bytes(content + bytes(1 << 20))
-                case "of another line":
-                    path.write_bytes(contents[number - 1])
 
 
 @pytest.mark.parametrize(
     ("damage", "model"),
-    [
-        *((each, MODEL) for each in ("missing", "cut short", "a bit flipped", "no header")),
-        *((each, MODEL) for each in ("much larger", "of another line")),
-        ("none", "another model"),
-    ],
+    [("missing", MODEL), ("of another line", MODEL), ("none", "another model")],
 )
 def test_a_file_that_is_not_what_was_written_means_recomputation(
     one: EngineProcess, directory: Path, reference_outputs: Reference, damage: str, model: str
 ) -> None:
-    came = one.call(leave_and_go_on, Damage(directory, damage), model)
+    came = one.call(leave_and_go_on, directory, damage, model)
     assert came["outputs"] == reference_outputs(LINES)
     assert came["moved_in"] == 0
     assert came["without"] == len(LINES)
@@ -287,14 +254,14 @@ def leave_with_bad_disk(engine: ScriptedEngine, hangs: bool) -> Any:
     gate.set()
     del directory.write, directory.take
     moves.timeout_s = RequestMoves.timeout_s
-    return left, came
+    return came
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["hung", "full"])
 def test_a_bad_disk_means_recomputation(
     one: EngineProcess, directory: Path, reference_outputs: Reference, hangs: bool
 ) -> None:
-    _, came = one.call(leave_with_bad_disk, hangs)
+    came = one.call(leave_with_bad_disk, hangs)
     assert came["outputs"] == reference_outputs(LINES)
     assert came["moved_in"] == 0
     assert not files(directory)
@@ -319,7 +286,7 @@ def abort_on_the_way(engine: ScriptedEngine) -> Any:
         if seen:
             raise StopIteration
         if iteration == 0:
-            return [engine.request(*spec[:3], offline=True) for spec in LINES]
+            return [engine.request(*spec) for spec in LINES]
         if len(moves):
             seen.append(len(moves))
             return [engine.abort(rid) for rid in RIDS]
@@ -329,17 +296,13 @@ def abort_on_the_way(engine: ScriptedEngine) -> Any:
 
     engine.run(script)
     engine.assert_nothing_leaked()
-    request = engine.request(*LINES[0][:3], offline=True)
+    request = engine.request(*LINES[0])
     request.sampling_params.custom_params["_coserve_moved_kv"] = (RIDS[0], 16, MODEL)
-    engine.run(lambda i: [[request], [engine.abort(RIDS[0])]][i] if i < 2 else _stop())
+    engine.run({0: [request], 1: [engine.abort(RIDS[0])]})
     engine.assert_nothing_leaked()
     gate.set()
     del directory.write, directory.take
     return seen
-
-
-def _stop() -> Any:
-    raise StopIteration
 
 
 def test_a_line_that_is_aborted_on_its_way_leaves_nothing_behind(one: EngineProcess) -> None:
@@ -374,3 +337,24 @@ def test_a_file_that_is_given_up_while_it_gets_its_name_is_not_left(tmp_path: Pa
 
     directory.write(name, "identity", torch.zeros(8, dtype=torch.uint8), is_wanted)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:],
+        lambda content: b"\xff" * len(content),
+        lambda content: content + bytes(1 << 20),
+    ],
+    ids=["cut short", "a bit flipped", "no header", "much larger"],
+)
+def test_a_damaged_file_is_refused_and_removed(tmp_path: Path, damage: Any) -> None:
+    directory, kv = KvDirectory(tmp_path, rank=0), torch.zeros(4096, dtype=torch.uint8)
+    directory.write(RIDS[0], "identity", kv, lambda: True)
+    (path,) = files(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(KvFileError) as refused:
+        directory.take(RIDS[0], "identity", len(kv))
+    assert len(str(refused.value)) < len(str(path)) + 100, "the log has what is in the file"
+    assert not files(tmp_path)

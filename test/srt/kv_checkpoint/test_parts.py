@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from sglang.srt.managers import cache_controller
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.kv_checkpoint import CheckpointMode, CheckpointPolicy
-from sglang_coserve.core.request import RequestClass
 from sglang_coserve.errors import UnsupportedError
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import v17
@@ -32,7 +30,11 @@ from sglang_coserve.srt.kv_checkpoint.settings import (
 from sglang_coserve.srt.marks.request_marks import is_offline
 from srt.kv_checkpoint.bare_cache import BareEngine, new_request
 
-OFFLINE, ONLINE = RequestClass.OFFLINE, RequestClass.ONLINE
+
+def eager_engine(*, page_tokens: int) -> BareEngine:
+    policy = CheckpointPolicy(CheckpointMode.EAGER)
+    return BareEngine(policy, slots=256, host_slots=512, page_tokens=page_tokens)
+
 
 # --- Streams ------------------------------------------------------------------------------
 
@@ -62,9 +64,8 @@ def test_a_load_waits_for_the_passes_in_flight(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_copy_to_the_host_waits_for_the_passes_in_flight() -> None:
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=1)
-    assert engine.admit(new_request("off", list(range(32)), offline=True))
+    engine = eager_engine(page_tokens=1)
+    assert engine.admit(new_request("off", range(32), offline=True))
     passes, gate, copied = ThreadStream(), threading.Event(), Event()
     passes.submit(lambda: (gate.wait(), None)[1])
     engine.cache.cache_controller.load_fence_stream = passes
@@ -98,9 +99,8 @@ def test_a_copy_that_fails_never_counts_as_done() -> None:
 def test_allocation_is_refused_beyond_the_limit_and_asked_for_again_later() -> None:
     """SGLang's host pool has more than the limit."""
     counts: Counter[str] = Counter()
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    engine = BareEngine(policy, slots=64, host_slots=200, page_tokens=1)
-    space = HostSpace(engine.cache.host_pool, 80, counts)
+    space = HostSpace(eager_engine(page_tokens=1).cache.host_pool, counts)
+    space.limit_tokens = 80
     held = space.alloc(80, step=1)
     assert held is not None
     assert space.free_tokens == 0
@@ -116,22 +116,6 @@ def test_allocation_is_refused_beyond_the_limit_and_asked_for_again_later() -> N
 # --- Requests that give way -------------------------------------------------------------------
 
 
-def request_with_unsaved_tokens() -> tuple[BareEngine, Any]:
-    """An engine with a request: 32 tokens of a prompt, which are saved, and 48 more, which are not.
-
-    As when a chunk of a prompt has just been computed.
-    """
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    request = new_request("off", list(range(32)), offline=True)
-    assert engine.admit(request)
-    engine.checkpoint()
-    engine.settle()
-    for _ in range(48):
-        assert engine.decode(request)
-    return engine, request
-
-
 def evict_all(engine: BareEngine) -> Counter[str]:
     engine.evict(256)
     assert engine.allocator.available_size() == 256
@@ -139,13 +123,10 @@ def evict_all(engine: BareEngine) -> Counter[str]:
 
 
 def test_what_a_request_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
-    policy = CheckpointPolicy(CheckpointMode.EAGER)
-    engine = BareEngine(policy, slots=256, host_slots=512, page_tokens=16)
-    request = new_request("off", list(range(32)), offline=True)
-    request.extra_key, request.cache_salt = (
-        "adapter",
-        "salt",
-    )  # The salt counts since SGLang 0.5.22.
+    engine = eager_engine(page_tokens=16)
+    request = new_request("off", range(32), offline=True)
+    request.extra_key = "adapter"
+    request.cache_salt = "salt"  # It counts since SGLang 0.5.22.
     assert engine.admit(request)
     for _ in range(16):
         assert engine.decode(request)
@@ -159,11 +140,17 @@ def test_what_a_request_with_a_namespace_of_its_own_has_saved_is_kept() -> None:
 
 
 def test_what_resumes_takes_the_room_of_online_prefixes_and_keeps_it() -> None:
-    engine, request = request_with_unsaved_tokens()
+    engine = eager_engine(page_tokens=16)
+    request = new_request("off", range(32), offline=True)
+    assert engine.admit(request)
+    engine.checkpoint()
+    engine.settle()
+    for _ in range(48):  # As when a chunk of a prompt has just been computed: they are not saved.
+        assert engine.decode(request)
     engine.release(request)
     engine.settle()  # Eviction waits 20 ms for what is being saved; a busy machine takes longer.
     evict_all(engine)
-    online = new_request("online", list(range(100, 356)), offline=False)
+    online = new_request("online", range(100, 356), offline=False)
     assert engine.admit(online)
     engine.release(online, ends=True)
     engine.settle()
@@ -209,16 +196,6 @@ def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
 # --- The recompute tax --------------------------------------------------------------------
 
 
-def request(rid: str, tokens: int, *, offline: bool) -> Any:
-    """SGLang's request, waiting."""
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    marks = {"coserve_class": "offline"} if offline else None
-    params = SamplingParams(max_new_tokens=100, custom_params=marks)
-    return Req(rid, "", array("q", range(tokens)), params, vocab_size=1000)
-
-
 def ran(kv: KvCheckpointing, reqs: list[Any], extends: Sequence[tuple[int, int]] = ()) -> None:
     """Let a batch end that gives its whole requests a token; ``extends`` are (cached, computed)
     tokens by request of a prefill."""
@@ -243,7 +220,7 @@ def taxes(kv: KvCheckpointing, name: str) -> tuple[int, int]:
 
 def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
     kv = KvCheckpointing(tree_cache=None)
-    offline, online = request("off", 100, offline=True), request("on", 100, offline=False)
+    offline, online = (new_request(rid, range(100), offline=rid == "off") for rid in ("off", "on"))
     ran(kv, [offline, online], [(0, 100), (40, 60)])
     for _ in range(20):
         ran(kv, [offline])
@@ -260,7 +237,7 @@ def test_tokens_count_as_recomputed_up_to_where_the_request_had_been() -> None:
 
 
 def test_a_prompt_whose_prefill_was_interrupted_counts_once() -> None:
-    kv, req = KvCheckpointing(tree_cache=None), request("off", 100, offline=True)
+    kv, req = KvCheckpointing(tree_cache=None), new_request("off", range(100), offline=True)
     ran(kv, [req], [(0, 64)])
     ran(kv, [req], [(48, 52)])
     assert taxes(kv, "offline") == (16, 116)

@@ -24,11 +24,9 @@ QUICK = ("normal-page1-chunk", "overlap-page16-radix")
 
 def start(start_engine: Any, modes: str, **coserve: Any) -> EngineProcess:
     overlap, page_size, radix = MODES[modes]
-    process = start_engine(
+    return start_engine(
         overlap=overlap,
         page_size=page_size,
         disable_radix_cache=not radix,
         coserve={**SUSPENDING, **coserve},
     )
-    assert isinstance(process, EngineProcess)
-    return process

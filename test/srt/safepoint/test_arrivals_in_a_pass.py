@@ -45,9 +45,7 @@ LAYER_S = 0.2
 
 
 def start_live(start_engine: Any, **settings: Any) -> EngineProcess:
-    process = start_engine(max_total_tokens=4096, coserve=LIVE, **settings)
-    assert isinstance(process, EngineProcess)
-    return process
+    return start_engine(max_total_tokens=4096, coserve=LIVE, **settings)
 
 
 def long_offline(engine: ScriptedEngine, rid: str) -> Any:

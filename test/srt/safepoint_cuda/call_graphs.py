@@ -23,12 +23,7 @@ from torch import nn
 
 from sglang_coserve.srt.safepoint.gates import LeaderGate
 from sglang_coserve.srt.safepoint.graph_cuts import GraphCuts
-from sglang_coserve.srt.safepoint.instrument import (
-    ForwardPreempted,
-    Gate,
-    Resumption,
-    add_safepoints,
-)
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Gate, Resumption
 from sglang_coserve.srt.safepoint.placement import GroupedDecodeBackend
 
 LAYERS, INTERVAL, WIDTH = 8, 3, 4
@@ -85,8 +80,7 @@ class GraphedModel:
         self.gate = gate or LeaderGate(lambda: self.arrived)
         self.ran: list[int] = []
         self.layers = [Layer(number, self.ran) for number in range(LAYERS)]
-        add_safepoints(self.layers, INTERVAL, self.gate)
-        self.resumption = Resumption(self.layers)
+        self.resumption = Resumption(self.layers, INTERVAL, self.gate)
         self.cuts = GraphCuts(self.layers, INTERVAL, self.gate, self.resumption)
         self.x, self.residual = torch.zeros(WIDTH), torch.zeros(WIDTH)
 

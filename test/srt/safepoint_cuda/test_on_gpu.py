@@ -17,7 +17,7 @@ from torch import nn
 
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.srt.safepoint.gates import LeaderGate, device_events, order_behind_pass
-from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, add_safepoints
+from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Resumption
 from srt.own_engine import is_flushed, params
 
 pytestmark = [
@@ -83,7 +83,7 @@ class Layers:
 def test_eager_passes_stop_and_the_next_one_is_whole(depth: int) -> None:
     subject = Layers(depth=depth)
     expected = subject.run().clone()
-    add_safepoints(subject.layers, INTERVAL, subject.gate)
+    Resumption(subject.layers, INTERVAL, subject.gate)
     rng = random.Random(depth)
     stops = [subject.stop_at_random(batch, subject.run, rng) for batch in range(1, 200)]
     assert len({stop for stop in stops if stop is not None}) > 2

@@ -76,7 +76,8 @@ def test_decode_graphs_are_grouped_where_that_is_asked_for_and_can_be(
 
 
 def safepoints_with(num_layers: int = LAYERS, **more: Any) -> Safepoints:
-    gate, resumption = LeaderGate(list), Resumption([])
+    gate = LeaderGate(list)
+    resumption = Resumption([], INTERVAL, gate)
     return Safepoints(gate, resumption, num_layers=num_layers, interval=INTERVAL, **more)
 
 

@@ -235,7 +235,7 @@ class PlanExecution:
         begun = None if view.chunk is None else view.chunk.rid
         offline = [waiting[c.rid] for c in chunks if c.rid in waiting]
         rids = [c.rid for c in chunks if c.rid not in waiting and c.rid != begun]
-        view.offer([*view.waiting_with(rids), *offline], offline)
+        view.offer(rids, offline)
         # SGLang counts whole pages; a plan counts only the tokens in a prompt's last page.
         page = self._scheduler.page_size
         tokens = max(sum(-(-chunk.tokens // page) * page for chunk in chunks), page)

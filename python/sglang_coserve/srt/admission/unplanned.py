@@ -234,7 +234,7 @@ class UnplannedPasses:
         return self._view.chunk is not None and not is_offline(self._view.chunk)
 
     def _offer(self, running_batch: ScheduleBatch) -> bool:
-        """Offer as many offline requests as may run; False if none may."""
+        """Offer as many offline requests as may run, where no other waits; False if none may."""
         scheduler, view = self._scheduler, self._view
         count = min(_MAX_OFFERED, scheduler.get_num_allocatable_reqs(len(running_batch.reqs)))
         limit = self._most_running
@@ -243,8 +243,7 @@ class UnplannedPasses:
             count = min(count, limit - running - (view.chunk is not None))
         if count <= 0:
             return False
-        offered = list(islice(self._waiting.reqs.values(), count))
-        view.offer([*view.waiting, *offered], offered)
+        view.offer((), list(islice(self._waiting.reqs.values(), count)))
         return True
 
     def _release_offline_chunk(self) -> None:

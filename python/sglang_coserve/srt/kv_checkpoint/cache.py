@@ -63,9 +63,7 @@ class CheckpointCache(UnifiedRadixCache):
             self._start_over()
 
     def _start_over(self) -> None:
-        pool = self.host_pool
-        limit_tokens = int(pool.logical_size) // self.page_size * self.page_size
-        self.space = HostSpace(pool, limit_tokens, self.counts)
+        self.space = HostSpace(self.host_pool, self.counts)
         self.copies = CopyJobs(self)
         self.reclaimer = Reclaimer(self)
         self.prefetches = Prefetches(self)
@@ -272,22 +270,11 @@ class CheckpointCache(UnifiedRadixCache):
         if num_tokens > 0:
             tracker[BASE_COMPONENT_TYPE] += self.reclaimer.reclaim(num_tokens)
 
-    def evict_host(self, num_tokens: int, _component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Return 0, the tokens reclaimed for SGLang's own copies or storage, which are
-        off."""
-        del num_tokens
-        return 0
-
     def protected_size(self) -> int:
         """Return the protected tokens, including slots that loads in flight will fill."""
         return int(super().protected_size()) + self.prefetches.in_flight_tokens
 
     # --- Resume --------------------------------------------------------------------------
-
-    @property
-    def device_tokens(self) -> int:
-        """Capacity of the device's KV pool in tokens."""
-        return int(self.token_to_kv_pool_allocator.size)
 
     def prefetch_step(self, req: Req, budget_tokens: int) -> int | None:
         """Begin the next loads of a waiting request (see ``Prefetches.step``)."""

@@ -128,7 +128,7 @@ class KvCheckpointing:
             return
         self._now_s = now_s
         self._cache.begin_pass(now_s)
-        most = most_loaded_tokens(self._cache.device_tokens)
+        most = most_loaded_tokens(self._cache.token_to_kv_pool_allocator.size)
         budget = most - self._cache.prefetches.in_flight_tokens
         self._no_room.clear()
         for rid, req in self._wanted.items():

@@ -152,7 +152,8 @@ def _kv(path: Path, content: bytearray, identity: str, kv_bytes: int) -> torch.T
         found = metadata["identity"], entry["dtype"], entry["shape"]
         crc32 = int(metadata["crc32"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise KvFileError(f"{path} is no file of KV: {error!r}") from error
+        # Not what it says: that may have all of the file in it.
+        raise KvFileError(f"{path} is no file of KV: {type(error).__name__}") from error
     if found != (identity, "U8", [kv_bytes]) or len(content) != start + kv_bytes:
         raise KvFileError(f"{path} has KV of another model, layout or text")
     kv = torch.frombuffer(content, dtype=torch.uint8, offset=start)

@@ -55,16 +55,13 @@ class KvJob:
         with self._lock:
             self._is_given_up = True
 
-    def with_memory(self, copy: Callable[[], None]) -> bool:
-        """Call ``copy``, which uses memory that was lent to the job; False if it was given up.
+    def with_memory(self, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """Return ``copy()``, which uses memory that was lent to the job; None if it was given up.
 
         ``copy`` must not wait for a disk: ``give_up`` waits for it.
         """
         with self._lock:
-            if self._is_given_up:
-                return False
-            copy()
-        return True
+            return None if self._is_given_up else copy()
 
 
 class KvFiles:
@@ -109,14 +106,10 @@ class KvFiles:
         return self._begin(partial(self._write, req.rid, identity, slots))
 
     def _write(self, name: str, identity: str, slots: torch.Tensor, job: KvJob) -> None:
-        found: list[torch.Tensor] = []
-
-        def copy() -> None:
-            # In one operation: this thread waits for Python's lock after each.
-            found.append(self._host_kv.index_select(_SLOT_DIM, slots))
-
-        if job.with_memory(copy):
-            kv = found[0].view(-1).view(torch.uint8)
+        # In one operation: this thread waits for Python's lock after each.
+        kv = job.with_memory(lambda: self._host_kv.index_select(_SLOT_DIM, slots))
+        if kv is not None:
+            kv = kv.view(-1).view(torch.uint8)
             self._directory.write(name, identity, kv, lambda: not job.is_given_up)
 
     def begin_read(self, name: str, req: Req, slots: torch.Tensor, model: str) -> KvJob:
@@ -129,11 +122,7 @@ class KvFiles:
         shape[_SLOT_DIM] = len(slots)
         kv = self._directory.take(name, identity, len(slots) * self._token_bytes)
         kv = kv.view(self._host_kv.dtype).view(shape)
-
-        def copy() -> None:
-            self._host_kv.index_copy_(_SLOT_DIM, slots, kv)
-
-        job.with_memory(copy)
+        job.with_memory(lambda: self._host_kv.index_copy_(_SLOT_DIM, slots, kv))
 
     def remove(self, name: str) -> None:
         """Begin to remove the file under ``name``, if there is one."""

@@ -263,11 +263,8 @@ class Prefetches:
         cache.ongoing_load_back[load_id] = _OngoingLoadBack(root_id, nothing, nothing_on_host)
         self._loads[load_id] = load
         self.in_flight_tokens += tokens
-        self._copy(load, load_id)
-
-    def _copy(self, load: _Load, load_id: int) -> None:
         slots = host_slots(load.node)
-        compat.start_load(self._cache.cache_controller, slots, load.device_slots, load_id)
+        compat.start_load(cache.cache_controller, slots, load.device_slots, load_id)
 
     def settle(self) -> None:
         """Assign the loaded slots to nodes whose loads SGLang has seen end. O(loads)."""

@@ -90,10 +90,10 @@ Slots = Any
 
 
 class HostSpace:
-    """Allocates and frees host slots, up to a limit that is at most what the pool has."""
+    """Allocates and frees the host slots of a pool."""
 
-    def __init__(self, pool: Any, limit_tokens: int, counts: Counter[str]) -> None:
-        self.limit_tokens = limit_tokens
+    def __init__(self, pool: Any, counts: Counter[str]) -> None:
+        self.limit_tokens = int(pool.logical_size)
         """The most tokens that may be held."""
 
         self._pool = pool

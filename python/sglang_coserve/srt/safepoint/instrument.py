@@ -137,37 +137,21 @@ def fitting_interval(interval: int, num_layers: int) -> int:
     return min(interval, max(1, num_layers // _LEAST_SAFEPOINTS))
 
 
-def add_safepoints(layers: Sequence[nn.Module], interval: int, gate: Gate) -> None:
-    """Install a safepoint before every ``interval``-th layer, from the first.
-
-    Only the attribute ``forward`` of the instances is replaced: a torch hook costs
-    six times as much. The safepoints cannot be removed.
-    """
-    for number in range(0, len(layers), interval):
-        _add_safepoint(layers[number], number, gate)
-
-
-def _add_safepoint(layer: nn.Module, number: int, gate: Gate) -> None:
-    forward, attention, reached = layer.forward, gate.attention, gate.reached
-
-    def forward_from_safepoint(*args: Any, **kwargs: Any) -> Any:
-        if attention[0]:
-            reached(number)
-        return forward(*args, **kwargs)
-
-    layer.forward = forward_from_safepoint
-
-
 class Resumption:
-    """Wraps the layers of a model, so that a forward pass can skip those that have run before.
+    """Wraps the layers of a model, so that a forward pass can stop, and skip those that have run.
 
-    A resumed pass is a new pass of the same batch in which the first layers are skipped: each
+    There is a safepoint before every ``interval``-th layer, from the first. A resumed pass is a new
+    pass of the same batch in which the first layers are skipped: each
     of them just returns the outputs of the last layer that had run. So no other part of the engine
     is affected: positions, attention, sampling and results are computed as in any pass. Passes
     that replay CUDA graphs are resumed by ``GraphCuts``, which reads the layer from here.
+
+    Only the attribute ``forward`` of the instances is replaced: a torch hook costs
+    six times as much. That cannot be undone.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], interval: int, gate: Gate) -> None:
+        self._gate = gate
         self.first = 0
         """The first layer to run; 0 unless a pass is resumed."""
 
@@ -178,7 +162,7 @@ class Resumption:
         """Outputs of the last layer that ran; after a stop, those to keep for the resumption."""
 
         for number, layer in enumerate(layers):
-            _wrap_layer(self, number, layer, is_last=number == len(layers) - 1)
+            self._wrap(number, layer, stops=number % interval == 0, is_last=layer is layers[-1])
 
     @contextmanager
     def resuming(self, layer: int, outputs: Any) -> Iterator[None]:
@@ -189,20 +173,20 @@ class Resumption:
         finally:
             self.first, self.resumed = 0, None
 
+    def _wrap(self, number: int, layer: nn.Module, *, stops: bool, is_last: bool) -> None:
+        forward, attention, reached = layer.forward, self._gate.attention, self._gate.reached
 
-def _wrap_layer(resumption: Resumption, number: int, layer: nn.Module, *, is_last: bool) -> None:
-    forward = layer.forward
+        def forward_or_skip(*args: Any, **kwargs: Any) -> Any:
+            if number < self.first:
+                return compat.put_back_outputs(self.resumed, (*args, *kwargs.values()))
+            try:
+                if stops and attention[0]:
+                    reached(number)
+                outputs = forward(*args, **kwargs)
+            except ForwardPreempted:
+                self.outputs = compat.keep_outputs(self.outputs, (*args, *kwargs.values()))
+                raise
+            self.outputs = None if is_last else outputs
+            return outputs
 
-    def forward_or_skip(*args: Any, **kwargs: Any) -> Any:
-        if number < resumption.first:
-            return compat.put_back_outputs(resumption.resumed, (*args, *kwargs.values()))
-        try:
-            outputs = forward(*args, **kwargs)
-        except ForwardPreempted:
-            arguments = (*args, *kwargs.values())
-            resumption.outputs = compat.keep_outputs(resumption.outputs, arguments)
-            raise
-        resumption.outputs = None if is_last else outputs
-        return outputs
-
-    layer.forward = forward_or_skip
+        layer.forward = forward_or_skip

@@ -32,7 +32,6 @@ from sglang_coserve.srt.safepoint.instrument import (
     Gate,
     Resumption,
     Stops,
-    add_safepoints,
     decoder_layers,
     fitting_interval,
 )
@@ -169,7 +168,8 @@ class Safepoints:
     @classmethod
     def none(cls, why_not: str | None = None) -> Safepoints:
         """Return those of an engine without any; ``why_not`` says why, if some were asked for."""
-        nowhere = cls(LeaderGate(list), Resumption([]), num_layers=1, interval=1)
+        gate = LeaderGate(list)
+        nowhere = cls(gate, Resumption([], 1, gate), num_layers=1, interval=1)
         nowhere.are_there, nowhere._why_not = False, why_not
         return nowhere
 
@@ -291,8 +291,7 @@ def install_safepoints(scheduler: Any, config: CoserveConfig) -> Safepoints:
     gate = _make_gate(scheduler, inbox, run_ahead)
     interval = fitting_interval(config.safepoint_interval or _INTERVAL, len(layers))
     # On a GPU for passes without graphs: a prefill may be longer than the captured ones.
-    add_safepoints(layers, interval, gate)
-    resumption = Resumption(layers)
+    resumption = Resumption(layers, interval, gate)
     no_safepoints = _NONE
     if is_cuda:
         cuts = partial(GraphCuts, layers, interval, gate, resumption)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReqOutput
@@ -24,7 +25,7 @@ from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
 from sglang_coserve.srt.safepoint.safepoints import install_safepoints
 from sglang_coserve.srt.scheduler.parts import CoserveParts
-from sglang_coserve.srt.steps.clocks import PacedReceiver, RankClock, RankTime
+from sglang_coserve.srt.steps.clocks import RankClock, RankTime
 from sglang_coserve.srt.steps.offline_lane import SUSPENDED
 from sglang_coserve.srt.steps.request_ledger import BatchResults
 
@@ -141,13 +142,15 @@ class CoserveScheduler(Scheduler):
 
     def run_event_loop(self) -> None:
         """Run SGLang's event loop, which receives requests when the next step has to be planned."""
-        receiver, pacer = self.request_receiver, self._rank_clock.pacer
+        receive, pacer = self.request_receiver.recv_requests, self._rank_clock.pacer
         if pacer is not None and compat.is_first_rank(self):
-            self.request_receiver = PacedReceiver(receiver, pacer)
-        try:
-            super().run_event_loop()
-        finally:
-            self.request_receiver = receiver
+
+            def wait_and_receive(*args: Any, **options: Any) -> Any:
+                pacer.wait()
+                return receive(*args, **options)
+
+            self.request_receiver = SimpleNamespace(recv_requests=wait_and_receive)
+        super().run_event_loop()
 
     def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: Any) -> Any:
         """Run one scheduling round, and report to the parts which batch it launches."""

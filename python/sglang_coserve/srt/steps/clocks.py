@@ -98,22 +98,6 @@ class LaunchPacer:
         self._ends_s = at_s + self._expected_s if self._expected_s else -math.inf
 
 
-class PacedReceiver:
-    """SGLang's receiver of requests, which waits before it looks for them."""
-
-    def __init__(self, inner: Any, pacer: LaunchPacer) -> None:
-        self._inner = inner
-        self._pacer = pacer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def recv_requests(self, *args: Any, **options: Any) -> Any:
-        """Return the messages that have come."""
-        self._pacer.wait()
-        return self._inner.recv_requests(*args, **options)
-
-
 Event = Any
 """A marker in a stream of the device, such as ``torch.cuda.Event``."""
 

@@ -50,38 +50,29 @@ class EngineView:
         queue: list[Req] = self._scheduler.waiting_queue
         return queue
 
-    def waiting_with(self, rids: Sequence[str]) -> list[Req]:
-        """Return the requests in the queue with these ids, in that order; those that have left it
-        are missing. O(place of the last)."""
-        sought, found = set(rids), dict[str, Req]()
-        queue = iter(self.waiting)
-        while sought and (req := next(queue, None)) is not None:
-            if req.rid in sought:
-                sought.discard(req.rid)
-                found[req.rid] = req
-        return [found[rid] for rid in rids if rid in found]
-
     @property
     def has_others_waiting(self) -> bool:
         """Whether the queue has requests that were not offered, i.e. online ones."""
         return len(self.waiting) > len(self._offered)
 
-    def offer(self, reqs: Sequence[Req], offered: Sequence[Req]) -> None:
-        """Replace the queue by ``reqs`` for this round; ``offered`` are those not from the queue.
+    def offer(self, rids: Sequence[str], offered: Sequence[Req]) -> None:
+        """Leave only the requests with these ids in the queue for this round, in that order, with
+        the ``offered`` ones behind them.
 
-        The others are hidden until ``withdraw``. O(place of the last of ``reqs``), and a copy.
+        The others are hidden until ``withdraw``. O(place of the last in the queue), and a copy.
         """
-        sought = set(map(id, reqs)) - set(map(id, offered))
+        sought, found = set(rids), dict[str, Req]()
         queue, self._hidden = iter(self.waiting), []
-        while sought:
-            req = next(queue)
-            if id(req) in sought:
-                sought.discard(id(req))
+        while sought and (req := next(queue, None)) is not None:
+            if req.rid in sought:
+                sought.discard(req.rid)
+                found[req.rid] = req
             else:
                 self._hidden.append(req)
         self._hidden += queue
         self._offered = list(offered)
-        self._scheduler.waiting_queue = list(reqs)
+        shown = [found[rid] for rid in rids if rid in found]
+        self._scheduler.waiting_queue = [*shown, *offered]
 
     def withdraw(self) -> list[Req]:
         """End the offer, if there is one; return the offered requests that were admitted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from sglang_coserve.core.request import Ending, RequestClass, RequestState
 from sglang_coserve.core.snapshot import Request, RequestInfo
@@ -186,13 +186,7 @@ class _Waiting(Sequence[Request]):
     def __len__(self) -> int:
         return len(self._reqs)
 
-    @overload
-    def __getitem__(self, place: int) -> Request: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[Request]: ...
-
-    def __getitem__(self, place: int | slice) -> Request | list[Request]:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
         place = range(len(self))[place]
