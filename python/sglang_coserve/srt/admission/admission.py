@@ -34,7 +34,7 @@ from sglang_coserve.srt.admission.unplanned import (
     UnplannedPasses,
     queued_request,
 )
-from sglang_coserve.srt.compat import refuse, release_aborted
+from sglang_coserve.srt.compat import drop_ended, refuse, release_aborted
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.profiling.latency_source import known_latency_model
 from sglang_coserve.srt.safepoint.instrument import Stops
@@ -199,7 +199,7 @@ class Admission:
         if not self._is_planned(running_batch):
             self._steps.decided(self._clock.now_s())
             return prefill(running_batch)
-        running_batch.filter_batch()
+        drop_ended(running_batch)
         running_batch = self._view.paused_requests.resume_ended(running_batch)
         if self._unplanned.are_all:
             return self._unplanned.admit(running_batch, prefill)

@@ -23,7 +23,7 @@ from typing import Any, Final
 from sglang.srt.managers.scheduler import NextBatchPlan
 
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
-from sglang_coserve.srt.compat import prefix_tokens
+from sglang_coserve.srt.compat import drop_ended, prefix_tokens
 from sglang_coserve.srt.marks.offline_marks import deadline_of, expected_tokens_of
 from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.steps.engine_parts import EngineParts
@@ -211,7 +211,7 @@ class UnplannedPasses:
             self._release_offline_chunk()
             self._make_room_for_online_chunk(running_batch)
             if in_the_way := self._retraction.rids_blocking_adapters(running_batch.reqs):
-                running_batch.filter_batch()  # A finished request has nothing left to release.
+                drop_ended(running_batch)  # A finished request has nothing left to release.
                 self._retraction.retract(in_the_way, running_batch)
         elif self.are_all and self._waiting.reqs:
             is_offered = self._offer(running_batch)

@@ -55,6 +55,18 @@ def release_for_requeue(req: Any, tree_cache: Any, *, keeps: bool = True) -> Non
     req.reset_for_retract()
 
 
+def drop_ended(running_batch: Any) -> None:
+    """Drop the requests that have ended from SGLang's running batch.
+
+    With them the batch is no longer full. SGLang sees that only when it drops them itself: 0.5.17
+    would never fill an empty batch again.
+    """
+    size = running_batch.batch_size()
+    running_batch.filter_batch()
+    if running_batch.batch_size() < size:
+        running_batch.batch_is_full = False
+
+
 def undo_allocation(req: Any, tree_cache: Any, tokens: int) -> None:
     """Free the KV that a prepared step has allocated behind a request's first ``tokens``."""
     allocator = tree_cache.token_to_kv_pool_allocator

@@ -21,7 +21,7 @@ import torch
 from sglang_coserve.core.request import Ending
 from sglang_coserve.lines.background import TaskSupervisor
 from sglang_coserve.srt.admission.admission import Admission
-from sglang_coserve.srt.compat import send_abort
+from sglang_coserve.srt.compat import drop_ended, send_abort
 from sglang_coserve.srt.kv_checkpoint.kv_directory import is_kv_name
 from sglang_coserve.srt.kv_checkpoint.kv_files import KvFiles, KvJob
 from sglang_coserve.srt.marks.offline_marks import leaves_with, take_moved_kv
@@ -241,7 +241,7 @@ class RequestMoves:
             return
         if any(req.rid in asked for req in self._view.suspended):
             self._admission.give_up()
-        running_batch.filter_batch()  # A finished request has nothing left to release.
+        drop_ended(running_batch)  # A finished request has nothing left to release.
         self._retraction.retract(asked.keys(), running_batch)
         gone = self._admission.remove(lambda req: req.rid in asked)
         for req in (*gone, *(req for rid in asked for req in self._view.remove_waiting(rid))):

@@ -57,7 +57,7 @@ class OfflineRetraction:
         elsewhere = len(self._view.elsewhere())
         if self._has_slots(batch.batch_size() + elsewhere):
             return
-        batch.filter_batch()
+        compat.drop_ended(batch)
         retracted = False
         # SGLang aborts a single request without room; paused ones are to give way to it, too.
         while batch.batch_size() > (0 if len(self._view.paused_requests) else 1) and not (
@@ -122,7 +122,7 @@ class OfflineRetraction:
             return True
         if not any(is_offline(req) for req in running_batch.reqs):
             return False
-        running_batch.filter_batch()  # Finished requests have no KV left to release.
+        compat.drop_ended(running_batch)  # Finished requests have no KV left to release.
         victim = next((req for req in reversed(running_batch.reqs) if is_offline(req)), None)
         if victim is None:
             return False
