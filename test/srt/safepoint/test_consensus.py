@@ -14,7 +14,7 @@ import pytest
 from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, SharedWords
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
-LAYERS, BATCHES, TIMEOUT_S = 8, 600, 30.0
+LAYERS, BATCHES, TIMEOUT_S = 8, 250, 30.0
 
 
 def shared_words(path: str) -> SharedWords:
