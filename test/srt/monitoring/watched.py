@@ -43,7 +43,6 @@ class Watched:
         self.deployment = deployment
         self.base_url = deployment.base_url
         self.online: list[Measured] = []
-        self.seconds = 0.0
         self.batch_id = ""
         self.batch: dict[str, Any] = {}
         self.samples_under_load: Samples = {}
@@ -66,17 +65,22 @@ class Watched:
             for one in exported(self.deployment)
         }
 
+    def _samples_with_a_batch(self) -> Samples | None:
+        found = self.samples()
+        is_counted = found.get(("coserve_batches", frozenset({("state", "in_progress")})))
+        is_forecast = found.get(("coserve_batch_required_tokens_per_second", frozenset()))
+        return found if is_counted and is_forecast else None
+
     def load(self) -> None:
         """Serve a batch and, beside it, online requests one after the other."""
         with self.deployment.client() as client:
             self.batch_id = create(client, lines(LINES, LINE_TOKENS)).id
             until(client, self.batch_id, "in_progress")
             eventually(lambda: self.status()["offline"]["running"] > 0)
-            began_s = time.perf_counter()
             with ThreadPoolExecutor(2) as threads:
-                self.online = list(threads.map(self._stream, range(ONLINE_REQUESTS)))
-            self.seconds = time.perf_counter() - began_s
-            self.samples_under_load = self.samples()
+                answers = threads.map(self._stream, range(ONLINE_REQUESTS))
+                self.samples_under_load = eventually(self._samples_with_a_batch)
+                self.online = list(answers)
             until(client, self.batch_id, "completed")
             # Counted now and then, and exported once a second.
             eventually(lambda: self.status()["online"]["running"] == 0)
