@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.own_process import OwnProcess
@@ -17,7 +18,7 @@ from interference_bench.load import Load, OnlineTraffic
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.policies import make_policy
 from sglang_coserve.core.request import RequestClass
-from sglang_coserve.metrics import SloTargets, percentile
+from sglang_coserve.metrics import SloTargets
 from sglang_coserve.simulator.assemble import offline_requests
 from sglang_coserve.simulator.binding import from_trace
 from sglang_coserve.simulator.executor_config import ExecutorConfig, SafepointConfig
@@ -98,8 +99,8 @@ def simulated(load: Load, targets: SloTargets) -> Latencies:
 def assert_agree(one: Latencies, other: Latencies) -> None:
     for values, others in zip(one[:2], other[:2], strict=True):
         assert len(values) == pytest.approx(len(others), abs=5)
-        assert percentile(values, 50) == pytest.approx(percentile(others, 50), rel=0.10)
-        assert percentile(values, 99) == pytest.approx(percentile(others, 99), rel=0.15)
+        assert np.percentile(values, 50) == pytest.approx(np.percentile(others, 50), rel=0.10)
+        assert np.percentile(values, 99) == pytest.approx(np.percentile(others, 99), rel=0.15)
     assert one[2] == pytest.approx(other[2], rel=0.05)
 
 

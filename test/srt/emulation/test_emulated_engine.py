@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from common.own_process import OwnProcess
@@ -19,7 +20,6 @@ from interference_bench.systems import EngineSystem
 from sglang_coserve.bench_serving import stock
 from sglang_coserve.core.latency_model.model import LatencyModel
 from sglang_coserve.core.step_stats import StepStats
-from sglang_coserve.metrics import percentile
 from sglang_coserve.srt.emulation.model_directory import make_emulated_model
 from sglang_coserve.srt.emulation.settings import Emulation
 from srt.emulation.observed_engine import Given, Observed, ObservedEngine
@@ -139,10 +139,10 @@ def test_steps_with_offline_work_are_planned_at_the_last_moment(
     _, ours = our_runs.usual
     _, unpaced = our_runs.with_graphs
     _, stock = stock_runs[0]
-    ahead_s = percentile(stock.beside_s, 50)
-    assert percentile(unpaced.beside_s, 90) > ahead_s / 4
+    ahead_s = np.percentile(stock.beside_s, 50)
+    assert np.percentile(unpaced.beside_s, 90) > ahead_s / 4
     assert len(ours.beside_s) > 20
-    assert percentile([abs(one_s) for one_s in ours.beside_s], 90) < ahead_s / 10
+    assert np.percentile([abs(one_s) for one_s in ours.beside_s], 90) < ahead_s / 10
 
 
 def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(
