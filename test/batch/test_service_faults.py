@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from batch.manual_clock import ManualClock
 from batch.scenarios import OWNER, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
 from sglang_coserve.lines.backend import LineRequest, LineResult
@@ -120,3 +123,22 @@ async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
             after.id,
             batch.id,
         ]
+
+
+async def test_a_last_answer_that_a_crash_left_uncounted_counts_after_the_window(
+    tmp_path: Path,
+) -> None:
+    async with (scene := await opened(tmp_path)).service:
+        batch = await scene.create(lines(3), "1h")
+        await scene.ends(batch.id)
+    with closing(sqlite3.connect(tmp_path / "coserve.sqlite")) as db, db:
+        db.execute(
+            "UPDATE batches SET status = 'in_progress', completed_at_s = NULL,"
+            " finalizing_at_s = NULL, completed_lines = 0, output_bytes = 0, input_tokens = 0,"
+            " output_tokens = 0, finished_estimated_tokens = 0"
+        )
+    clock = ManualClock(scene.clock.now_s() + 7200)
+    async with (scene := await opened(tmp_path, clock=clock)).service:
+        done = await scene.ends(batch.id)
+        assert (done.status, done.request_counts.completed) == ("completed", 3)
+        assert len(await scene.records(done)) == 3

@@ -130,7 +130,10 @@ class JobDriver:
             case Status.IN_PROGRESS if batch.progress.lines == batch.total_lines:
                 await self._apply(LinesFinished(), batch)
             case Status.IN_PROGRESS if self._left_s(batch) <= 0:
-                await self._apply(DeadlinePassed(), batch)
+                # A crash may have come between the last record and its count.
+                await self._lines(batch).count()
+                if self.record.progress.lines < batch.total_lines:
+                    await self._apply(DeadlinePassed(), batch)
             case Status.IN_PROGRESS if batch.is_paused:
                 await self._uninterrupted(self._context.clock.sleep(self._left_s(batch)))
             case Status.IN_PROGRESS:

@@ -130,10 +130,14 @@ class JobLines:
                 record = encode_record(self._tag, line.number, custom_id, result)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
-    async def settle(self) -> None:
-        """Count what the files hold, and forget the tokens of unfinished lines."""
+    async def count(self) -> None:
+        """Note the progress that the files hold."""
         async with self._open():
             pass
+
+    async def settle(self) -> None:
+        """Count what the files hold, and forget the tokens of unfinished lines."""
+        await self.count()
         await self.forget()
 
     async def forget(self) -> None:
