@@ -66,8 +66,8 @@ DOORS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
     "/v1/responses": {"model": "m", "input": TEXT, "max_output_tokens": 2},
     "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
-    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2}},
-    "/api/generate": {"model": "m", "prompt": TEXT, "options": {"num_predict": 2}},
+    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2, "temperature": 0}},
+    "/api/generate": {"model": "m", "prompt": TEXT, "options": {"num_predict": 2, "temperature": 0}},
     "/v1/score": {"model": "m", "query": TEXT, "items": ["Anna", "Boris"], "label_token_ids": [7]},
     "/vertex_generate": {
         "instances": [{"text": TEXT}],
