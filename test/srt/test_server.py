@@ -60,14 +60,15 @@ def num_offline_received(http: httpx.Client) -> int:
 MESSAGES: Any = [{"role": "user", "content": "Who repaired the boat?"}]
 TEXT = "Who repaired the boat?"
 
+GREEDY = {"num_predict": 2, "temperature": 0}
 DOORS: dict[str, dict[str, Any]] = {
     "/generate": {"text": TEXT, "sampling_params": {"max_new_tokens": 2}},
     "/v1/completions": {"model": "m", "prompt": TEXT, "max_tokens": 2, "n": 2},
     "/v1/chat/completions": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
     "/v1/responses": {"model": "m", "input": TEXT, "max_output_tokens": 2},
     "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 2},
-    "/api/chat": {"model": "m", "messages": MESSAGES, "options": {"num_predict": 2, "temperature": 0}},
-    "/api/generate": {"model": "m", "prompt": TEXT, "options": {"num_predict": 2, "temperature": 0}},
+    "/api/chat": {"model": "m", "messages": MESSAGES, "options": GREEDY},
+    "/api/generate": {"model": "m", "prompt": TEXT, "options": GREEDY},
     "/v1/score": {"model": "m", "query": TEXT, "items": ["Anna", "Boris"], "label_token_ids": [7]},
     "/vertex_generate": {
         "instances": [{"text": TEXT}],
