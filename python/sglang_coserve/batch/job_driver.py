@@ -141,8 +141,9 @@ class JobDriver:
             case Status.FINALIZING:
                 await self._finalize(batch)
             case Status.CANCELLING:
-                await self._lines(batch).settle()
-                await self._apply(Finalized(), batch)
+                lines = self._lines(batch)
+                await lines.count()
+                await self._end(lines, batch)
 
     async def _serve(self, batch: JobRecord) -> None:
         await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))
@@ -162,7 +163,13 @@ class JobDriver:
         if batch.is_past_deadline:
             message = f"the window of {batch.completion_window} closed before this line was served"
             await lines.give_up("batch_expired", message)
-        await lines.settle()
+        else:
+            await lines.count()
+        await self._end(lines, batch)
+
+    async def _end(self, lines: JobLines, batch: JobRecord) -> None:
+        """End a batch whose records are written and counted."""
+        await lines.forget()
         await self._apply(Finalized(), batch)
 
     def _lines(self, batch: JobRecord) -> JobLines:

@@ -121,7 +121,7 @@ class JobLines:
             await run.serve(lines, alone)
 
     async def give_up(self, code: str, message: str) -> None:
-        """Write an error record for every unfinished line."""
+        """Write an error record for every unfinished line; note the progress then."""
         result = LineResult.unserved(code, message)
         async with self._open() as (finished, writer):
             async for line in self._source(lambda line: line not in finished):
@@ -134,11 +134,6 @@ class JobLines:
         """Note the progress that the files hold."""
         async with self._open():
             pass
-
-    async def settle(self) -> None:
-        """Count what the files hold, and forget the tokens of unfinished lines."""
-        await self.count()
-        await self.forget()
 
     async def forget(self) -> None:
         """Delete the tokens of unfinished lines, and the order of all: nothing will be served."""
