@@ -151,7 +151,6 @@ class Resumption:
     """
 
     def __init__(self, layers: Sequence[nn.Module], interval: int, gate: Gate) -> None:
-        self._gate = gate
         self.first = 0
         """The first layer to run; 0 unless a pass is resumed."""
 
@@ -162,7 +161,8 @@ class Resumption:
         """Outputs of the last layer that ran; after a stop, those to keep for the resumption."""
 
         for number, layer in enumerate(layers):
-            self._wrap(number, layer, stops=number % interval == 0, is_last=layer is layers[-1])
+            stops, is_last = number % interval == 0, layer is layers[-1]
+            self._wrap(number, layer, gate, stops=stops, is_last=is_last)
 
     @contextmanager
     def resuming(self, layer: int, outputs: Any) -> Iterator[None]:
@@ -173,8 +173,10 @@ class Resumption:
         finally:
             self.first, self.resumed = 0, None
 
-    def _wrap(self, number: int, layer: nn.Module, *, stops: bool, is_last: bool) -> None:
-        forward, attention, reached = layer.forward, self._gate.attention, self._gate.reached
+    def _wrap(
+        self, number: int, layer: nn.Module, gate: Gate, *, stops: bool, is_last: bool
+    ) -> None:
+        forward, attention, reached = layer.forward, gate.attention, gate.reached
 
         def forward_or_skip(*args: Any, **kwargs: Any) -> Any:
             if number < self.first:
