@@ -232,6 +232,7 @@ STEPS: Final = (
                 "alone",
                 "coserve-slo --kv-checkpoint off",
                 "coserve-slo --kv-checkpoint eager",
+                f"{_MIXED} 1024",
             ),
             kv_tokens=131_072,
         ),
