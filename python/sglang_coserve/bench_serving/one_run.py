@@ -18,7 +18,14 @@ from sglang_coserve.bench_serving.load import LoadProcess, LoadResult, with_body
 from sglang_coserve.bench_serving.options import Options
 from sglang_coserve.demo.servers import System
 from sglang_coserve.errors import ServerError
-from sglang_coserve.metrics import Outcome, SloTargets, latency_report, throughput
+from sglang_coserve.metrics import (
+    Outcome,
+    SloTargets,
+    attainment,
+    goodput_per_s,
+    latency_report,
+    throughput,
+)
 
 _IDLE_TIMEOUT_S: Final = 60.0
 _FIRST_REQUEST: Final = {
@@ -38,10 +45,10 @@ class Figures:
     p99_itl_ms: float
     mean_tpot_ms: float
     slo_attainment: float | None
-    """Share of the online requests that met both targets, and..."""
+    """Share of the online requests that met both targets..."""
 
-    request_goodput: float | None
-    """...how many did each second. Both are SGLang's."""
+    goodput_per_s: float | None
+    """...and how many did each second. None: there are no targets."""
 
     online_failed: int
     offline_failed: int | None = None
@@ -84,13 +91,6 @@ def measure(
         ServerError: a load failed or took longer than ``--run-timeout-s``.
         ConfigError: a load's ``--extra-request-body`` cannot be used.
     """
-    slos = {"ttft": targets.ttft_s, "tpot": targets.tpot_s}
-    slo_flags = [
-        word
-        for name, target_s in slos.items()
-        if target_s is not None
-        for word in ("--slo", f"{name}:{target_s * 1e3:.3f}")
-    ]
     common = ["--concurrency-ratio", str(options.steady_state_concurrency_ratio)]
     # bench_serving would send the first request twice, and the cache would answer the second.
     common += ["--warmup-requests", "0"]
@@ -107,8 +107,7 @@ def measure(
 
         say("making requests")
         seed = _SEED + 2 * (repeat - 1)
-        online_flags = [*slo_flags, "--seed", str(seed), *options.online]
-        online = load("online", online_flags, system.online_body)
+        online = load("online", ["--seed", str(seed), *options.online], system.online_body)
         offline = None
         if system.has_offline:
             offline_flags = ["--seed", str(seed + 1), *options.offline]
@@ -124,11 +123,11 @@ def measure(
         online.go()
         found = online.result(limit_s)
         if offline is None:
-            return _figures(found), {"online": _record(found), "offline": None}
+            return _figures(targets, found), {"online": _record(found), "offline": None}
         say("last offline answers")
         offline.end()
         beside = offline.result(limit_s)
-    figures = _figures(found, beside)
+    figures = _figures(targets, found, beside)
     return figures, {"online": _record(found), "offline": _record(beside)}
 
 
@@ -164,17 +163,24 @@ def make_ready(base_url: str, limit_s: float) -> None:
         )
 
 
-def _figures(online: LoadResult, offline: LoadResult | None = None) -> Figures:
+def _figures(
+    targets: SloTargets, online: LoadResult, offline: LoadResult | None = None
+) -> Figures:
     report = online.report
     figures: dict[str, Any] = {
         name: report[name]
         for name in ("median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms")
     }
-    for name in ("slo_attainment", "request_goodput"):
-        figures[name] = report.get(name)
-    figures["online_failed"] = _failed(online)
+    interval = online.began_s, online.ended_s
+    has_targets = targets != SloTargets()
+    timelines = online.timelines
+    figures |= {
+        "slo_attainment": attainment(timelines, targets) if has_targets else None,
+        "goodput_per_s": goodput_per_s(timelines, targets, *interval) if has_targets else None,
+        "online_failed": _failed(online),
+    }
     if offline is not None:
-        during = throughput(offline.timelines, online.began_s, online.ended_s)
+        during = throughput(offline.timelines, *interval)
         figures |= {
             "offline_failed": _failed(offline),
             "offline_tokens_per_s": during.total_tokens_per_s,

@@ -20,7 +20,7 @@ from sglang_coserve.srt.start_defaults import as_flags
 SECTIONS: Final = ("--server", "--online", "--offline")
 """Words after which another program's flags come."""
 
-_OURS: Final = ("--base-url", "--host", "--port", "--output-file", "--goodput")
+_OURS: Final = ("--base-url", "--host", "--port", "--output-file")
 """Flags of bench_serving that this program sets."""
 
 _MARKED: Final[Mapping[str, Any]] = {"offline_body": {"service_tier": "flex"}}

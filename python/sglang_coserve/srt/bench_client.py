@@ -18,7 +18,6 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,14 +130,11 @@ def _times(output: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the load; its flags but for three are those of bench_serving."""
+    """Run the load; its flags but for two are those of bench_serving."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--concurrency-ratio", type=float, default=0.8)
-    parser.add_argument("--slo", action="append", default=[])
     own, others = parser.parse_known_args(argv)
-    if own.slo and find_spec("sglang.benchmark.goodput") is not None:
-        others += ["--goodput", *own.slo]
     _Load(own.events, own.concurrency_ratio).install()
     sys.argv[1:] = others
     serving.cli_main()
