@@ -203,7 +203,7 @@ class CoserveScheduler(Scheduler):
         """Run a batch, which may be suspended at a safepoint."""
         forward = partial(super().run_batch, pp_proxy_tensors=pp_proxy_tensors)
         run = partial(self.parts.lane.run, batch, self.parts.admission.stops, forward)
-        return self._rank_clock.timed(run)
+        return self._rank_clock.timed(run, has_prefills=batch.forward_mode.is_extend())
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         """Let SGLang process and send the results of a batch, and notify the parts."""

@@ -43,9 +43,21 @@ class LaunchPacer:
     waited longer than the step runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefills_wait: bool = False) -> None:
+        """``prefills_wait``: the launch of a prefill waits for the step before.
+
+        So does FlashInfer's, which reads lengths from the device. To count that as work of the host
+        would be to plan earlier and earlier, and to wait longer and longer.
+        """
+        self._prefills_wait = prefills_wait
         self._host_s: deque[float] = deque(maxlen=_REMEMBERED)
         """From the reception of requests to the launch of the step, in the last rounds."""
+
+        self._launches_s: deque[float] = deque(maxlen=_REMEMBERED)
+        """What the last launches took that wait for the step before; the shortest did not wait."""
+
+        self._has_waited = False
+        """Whether the last launch was one of these."""
 
         self.results_s: float | None = None
         """When the last results came; None before any."""
@@ -64,12 +76,16 @@ class LaunchPacer:
         """Note that the step to be launched takes so long, with this mean relative error."""
         self._expected_s, self._early_s = seconds, seconds * error
 
-    def launched(self, result: Any, began_s: float) -> None:
+    def launched(self, result: Any, began_s: float, *, has_prefills: bool) -> None:
         """Note that a step is in the device's stream; its launch began at ``began_s``."""
         now_s = time.perf_counter()
         self._done = getattr(result, "copy_done", None)
+        self._has_waited = self._prefills_wait and has_prefills
         if self._expected_s:
-            self._host_s.append(now_s - self._woke_s)
+            self._host_s.append((began_s if self._has_waited else now_s) - self._woke_s)
+        if self._has_waited:
+            self._launches_s.append(now_s - began_s)
+            began_s = now_s - min(self._launches_s)
         self._in_flight += 1
         self._begins(began_s)
 
@@ -79,7 +95,7 @@ class LaunchPacer:
             done.synchronize()
         self._in_flight = max(self._in_flight - 1, 0)
         self.results_s = time.perf_counter()
-        if self._in_flight:
+        if self._in_flight and not self._has_waited:
             self._begins(self.results_s)
 
     def ahead_s(self, now_s: float) -> float:
@@ -217,7 +233,7 @@ class RankClock:
             return RankTime(now_s, parts_s)
         return RankTime(now_s, parts_s, self.pacer.ahead_s(now_s), self.pacer.results_s)
 
-    def timed(self, launch: Callable[[], Any]) -> Any:
+    def timed(self, launch: Callable[[], Any], *, has_prefills: bool) -> Any:
         """Call what launches a part of a step, and note that it is launched; return its result."""
         began_s = time.perf_counter()
         try:
@@ -226,7 +242,7 @@ class RankClock:
             if self.timer is not None:
                 self.timer.launched()
         if self.pacer is not None:
-            self.pacer.launched(result, began_s)
+            self.pacer.launched(result, began_s, has_prefills=has_prefills)
         return result
 
     def read(self) -> RankTime:

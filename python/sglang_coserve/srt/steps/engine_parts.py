@@ -67,7 +67,8 @@ class EngineParts:
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
         if clock.timer is not None and self.view.micro_batches == 1:
-            clock.pacer = LaunchPacer()
+            prefills_by = scheduler.tp_worker.model_runner.prefill_attention_backend_str
+            clock.pacer = LaunchPacer(prefills_wait=prefills_by == "flashinfer")
         self.tracker = StepTracker(
             self.ledger,
             is_overlapped=clock.timer is not None,
