@@ -163,9 +163,7 @@ def make_ready(base_url: str, limit_s: float) -> None:
         )
 
 
-def _figures(
-    targets: SloTargets, online: LoadResult, offline: LoadResult | None = None
-) -> Figures:
+def _figures(targets: SloTargets, online: LoadResult, offline: LoadResult | None = None) -> Figures:
     report = online.report
     figures: dict[str, Any] = {
         name: report[name]
