@@ -188,7 +188,7 @@ def run(name: str, p99_ttft_ms: float, offline: float | None = None, **more: Any
         p99_itl_ms=20.0,
         mean_tpot_ms=10.0,
         slo_attainment=None,
-        goodput_per_s=None,
+        request_goodput=None,
         online_failed=1,
         offline_tokens_per_s=offline,
     )

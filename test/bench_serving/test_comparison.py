@@ -105,7 +105,7 @@ def test_a_server_gets_both_loads_and_one_that_is_not_there_costs_its_row(
     assert online["bench_serving"]["request_rate"] == 6.0
     assert figures["offline_tokens_per_s"] > 0
     assert figures["slo_attainment"] == 1.0
-    assert 0 < figures["goodput_per_s"] < 12
+    assert 0 < figures["request_goodput"] < 12
     if offline["steady_state"] is not None:
         assert offline["steady_state"]["concurrency_threshold"] == 4  # ⌈0.8 × 4⌉.
 

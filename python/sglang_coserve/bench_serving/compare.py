@@ -301,7 +301,7 @@ def _row(name: str, run: Run, alone: Run | None, best_stock: float) -> list[str]
         ratio("p99_itl_ms"),
         _cell(found["mean_tpot_ms"], "{:.1f}"),
         _cell(found["slo_attainment"], "{:.1%}"),
-        _cell(found["goodput_per_s"], "{:.2f}"),
+        _cell(found["request_goodput"], "{:.2f}"),
         _cell(offline, "{:,.0f}"),
         _cell(of_best, "{:.2f}"),
         str(figures.online_failed + (figures.offline_failed or 0)),

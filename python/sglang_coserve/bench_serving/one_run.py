@@ -47,7 +47,7 @@ class Figures:
     slo_attainment: float | None
     """Share of the online requests that met both targets..."""
 
-    goodput_per_s: float | None
+    request_goodput: float | None
     """...and how many did each second. None: there are no targets."""
 
     online_failed: int
@@ -174,7 +174,7 @@ def _figures(targets: SloTargets, online: LoadResult, offline: LoadResult | None
     timelines = online.timelines
     figures |= {
         "slo_attainment": attainment(timelines, targets) if has_targets else None,
-        "goodput_per_s": goodput_per_s(timelines, targets, *interval) if has_targets else None,
+        "request_goodput": goodput_per_s(timelines, targets, *interval) if has_targets else None,
         "online_failed": _failed(online),
     }
     if offline is not None:
