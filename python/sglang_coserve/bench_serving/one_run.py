@@ -44,13 +44,13 @@ class Figures:
     p99_ttft_ms: float
     p99_itl_ms: float
     mean_tpot_ms: float
-    slo_attainment: float | None
+    online_failed: int
+    slo_attainment: float | None = None
     """Share of the online requests that met both targets..."""
 
-    request_goodput: float | None
+    request_goodput: float | None = None
     """...and how many did each second. None: there are no targets."""
 
-    online_failed: int
     offline_failed: int | None = None
     offline_tokens_per_s: float | None = None
     """Prompt and output tokens while the online load ran: docs/metrics.md."""
@@ -169,14 +169,13 @@ def _figures(targets: SloTargets, online: LoadResult, offline: LoadResult | None
         name: report[name]
         for name in ("median_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms")
     }
+    figures["online_failed"] = _failed(online)
     interval = online.began_s, online.ended_s
-    has_targets = targets != SloTargets()
-    timelines = online.timelines
-    figures |= {
-        "slo_attainment": attainment(timelines, targets) if has_targets else None,
-        "request_goodput": goodput_per_s(timelines, targets, *interval) if has_targets else None,
-        "online_failed": _failed(online),
-    }
+    if targets != SloTargets():
+        figures |= {
+            "slo_attainment": attainment(online.timelines, targets),
+            "request_goodput": goodput_per_s(online.timelines, targets, *interval),
+        }
     if offline is not None:
         during = throughput(offline.timelines, *interval)
         figures |= {
