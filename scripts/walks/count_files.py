@@ -192,7 +192,8 @@ def resumed(client: httpx.Client) -> int:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log", type=Path, default=Path("count_files.log"), help="the server's")
+    log = Path(tempfile.gettempdir()) / "count_files.log"
+    parser.add_argument("--log", type=Path, default=log, help="the server's")
     parser.add_argument("--out", type=Path, help="write counts and names as JSON")
     return parser.parse_args()
 
