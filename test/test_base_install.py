@@ -170,12 +170,14 @@ def test_a_simulation_runs(base: Path, tmp_path: Path) -> None:
         ["coserve", "profile", "--model-path", "model", "-o", "profile.json"],
         ["coserve", "make-model", "model"],
         ["python", "-m", "sglang_coserve.demo"],
+        ["coserve", "submit", "lines.jsonl", "-o", "results.parquet"],
     ],
 )
-def test_what_needs_the_engine_says_how_to_install_it(base: Path, command: list[str]) -> None:
+def test_what_needs_an_extra_says_how_to_install_it(base: Path, command: list[str]) -> None:
     done = run(*command, path=base)
     assert done.returncode == 2
-    assert "pip install 'sglang-coserve[engine]'" in " ".join(done.stderr.split())
+    extra = "remote" if "submit" in command else "engine"
+    assert f"pip install 'sglang-coserve[{extra}]'" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 

@@ -32,11 +32,11 @@ _MAX_ADDRESSES: Final = 4
 and whoever names the host says how many there are."""
 
 
-def http_address(url: str, what: str) -> httpx.URL:
+def http_address(url: str, what: str, *, may_have_login: bool = False) -> httpx.URL:
     """Return the address ``url``, which a setting or a user says is that of ``what``.
 
     Raises:
-        ConfigError: it is none of HTTP.
+        ConfigError: it is none of HTTP, or has a user name or password that it may not have.
     """
     try:
         address = httpx.URL(url)
@@ -47,6 +47,8 @@ def http_address(url: str, what: str) -> httpx.URL:
         raise ConfigError(f"{what} {url!r}: use http://HOST:PORT")
     if (address.port or 0) >= 1 << 16:
         raise ConfigError(f"{what} {url!r}: choose a port from 1 to 65535")
+    if address.userinfo and not may_have_login:
+        raise ConfigError(f"{what} must have neither a user name nor a password")
     return address
 
 

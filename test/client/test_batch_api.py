@@ -204,6 +204,17 @@ def test_stopping_the_job_leaves_the_batch(held: LiveApp, source: Path, output: 
     assert len(custom_ids(output)) == 20
 
 
+def test_a_cancelled_batch_is_not_continued(held: LiveApp, source: Path, output: Path) -> None:
+    process = start_submit(source, output, held.base_url)
+    eventually(lambda: len(held.backend.in_flight) == 20)
+    stored = output.with_name("out.batch.json")
+    eventually(lambda: json.loads(stored.read_text())["batch_id"])
+    assert coserve("cancel", json.loads(stored.read_text())["batch_id"], *at(held))[0] == 0
+    code, stdout, stderr = end(process)
+    assert (code, "again to continue" in stdout) == (3, False)
+    assert "was cancelled" in stderr and "another output" in stderr
+
+
 def test_a_table_of_requests_becomes_one_of_results(app: LiveApp, tmp_path: Path) -> None:
     source, table = tmp_path / "in.parquet", tmp_path / "out.parquet"
     requests = lines(3) + line("bad").encode()

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import weakref
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,13 @@ from sglang_coserve.client import (
     RetryPolicy,
     read_results,
 )
-from sglang_coserve.errors import ConfigError, InputFileError, ServerError, ServerGoneError
+from sglang_coserve.errors import (
+    ConfigError,
+    InputFileError,
+    RequestError,
+    ServerError,
+    ServerGoneError,
+)
 from web_server import web_server
 
 IMPATIENT = ClientOptions(retry_policy=RetryPolicy(retry_for_s=0.1, first_delay_s=0.01))
@@ -121,7 +128,7 @@ def test_options_out_of_range(name: str, value: float) -> None:
 
 
 def test_a_server_with_a_certificate_of_ones_own_authority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Path, output: Path
 ) -> None:
     """The authority is in ``SSL_CERT_FILE``, as for other programs."""
     context = own_authority(tmp_path, monkeypatch)
@@ -134,12 +141,29 @@ def test_a_server_with_a_certificate_of_ones_own_authority(
         assert not asyncio.run(has_batches(server.url))
         with pytest.raises(ServerError, match="did not empty its cache"):
             make_ready(server.url, 30.0)
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with CoserveClient(server.url, options=IMPATIENT) as client:
+            job = client.submit_jsonl(source, output, use_batch=False)
+            with pytest.raises(ServerGoneError, match="certificate verify failed"):
+                job.wait()
 
 
 @pytest.mark.parametrize("base_url", ["", "localhost:30000", "ftp://x", "http://", "http://a:b"])
 def test_addresses_that_are_none(base_url: str) -> None:
     with pytest.raises(ConfigError, match=r"server .*: (use http|Invalid)"):
         AsyncCoserveClient(base_url)
+
+
+def test_a_name_and_a_password_are_sent_and_not_shown(source: Path, output: Path) -> None:
+    with web_server(lambda call: call.answer(307)) as server:
+        url = server.url.replace("//", "//me:p%40ss@")
+        with CoserveClient(url, options=IMPATIENT) as client:
+            with pytest.raises(RequestError) as caught:
+                client.submit_jsonl(source, output)
+            client.submit_jsonl(source, output, use_batch=False).wait()
+    assert server.url in str(caught.value) and "p%40ss" not in str(caught.value)
+    sent = {call.headers["authorization"] for call in server.calls}
+    assert sent == {"Basic " + b64encode(b"me:p@ss").decode()}
 
 
 @pytest.mark.parametrize("api_key", ["two\nlines", "schlüssel"])

@@ -92,7 +92,8 @@ def test_a_table_without_urls_is_of_chats(tmp_path: Path) -> None:
         ("nosuch://a.jsonl", "nosuch"),
         ("none.parquet", "none.parquet"),
         ("text.parquet", "Parquet"),
-        ("other.parquet", "body"),
+        ("other.parquet", "custom_id and body; the columns are prompt"),
+        ("struct.parquet", "a request as text"),
         ("decimal.parquet", "Decimal"),
         ("locked://a.jsonl", "no credentials"),
     ],
@@ -103,6 +104,7 @@ def test_what_cannot_be_read_is_named(
     monkeypatch.chdir(tmp_path)
     Path("text.parquet").write_text("text")
     pq.write_table(pa.table({"prompt": ["x"]}), "other.parquet")
+    pq.write_table(pa.table({"request": [{"custom_id": "a"}]}), "struct.parquet")
     body = {"prompt": "x", "temperature": Decimal("0.7")}
     pq.write_table(pa.Table.from_pylist([{"custom_id": "a", "body": body}]), "decimal.parquet")
     fsspec.register_implementation("locked", Locked, clobber=True)

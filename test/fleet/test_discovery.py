@@ -46,7 +46,8 @@ def test_a_name_stands_for_all_of_its_addresses() -> None:
         urls(DnsName(f"http://{'a' * 80}:1"))
     with pytest.raises(ServerError, match="cannot be resolved"):
         urls(DnsName("http://no-such-name.invalid:1"))
-    for bad in ("localhost", "https://localhost:1", "http://localhost", "http://localhost:1/v1"):
+    bad_ones = ("localhost", "https://localhost:1", "http://localhost", "http://localhost:1/v1")
+    for bad in (*bad_ones, "http://user:pw@localhost:1"):
         with pytest.raises(ConfigError):
             DnsName(bad)
 

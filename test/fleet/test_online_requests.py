@@ -328,6 +328,9 @@ async def test_without_kv_a_request_passes_unchanged(
         (("--api-key", "k "), "space"),
         (("--admin-api-key", "k\n"), "line break"),
         (("--engine", "http://a:1/v1"), "http://a:1/v1"),
+        (("--engine", "http://a:1?b=c"), "use http://HOST:PORT"),
+        (("--engine", "http://user:pw@a:1"), "neither a user name"),
+        (("--router", "http://user:pw@a:1"), "neither a user name"),
     ],
 )
 def test_what_no_gateway_could_use_is_told_before_it_starts(

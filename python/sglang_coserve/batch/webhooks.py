@@ -69,8 +69,7 @@ class WebhookTarget:
         return cls(config.batch_webhook_url, secret)
 
     def __post_init__(self) -> None:
-        if http_address(self.url, "--batch-webhook-url").userinfo:
-            raise ConfigError("--batch-webhook-url must have neither a user name nor a password")
+        http_address(self.url, "--batch-webhook-url")
         if len(self.key) < _MIN_SECRET_BYTES:
             raise ConfigError(
                 f"the webhook secret must have at least {_MIN_SECRET_BYTES} bytes: set "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from sglang_coserve.cli.console import ExitCode, ServerFlags, say, takes
-from sglang_coserve.errors import ConfigError, CoserveError, InputFileError
+from sglang_coserve.errors import ConfigError, CoserveError, InputFileError, require
 from sglang_coserve.terminal import flag
 
 if TYPE_CHECKING:
@@ -119,7 +119,10 @@ def submit(
     wanted = flags.output
     if wanted and wanted.exists() and Path(source).exists() and wanted.samefile(source):
         raise InputFileError(f"{wanted} would overwrite the input: choose another output")
-    output = wanted.with_suffix(".jsonl") if wanted and wanted.suffix == TABLE else wanted
+    output = wanted
+    if wanted and wanted.suffix == TABLE:
+        require("remote", str(wanted))  # It is written last.
+        output = wanted.with_suffix(".jsonl")
 
     async def run(source: Path) -> int:
         async with AsyncCoserveClient(
@@ -233,7 +236,8 @@ def _describe(job: AsyncJob) -> str:
     if status.state.value != "completed":
         if status.batch_state not in (None, *FINAL_STATUSES):
             lines.append(f"the server goes on with it, unless: coserve cancel {status.batch_id}")
-        lines.append("run the same command again to continue")
+        if status.batch_state != "cancelled":
+            lines.append("run the same command again to continue")
     return "\n".join(lines)
 
 

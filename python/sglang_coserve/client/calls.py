@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import time
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Self, TypeVar
@@ -39,10 +40,12 @@ def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[
     check_key("the API key", api_key)
     # With /v1 and without are both common; the urls of the lines begin with /v1.
     root = base_url.rstrip("/").removesuffix("/v1")
-    address = http_address(root, "server")
-    # The name and password of an address go into the header that a key would have.
-    has_key = api_key is not None and not address.userinfo
-    return address, {"authorization": f"Bearer {api_key}"} if has_key else {}
+    address = http_address(root, "server", may_have_login=True)
+    if not address.userinfo:
+        return address, {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    # In the header that a key would have, and not in the address, which messages name.
+    login = b64encode(f"{address.username}:{address.password}".encode()).decode()
+    return address.copy_with(userinfo=b""), {"authorization": f"Basic {login}"}
 
 
 class Outage:

@@ -78,8 +78,9 @@ class LineServer(LineBackend):
                 self._session.post(url, data=content, allow_redirects=False) as answer,
             ):
                 return _result(answer, await answer.read())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            reason = f"cannot connect to {self._address.netloc.decode()}"
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            cause = str(error.__cause__ or "") or error
+            reason = f"cannot connect to {self._address.netloc.decode()}: {cause}"
             return LineResult.unserved("unreachable", reason, FailureKind.UNREACHABLE)
         except (aiohttp.ClientError, ConnectionError) as error:
             # Some of these errors have no text of their own.

@@ -313,7 +313,10 @@ def check_outcome(batch: Batch, source: Path | str) -> None:
         )
         raise InputFileError("\n".join([f"the server refuses {source}:", *shown, *more]))
     if batch["status"] == "cancelled":
-        raise ServerError(f"{batch['id']} was cancelled; what it had finished is here")
+        raise ServerError(
+            f"{batch['id']} was cancelled; what it had finished is here. To begin anew, choose"
+            " another output"
+        )
 
 
 def batch_status(

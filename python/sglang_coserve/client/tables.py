@@ -80,6 +80,9 @@ def _line(row: Mapping[str, Any]) -> bytes:
         return line.encode().replace(b"\n", b" ")  # In JSON no text has one.
     if isinstance(line, bytes):
         return line.replace(b"\n", b" ")
+    if not {"custom_id", "body"} <= row.keys():
+        needed = "a request as text, or custom_id and body"
+        raise ValueError(f"a row needs {needed}; the columns are {', '.join(row)}")
     body = row["body"]
     if isinstance(body, str):
         body = body.encode()
@@ -99,11 +102,11 @@ def write_table(output: Path, table: Path) -> None:
     Its columns are ``custom_id``; ``status_code`` and ``response``, the answer as JSON, null
     without one; ``error``, null where the line was served.
 
+    The packages of the extra ``remote`` must be there.
+
     Raises:
         InputFileError: a file cannot be read or written.
-        MissingExtraError: the extra ``remote`` is not installed.
     """
-    require("remote", str(table))
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 

@@ -235,7 +235,7 @@ class DnsName(EngineSource):
         """
         address = http_address(url, "--engine-dns")
         port = urlsplit(url).port  # Also the usual one, which httpx leaves out.
-        if address.scheme != "http" or port is None or address.path != "/":
+        if address.scheme != "http" or port is None or address.raw_path != b"/":
             # A certificate is for the name, and each engine is called by its address.
             raise ConfigError(f"--engine-dns {url!r}: use http://NAME:PORT")
         self._name, self._port = address.host, port
@@ -263,7 +263,8 @@ class Router(EngineSource):
         Raises:
             ConfigError: the address or the key cannot be used.
         """
-        self._url = f"{str(http_address(url, '--engine-router')).rstrip('/')}/workers"
+        address = http_address(url, "--engine-router", may_have_login=True)
+        self._url = f"{str(address).rstrip('/')}/workers"
         check_key("the router's API key", api_key)
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._authorities: ssl.SSLContext | None = None

@@ -153,7 +153,7 @@ def engine_address(url: str) -> str:
         ConfigError: it cannot be used.
     """
     address = http_address(url, "engine")
-    if address.path != "/":
+    if address.raw_path != b"/" or address.fragment:
         raise ConfigError(f"engine {url!r}: use http://HOST:PORT")
     return str(address).rstrip("/")
 
