@@ -41,7 +41,6 @@ def options(
         request_timeout_s=request_timeout_s,
         max_line_bytes=max_line_bytes,
         max_inflight_bytes=max_inflight_bytes,
-        seed=0,
     )
 
 
@@ -240,14 +239,6 @@ def test_a_refused_key_stops_the_run_without_records(
     assert results_by_line(output) == {}
     server.refuses_keys = False
     assert submit(server.base_url, source).ok == 20
-
-
-async def test_the_api_key_is_sent(server: FaultServer, source: Path, output: Path) -> None:
-    write_lines(source, [line("a")])
-    async with AsyncCoserveClient(server.base_url + "/v1/", api_key="key") as client:
-        await (await client.submit_jsonl(source, output)).wait()
-    assert server.authorization == ["Bearer key"]
-    assert server.paths == ["/v1/completions"]
 
 
 def test_closing_the_client_stops_its_jobs_and_frees_the_output(

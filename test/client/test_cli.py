@@ -197,12 +197,13 @@ def test_the_api_key_comes_from_the_environment(
         output.unlink(missing_ok=True)
         subprocess.run(
             [*COMMAND, "submit", str(source), "-o", str(output)],
-            env=environment() | variables | {"COSERVE_BASE_URL": server.base_url},
+            env=environment() | variables | {"COSERVE_BASE_URL": server.base_url + "/v1/"},
             timeout=PROCESS_TIMEOUT_S,
             check=True,
             capture_output=True,
         )
     assert server.authorization == ["Bearer openai", "Bearer coserve"]
+    assert set(server.paths) == {"/v1/completions"}
 
 
 def test_the_versions() -> None:

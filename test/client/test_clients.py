@@ -166,6 +166,12 @@ def test_a_name_and_a_password_are_sent_and_not_shown(source: Path, output: Path
     assert sent == {"Basic " + b64encode(b"me:p@ss").decode()}
 
 
+def test_an_empty_key_is_none(server: FaultServer, source: Path, output: Path) -> None:
+    with CoserveClient(server.base_url, api_key="", options=IMPATIENT) as client:
+        client.submit_jsonl(source, output).wait()
+    assert set(server.authorization) == {None}
+
+
 @pytest.mark.parametrize("api_key", ["two\nlines", "schlüssel"])
 def test_keys_that_no_header_can_carry(api_key: str) -> None:
     with pytest.raises(ConfigError, match="API key") as caught:

@@ -13,6 +13,7 @@ import pytest
 from matplotlib import rc_context
 from rich.console import Console
 
+from sglang_coserve import errors
 from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.demo.loads import LoadScale, StreamedRequest, repeated
 from sglang_coserve.demo.report import (
@@ -23,7 +24,8 @@ from sglang_coserve.demo.report import (
     draw,
     sentence,
 )
-from sglang_coserve.errors import InputFileError
+from sglang_coserve.demo.run import DemoOptions, run_demo
+from sglang_coserve.errors import InputFileError, MissingExtraError
 from sglang_coserve.metrics import Outcome, RequestTimeline, SloTargets
 from sglang_coserve.srt.emulation.model_directory import CONTEXT_TOKENS
 from sglang_coserve.srt.emulation.settings import Emulation
@@ -210,3 +212,11 @@ def test_a_file_without_requests_is_told(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(InputFileError, match=says):
             repeated(path, {})
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(errors._EXTRAS, "plot", ("no_such_package",))
+    with pytest.raises(MissingExtraError, match=r"timeline.png needs .*\[plot\]"):
+        run_demo(DemoOptions(trace=Path("missing.csv")), Console())

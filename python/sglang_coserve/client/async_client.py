@@ -139,7 +139,7 @@ class AsyncCoserveClient:
             slots=FairSlots(self._options.concurrency, self._options.max_inflight_bytes),
             threads=self._threads,
             clock=Clock(),
-            rng=random.Random(self._options.seed),
+            rng=random.Random(),
             retry_policy=self._options.retry_policy,
             health=EngineHealth(),
             flush_interval_s=0.0,  # Records that arrive during a write are written together.

@@ -42,7 +42,7 @@ def server_address(base_url: str, api_key: str | None) -> tuple[httpx.URL, dict[
     root = base_url.rstrip("/").removesuffix("/v1")
     address = http_address(root, "server", may_have_login=True)
     if not address.userinfo:
-        return address, {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        return address, {"authorization": f"Bearer {api_key}"} if api_key else {}
     # In the header that a key would have, and not in the address, which messages name.
     login = b64encode(f"{address.username}:{address.password}".encode()).decode()
     return address.copy_with(userinfo=b""), {"authorization": f"Basic {login}"}

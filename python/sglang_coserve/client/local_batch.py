@@ -57,9 +57,6 @@ class ClientOptions:
     max_inflight_bytes: int = 256 * _MIB
     """Bodies in flight; a single larger one is sent alone."""
 
-    seed: int | None = None
-    """Seed of the jitter between retries; None takes one from the system."""
-
     def __post_init__(self) -> None:
         policy = self.retry_policy
         for name, value in (

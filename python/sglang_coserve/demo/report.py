@@ -10,7 +10,6 @@ from typing import Any, Final
 from rich.table import Table
 
 from sglang_coserve.demo.servers import ALONE, OURS, STOCK
-from sglang_coserve.errors import require
 from sglang_coserve.metrics import (
     Outcome,
     RequestTimeline,
@@ -225,8 +224,7 @@ def _milliseconds(summary: Summary) -> dict[str, float | None]:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Draw a panel for each system, all with the same axes."""
-    require("plot", "timeline.png")
+    """Draw a panel for each system, all with the same axes; needs the extra ``plot``."""
     import matplotlib
 
     matplotlib.use("Agg")

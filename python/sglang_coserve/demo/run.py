@@ -27,7 +27,7 @@ from sglang_coserve.demo.servers import (
     make_server,
     stock_chunk_tokens,
 )
-from sglang_coserve.errors import ConfigError, InputFileError, path_errors
+from sglang_coserve.errors import ConfigError, InputFileError, path_errors, require
 from sglang_coserve.metrics import SloTargets
 from sglang_coserve.small_model import SmallModelSpec, make_small_model
 from sglang_coserve.srt.emulation.model_directory import (
@@ -117,6 +117,7 @@ def run_demo(options: DemoOptions, console: Console) -> report.DemoResult:
         CoserveError: the trace, the file or a server is at fault.
         KeyboardInterrupt: on SIGINT or SIGTERM, after the server has ended.
     """
+    require("plot", "timeline.png")  # It is drawn last.
     emulation = _emulation(options)
     bundled = LoadScale() if emulation is None else _gpu_scale(emulation)
     trace, trace_scale = _given(options.trace, "online", bundled)
