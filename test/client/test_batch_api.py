@@ -266,6 +266,8 @@ def test_bad_windows_and_ids_are_usage_errors(app: LiveApp, source: Path, output
     code, _, stderr = submit(source, output, app.base_url, "--window", "soon")
     assert code == 2
     assert "completion_window" in stderr
+    source.write_bytes(lines(3))  # Nothing was begun, of which this were another input.
+    assert run(app, source, output).ok == 3
     code, _, stderr = coserve("status", "batch_none", "--base-url", app.base_url)
     assert code == 2
     assert "404" in stderr

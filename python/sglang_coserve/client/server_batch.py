@@ -208,9 +208,16 @@ class ServerBatch:
                     f"the server does not know {submission.batch_id}, which {self._output} was "
                     f"begun with ({error}): use that server and key, or choose another output"
                 ) from error
-        return await begin_batch(
-            self._api, self._source, self._batch_options, submission, self._submission.save
-        )
+        try:
+            return await begin_batch(
+                self._api, self._source, self._batch_options, submission, self._submission.save
+            )
+        except RequestError:
+            # Unless an earlier run may have begun it, there is nothing to continue: the input may
+            # change, and the server.
+            if submission.input_file_id is None:
+                self._submission.remove()
+            raise
 
 
 async def fetch_results(api: BatchApi, batch: Batch, output: Path) -> None:
