@@ -78,9 +78,7 @@ class AsyncJob:
             ServerError: the server refuses the API key.
             InputFileError: a result could not be written.
         """
-        if progress:
-            await showing(self.ended(), lambda: self.status)
-        await self.ended()
+        await (showing(self.ended(), lambda: self.status) if progress else self.ended())
         return self.outcome()
 
     def outcome(self) -> JobStatus:
