@@ -114,6 +114,14 @@ def test_servers_and_fleets_are_shown(answer: dict[str, Any]) -> None:
         assert part in text
 
 
+def test_what_has_ended_hides_nothing_that_goes_on() -> None:
+    ended = [BATCH | {"id": f"batch_e{n}", "status": "cancelled"} for n in range(9)]
+    ended[0]["coserve"] = {"paused": True, "eta": None, "eta_p95": None}
+    text = shown(SERVER | {"batches": {"path": "/v1/batches", "data": [*ended, BATCH]}}, 200)
+    assert text.index("batch_1") < text.index("batch_e0")
+    assert "paused" not in text
+
+
 def test_what_others_wrote_stays_text() -> None:
     coserve = {"paused": False, "eta": None, "eta_p95": None}
     batch = {**BATCH, "id": "batch_1\x1b[2J", "coserve": coserve}

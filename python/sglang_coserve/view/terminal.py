@@ -21,6 +21,7 @@ _ENGINES: Final = ("engine", "state", "lines", "window", "offline tokens/s", "on
 _BATCHES: Final = ("batch", "status", "done", "expected", "95% sure", "window ends")
 _TEXTS: Final = ("", "state", "status", "online users")
 """Columns after the first that are no numbers."""
+_FINAL: Final = ("completed", "failed", "expired", "cancelled")
 _STALE_S: Final = 5.0
 
 View = Mapping[str, Any]
@@ -123,15 +124,19 @@ def _batches(batches: View | None) -> RenderableType:
     if batches["path"] is None:
         return Text("batches are shown with the server's key: --api-key", "dim")
     # The newest come first; those that go on before those that have ended.
-    shown = sorted(batches["data"], key=lambda batch: bool(batch["completed_at"]))
+    shown = sorted(batches["data"], key=_has_ended)
     return _table(_BATCHES, map(_batch_row, shown[:_MOST])) if shown else Text("no batches", "dim")
+
+
+def _has_ended(batch: View) -> bool:
+    return batch["status"] in _FINAL
 
 
 def _batch_row(batch: View) -> Sequence[str]:
     counts, ours = batch["request_counts"], batch["coserve"]
     return (
         batch["id"],
-        "paused" if ours["paused"] else batch["status"].replace("_", " "),
+        "paused" if ours["paused"] and not _has_ended(batch) else batch["status"].replace("_", " "),
         f"{counts['completed'] + counts['failed']:,}/{counts['total']:,}",
         *map(_moment, (ours["eta"], ours["eta_p95"], batch["expires_at"])),
     )
