@@ -38,6 +38,19 @@ async def test_a_failing_disk_stops_a_batch_until_it_is_mended(tmp_path: Path) -
         assert len(await scene.records(done)) == 3
 
 
+async def test_results_leave_the_room_that_it_takes_to_make_some(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, reserved_bytes=1 << 60)
+    async with scene.service as service:
+        waits, cancelled = await scene.create(lines(3)), await scene.create(lines(3))
+        for batch in (waits, cancelled):
+            assert "cannot be written: No space left on device" in await scene.warning(batch.id)
+        await service.change_batch(OWNER, cancelled.id, "cancel")
+        await scene.reaches(cancelled.id, "cancelled")
+        await service.delete_file(OWNER, cancelled.input_file_id)
+        object.__setattr__(service.context.limits, "reserved_bytes", 1)
+        assert len(await scene.records(await scene.ends(waits.id))) == 3
+
+
 async def test_an_input_that_is_gone_is_named_and_can_be_cancelled(tmp_path: Path) -> None:
     scene = await opened(tmp_path, ScriptedBackend(holds=True), max_in_flight=2)
     async with scene.service as service:

@@ -72,6 +72,7 @@ class JobLines:
             directory.file(batch.output_file_id),
             directory.file(batch.error_file_id),
             name=f"the results of batch {batch.id}",
+            reserved_bytes=context.limits.reserved_bytes,
         )
         self._journal = TokenJournal(
             directory.journal(batch.id),

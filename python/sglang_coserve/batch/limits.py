@@ -94,6 +94,10 @@ class BatchLimits:
     min_free_bytes: int = 64 * _MIB
     """Uploads and batches are refused while less of the disk is free."""
 
+    reserved_bytes: int = 16 * _MIB
+    """Running batches wait while less is free: to cancel one, or to delete a file, takes some room
+    in the database."""
+
     @classmethod
     def of(cls, config: BatchApiConfig) -> Self:
         """Return the limits that ``config`` sets, and the defaults of the others."""

@@ -6,7 +6,9 @@ Results that finish together are written, synced and counted together.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -41,8 +43,12 @@ class ResultLog:
         *,
         name: str | None = None,
         mode: int = 0o600,
+        reserved_bytes: int = 0,
     ) -> None:
-        """``name`` is used for the files in error messages; None uses their paths."""
+        """``name`` is used for the files in error messages; None uses their paths.
+
+        A disk counts as full when less than ``reserved_bytes`` of it would be left free.
+        """
         self.output = output
         self.errors = errors
         self.progress = Progress()
@@ -51,6 +57,7 @@ class ResultLog:
         self._name = name
         self._synced_bytes = (0, 0)
         self._mode = mode
+        self._reserved_bytes = reserved_bytes
 
     def scan(
         self,
@@ -115,6 +122,11 @@ class ResultLog:
             StorageError: the disk is full or failing, or another process has changed a
                 file. Nothing may be appended before the next ``scan``.
         """
+        if self._reserved_bytes:
+            with self._disk_errors("written", self.output):
+                free_bytes = shutil.disk_usage(self.output.parent).free
+                if free_bytes - len(output) - len(errors) < self._reserved_bytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for (path, size_bytes), records in zip(self._sizes(), (output, errors), strict=True):
             if records:
                 self._append(path, size_bytes, records)
