@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch.manual_clock import ManualClock
-from batch.scenarios import OWNER, lines, opened
+from batch.scenarios import OWNER, Scene, lines, opened
 from batch.scripted_backend import ScriptedBackend, answer
 from sglang_coserve.lines.backend import LineRequest, LineResult
 
@@ -120,11 +120,7 @@ async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
     async with scene.service as service:
         batch = await scene.create(lines(5))
         await scene.in_flight(2)
-        # Set, not passed: nobody who sleeps is woken by that.
-        scene.clock._now_s += jump_s
-        scene.clock._sleepers = [
-            (at_s + jump_s, order, woken) for at_s, order, woken in scene.clock._sleepers
-        ]
+        set_clock(scene, jump_s)
         scene.backend.holds = False
         scene.backend.finish_all()
         done = await scene.ends(batch.id)
@@ -136,6 +132,27 @@ async def test_a_clock_that_is_set_does_not_stop_what_is_being_served(
             after.id,
             batch.id,
         ]
+
+
+async def test_a_window_closes_by_the_clock_though_it_was_set(tmp_path: Path) -> None:
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        served, paused = await scene.create(lines(1)), await scene.create(lines(1))
+        await scene.in_flight(2)
+        await service.change_batch(OWNER, paused.id, "pause")
+        set_clock(scene, 90_000.0)
+        before_s = scene.clock.now_s()
+        for batch in (served, paused):
+            await scene.reaches(batch.id, "expired")
+        assert scene.clock.now_s() - before_s < 120
+
+
+def set_clock(scene: Scene, jump_s: float) -> None:
+    """Set it: time does not pass, and nobody who sleeps is woken by that."""
+    scene.clock._now_s += jump_s
+    scene.clock._sleepers = [
+        (at_s + jump_s, order, woken) for at_s, order, woken in scene.clock._sleepers
+    ]
 
 
 async def test_a_last_answer_that_a_crash_left_uncounted_counts_after_the_window(

@@ -37,6 +37,9 @@ _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
 """How often a batch is tried again while its disk fails, or whatever else is wrong."""
 
+_CLOCK_LOOK_S: Final = 60.0
+"""How late a window may close after somebody has set the clock, or the machine has slept."""
+
 _MAX_FAILURES = 5
 """How often a batch whose window has closed, or that is cancelled, is tried again before it
 fails."""
@@ -135,7 +138,7 @@ class JobDriver:
                 if self.record.progress.lines < batch.total_lines:
                     await self._apply(DeadlinePassed(), batch)
             case Status.IN_PROGRESS if batch.is_paused:
-                await self._uninterrupted(self._context.clock.sleep(self._left_s(batch)))
+                await self._uninterrupted(self._window_closed(batch))
             case Status.IN_PROGRESS:
                 await self._serve(batch)
             case Status.FINALIZING:
@@ -146,7 +149,7 @@ class JobDriver:
                 await self._end(lines, batch)
 
     async def _serve(self, batch: JobRecord) -> None:
-        await self._uninterrupted(self._serve_lines(batch), self._left_s(batch))
+        await self._uninterrupted(self._serve_lines(batch), self._window_closed(batch))
         served = self.record.progress.lines
         if served != batch.total_lines:
             raise StorageError(
@@ -190,19 +193,22 @@ class JobDriver:
     def _left_s(self, batch: JobRecord) -> float:
         return batch.expires_at_s - self._context.clock.now_s()
 
+    async def _window_closed(self, batch: JobRecord) -> None:
+        """Wait for it, by a clock that may be set meanwhile."""
+        while (left_s := self._left_s(batch)) > 0:
+            await self._context.clock.sleep(min(left_s, _CLOCK_LOOK_S))
+
     async def _uninterrupted(
-        self, work: Coroutine[Any, Any, _T], time_limit_s: float | None = None
+        self, work: Coroutine[Any, Any, _T], *others: Coroutine[Any, Any, None]
     ) -> _T:
         """Return what ``work`` returns.
 
         Raises:
-            _InterruptedError: the state has changed, or the time was up, before that.
+            _InterruptedError: the state has changed, or one of ``others`` has ended, before that.
                 ``work`` has been cancelled and has ended.
         """
         task = asyncio.create_task(work)
-        interrupts: list[asyncio.Task[Any]] = [asyncio.create_task(self._changed.wait())]
-        if time_limit_s is not None:
-            interrupts.append(asyncio.create_task(self._context.clock.sleep(time_limit_s)))
+        interrupts = [asyncio.create_task(each) for each in (self._changed.wait(), *others)]
         try:
             await asyncio.wait({task, *interrupts}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -215,4 +221,4 @@ class JobDriver:
 
 
 class _InterruptedError(Exception):
-    """The state has changed, or the time was up, before the work was done."""
+    """The state has changed, or the window has closed, before the work was done."""
