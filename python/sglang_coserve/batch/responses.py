@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
 from typing import Any, Final
@@ -19,7 +20,7 @@ import orjson
 
 from sglang_coserve.batch.admission import window_text
 from sglang_coserve.batch.context import JobContext, new_id
-from sglang_coserve.batch.errors import BatchRequestError, ConflictError
+from sglang_coserve.batch.errors import BatchRequestError, ConflictError, NotFoundError
 from sglang_coserve.batch.file_store import FileStore, once
 from sglang_coserve.batch.job_supervisor import JobSupervisor
 from sglang_coserve.batch.record import JobRecord, Status
@@ -277,16 +278,18 @@ class BackgroundResponses:
         Raises:
             ConflictError: it has not ended.
         """
-        now_s = self._context.clock.now_s()
         batch = await self._find(owner, response_id)
         driver = self._runner.driver(batch.id)
         # One whose window has closed is shown as failed while it is being finalized.
         if batch.status in (Status.CANCELLING, Status.FINALIZING) and driver is not None:
             await asyncio.wait({driver.task}, timeout=_LEAVE_S)
+        now_s = self._context.clock.now_s()
         await self._context.store.run(
             batch_rows.delete_response, batch.id, batch.endpoint, owner, now_s
         )
-        await self._files.remove_expired(now_s)
+        for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            with suppress(NotFoundError):  # There was none, or it has expired.
+                await self._files.remove(owner, file_id)
 
     async def events(
         self, owner: str, response_id: str, after: int = -1
