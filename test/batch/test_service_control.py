@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from batch.scenarios import NOBODY, OWNER, lines, opened, wanted
 from batch.scripted_backend import ScriptedBackend
+from sglang_coserve.batch.routes import view
+from sglang_coserve.batch.routes.caller import set_service
 from sglang_coserve.batch.schemas import BatchObject
 from waiting import GIVE_UP_S
 
@@ -140,6 +143,26 @@ class _Leaving(ScriptedBackend):
             return await super().run(request, on_tokens)
         finally:
             await self.left.wait()
+
+
+async def test_the_view_has_a_batch_that_goes_on_however_many_are_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "_BATCHES", 2)
+    scene = await opened(tmp_path, ScriptedBackend(holds=True))
+    async with scene.service as service:
+        file = await scene.upload(lines(1))
+        long = await service.create_batch(OWNER, wanted(file))
+        await scene.create(lines(1), owner="another")
+        for _ in range(3):
+            short = await service.create_batch(OWNER, wanted(file))
+            await service.change_batch(OWNER, short.id, "cancel")
+            await scene.ends(short.id)
+        set_service(app := FastAPI(), service)
+        shown = await view.shown_batches(app, view.Caller(OWNER, "/v1/batches"))
+        ids = [batch["id"] for batch in shown["batches"]["data"]]
+        assert ids[:2] == [long.id, short.id]
+        assert len(ids) == len(set(ids)) == 3
 
 
 async def test_what_is_created_while_lines_leave_is_the_next_services(tmp_path: Path) -> None:

@@ -251,6 +251,16 @@ class BatchService:
         # A failed batch has up to a hundred errors, and is not small either.
         return await self.context.threads.run(BatchList.of, found, limit, render)
 
+    def unfinished_batches(self, owner: str | None, limit: int) -> list[BatchObject]:
+        """Return batches that have not ended, and no responses, the newest first."""
+        found = [
+            batch
+            for batch in self._runner.unfinished()
+            if batch.response is None and owner in (None, batch.owner)
+        ]
+        newest = found[-limit:][::-1]
+        return [*map(self._renderer(newest), newest)]
+
     async def change_batch(
         self, owner: str | None, batch_id: str, action: BatchAction
     ) -> BatchObject:

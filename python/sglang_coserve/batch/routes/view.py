@@ -20,7 +20,7 @@ PAGE_PATH: Final = "/coserve"
 VIEW_PATH: Final = "/coserve/view"
 
 _BATCHES: Final = 50
-"""So many of the newest are looked at; what is unfinished comes first."""
+"""So many of the newest are shown, and as many of those that have not ended."""
 
 _SHOWN: Final = ("id", "endpoint", "status", "created_at", "expires_at", "completed_at", "metadata")
 
@@ -71,11 +71,13 @@ async def shown_batches(app: FastAPI, caller: Caller) -> dict[str, Any]:
     API, and the reason in ``error`` while there is none yet."""
     try:
         service = find_service(app)
-        found = []
+        found: dict[str, BatchObject] = {}
         if caller.batches_path is not None:
-            found = (await service.list_batches(caller.owner, limit=_BATCHES)).data
+            newest = (await service.list_batches(caller.owner, limit=_BATCHES)).data
+            unfinished = service.unfinished_batches(caller.owner, _BATCHES)
+            found = {each.id: each for each in (*unfinished, *newest)}
         return {
-            "batches": {"path": caller.batches_path, "data": [_shown(each) for each in found]},
+            "batches": {"path": caller.batches_path, "data": [*map(_shown, found.values())]},
             "headroom": asdict(service.headroom()),
         }
     except (BatchApiNotReadyError, StorageError) as error:
