@@ -23,6 +23,7 @@ from sglang_coserve.jsonl.request_line import (
     BadLineError,
     LineTooLargeError,
     RequestLine,
+    line_head,
     parse_request_line,
 )
 from sglang_coserve.lines.backend import LineResult
@@ -127,7 +128,7 @@ class JobLines:
         async with self._open() as (finished, writer):
             async for line in self._source(lambda line: line not in finished):
                 await writer.room()
-                custom_id = await self._custom_id(line)
+                custom_id = (await self.parse(line)).custom_id
                 record = encode_record(self._tag, line.number, custom_id, result)
                 writer.add(record, is_ok=False, usage=Usage(), estimated_tokens=0)
 
@@ -146,43 +147,28 @@ class JobLines:
 
     async def parse(self, line: FileLine) -> RequestLine | UnservedLine:
         """See ``LineJob``."""
-        try:
-            return await self._parsed(line)
-        except BodyTooLargeError as error:
-            custom_id = await self._custom_id(line)
-            return UnservedLine(custom_id, LineResult.refused(413, str(error)))
-
-    async def _parsed(self, line: FileLine) -> RequestLine:
-        """Return what a line asks for.
-
-        Raises:
-            BodyTooLargeError: it is more than the limits allow.
-            StorageError: it is not what it was when it was checked.
-        """
-        if line.size_bytes <= _SMALL_BYTES:
-            return self._parse(line)
-        return await self._context.threads.run(self._parse, line)
-
-    def _parse(self, line: FileLine) -> RequestLine:
-        limits = self._context.backend.limits
         if line.content is None:
-            raise BodyTooLargeError(f"the request is larger than {limits.max_bytes:,} bytes")
-        check_body(line.content, limits)
-        try:
-            return parse_request_line(line.content, self._batch.endpoint)
-        except LineTooLargeError as error:
-            raise BodyTooLargeError(str(error)) from None
-        except BadLineError as error:
-            message = f"line {line.number} of {self._input} has changed: {error}"
-            raise StorageError(message) from error
-
-    async def _custom_id(self, line: FileLine) -> str:
-        """Return the id of a line, whatever its size; raises StorageError as ``_parsed``."""
-        try:
-            return (await self._parsed(line)).custom_id
-        except BodyTooLargeError:
             what = f"reading the line at byte {line.offset} of {self._input}"
-            return str(await self._read(what, line.size_bytes, str(line.offset)))
+            custom_id = str(await self._read(what, line.size_bytes, str(line.offset)))
+            max_bytes = self._context.backend.limits.max_bytes
+            message = f"the request is larger than {max_bytes:,} bytes"
+            return UnservedLine(custom_id, LineResult.refused(413, message))
+        if line.size_bytes <= _SMALL_BYTES:
+            return self._parse(line.number, line.content)
+        return await self._context.threads.run(self._parse, line.number, line.content)
+
+    def _parse(self, number: int, content: bytes) -> RequestLine | UnservedLine:
+        endpoint = self._batch.endpoint
+        try:
+            try:
+                check_body(content, self._context.backend.limits)
+                return parse_request_line(content, endpoint)
+            except (BodyTooLargeError, LineTooLargeError) as error:
+                custom_id = line_head(content, endpoint).custom_id
+                return UnservedLine(custom_id, LineResult.refused(413, str(error)))
+        except BadLineError as error:
+            message = f"line {number} of {self._input} has changed: {error}"
+            raise StorageError(message) from error
 
     async def _read(self, what: str, size_bytes: int, *arguments: str) -> Any:
         """Have a process read the input, in turn; it ends when this is cancelled."""
