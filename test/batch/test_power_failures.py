@@ -175,16 +175,16 @@ def test_an_upload_that_was_confirmed_is_whole_and_nothing_else_stays(
                 files._force(fd)
                 rows[file_id] = content * 2
                 at_failure = at_failure if disk.wreck else dict(rows)
-                files._keep(file_id)
+                directory.confirm(file_id)
             except StorageError:
-                files._discard(file_id)
+                directory.discard(file_id)
             finally:
                 opened.close()
             if number == 2:
                 directory.mark_in_doubt(file_id)
                 rows.pop(file_id, None)
                 at_failure = at_failure if disk.wreck else dict(rows)
-                files._discard(file_id)
+                directory.discard(file_id)
         directory.close()
         disk.fail().leave(left, random.Random(seed))
         for name in ("files", "in_doubt"):

@@ -82,16 +82,6 @@ async def test_without_a_history_no_window_is_refused(tmp_path: Path, batches: i
         assert "after the window of 10s closes" in (batch.coserve.warning or "")
 
 
-async def test_a_repeated_call_is_answered_whatever_could_be_kept_now(tmp_path: Path) -> None:
-    backend = ScriptedBackend(holds=True, tokens_per_s=1000.0)
-    async with (scene := await opened(tmp_path, backend)).service as service:
-        file = await scene.upload(lines(10, max_tokens=100))
-        first = await service.create_batch(OWNER, wanted(file, "10s"), "key")
-        backend.tokens_per_s = 1.0
-        again = await service.create_batch(OWNER, wanted(file, "10s"), "key")
-        assert again.id == first.id
-
-
 async def test_a_paused_batch_teaches_nothing(tmp_path: Path) -> None:
     backend = ScriptedBackend(holds=True, tokens_per_s=100.0)
     async with (scene := await opened(tmp_path, backend)).service as service:

@@ -15,7 +15,6 @@ from batch.route_calls import refused
 from batch.scenarios import OWNER, lines, opened, stream
 from batch.scripted_backend import ENDPOINT, ScriptedBackend
 from sglang_coserve.batch.errors import NotFoundError
-from sglang_coserve.batch.routes import BATCH_PREFIXES, files
 from sglang_coserve.batch.uploads import CompleteUpload, CreateUpload, UploadObject
 from waiting import eventually
 
@@ -27,13 +26,6 @@ def app(tmp_path: Path) -> Iterator[LiveApp]:
     limits = {"max_upload_bytes": 1 << 16, "max_files_per_owner": 6}
     with LiveApp(tmp_path / "data", ScriptedBackend(), **limits) as app:
         yield app
-
-
-def test_a_part_may_be_longer_than_a_request() -> None:
-    """An engine bounds the bodies of all other routes."""
-    assert all(
-        router.prefix in BATCH_PREFIXES for router in (files.upload_router, files.part_router)
-    )
 
 
 def begin(client: openai.OpenAI, size_bytes: int = len(CONTENT)) -> str:

@@ -131,39 +131,43 @@ class DataDirectory:
         """Return where the order of a batch's lines is, once there is one."""
         return self._orders / _checked(batch_id)
 
-    def free_bytes(self) -> int:
-        """Return the free bytes on the disk. Blocks, as do the methods below.
+    def sync_files(self) -> None:
+        """Force the names in ``files/`` to the disk. Blocks."""
+        sync_names(self._files)
 
-        Raises:
-            StorageError: the disk is failing, or the directory is gone.
-        """
+    # The methods below block, and raise StorageError when the disk is full or failing, or the
+    # directory is gone.
+
+    def free_bytes(self) -> int:
+        """Return the free bytes on the disk."""
         with disk_errors(f"cannot use {self.root}"):
             return shutil.disk_usage(self.root).free
 
     def mark_in_doubt(self, file_id: str) -> None:
         """Mark a file that is about to be added or deleted."""
-        (self._in_doubt / _checked(file_id)).touch(mode=0o600)
-        sync_names(self._in_doubt)
+        with disk_errors(f"file {file_id} cannot be added or deleted"):
+            (self._in_doubt / _checked(file_id)).touch(mode=0o600)
+            sync_names(self._in_doubt)
 
     def confirm(self, file_id: str) -> None:
         """Unmark a file that the store has: it stays."""
-        (self._in_doubt / _checked(file_id)).unlink(missing_ok=True)
+        with disk_errors(f"file {file_id} cannot be kept"):
+            (self._in_doubt / _checked(file_id)).unlink(missing_ok=True)
 
     def discard(self, file_id: str) -> None:
         """Delete a marked file that the store does not know."""
-        self.file(file_id).unlink(missing_ok=True)
-        # Without the mark, what is still there after a crash would stay for ever.
-        self.sync_files()
+        with disk_errors(f"file {file_id} cannot be deleted"):
+            self.file(file_id).unlink(missing_ok=True)
+            # Without the mark, what is still there after a crash would stay for ever.
+            self.sync_files()
         self.confirm(file_id)
 
     def settle(self, is_known: Callable[[str], bool]) -> None:
         """Keep the marked files that the store knows, and discard the others."""
-        for path in list(self._in_doubt.iterdir()):
+        with disk_errors(f"cannot use {self.root}"):
+            marked = list(self._in_doubt.iterdir())
+        for path in marked:
             (self.confirm if is_known(path.name) else self.discard)(path.name)
-
-    def sync_files(self) -> None:
-        """Force the names in ``files/`` to the disk."""
-        sync_names(self._files)
 
 
 def _checked(name: str) -> str:

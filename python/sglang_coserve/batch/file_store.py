@@ -135,14 +135,14 @@ class FileStore:
                     expires_at_s=expires_at_s(now_s),
                 )
             except BaseException:
-                await self._threads.run(self._discard, file_id)
+                await self._threads.run(self._directory.discard, file_id)
                 raise
             try:
                 await self._store.run(file_rows.insert, file)
             except StorageError:  # Not if the caller was cancelled: the row is there then.
-                await self._threads.run(self._discard, file_id)
+                await self._threads.run(self._directory.discard, file_id)
                 raise
-            await self._threads.run(self._keep, file_id)
+            await self._threads.run(self._directory.confirm, file_id)
         return file
 
     @asynccontextmanager
@@ -233,7 +233,7 @@ class FileStore:
             StorageError: the disk is failing.
         """
         await self._store.run(self._delete, owner, file_id)
-        await self._threads.run(self._discard, file_id)
+        await self._threads.run(self._directory.discard, file_id)
 
     async def remove_expired(self, now_s: float) -> None:
         """Delete expired files, except those that a batch needs."""
@@ -244,22 +244,12 @@ class FileStore:
                     await self.remove(owner, file_id)
 
     def _settle(self, connection: sqlite3.Connection) -> None:
-        with disk_errors("the data directory cannot be mended"):
-            self._directory.settle(partial(file_rows.exists, connection))
-
-    def _keep(self, file_id: str) -> None:
-        with disk_errors(f"file {file_id} cannot be kept"):
-            self._directory.confirm(file_id)
-
-    def _discard(self, file_id: str) -> None:
-        with disk_errors(f"file {file_id} cannot be deleted"):
-            self._directory.discard(file_id)
+        self._directory.settle(partial(file_rows.exists, connection))
 
     def _delete(self, connection: sqlite3.Connection, owner: str, file_id: str) -> None:
         file_rows.delete(connection, owner, file_id)
         # Before the transaction ends: from its end on the bytes are there without a row.
-        with disk_errors(f"file {file_id} cannot be deleted"):
-            self._directory.mark_in_doubt(file_id)
+        self._directory.mark_in_doubt(file_id)
 
     # The stacks have the files before anybody waits for a thread: who is cancelled closes them.
 
