@@ -37,6 +37,7 @@ MISTAKES = {
     "replay missing.jsonl": "cannot be read: No such file",
     "replay folder": "cannot be read: Is a directory",
     "replay good.jsonl": "which --record-plans writes",
+    "simulate -o full --duration 1": "No space left on device; free some space",
     f"{SIMULATE} --trace missing.csv": "cannot be read: No such file",
     f"{SIMULATE} --trace folder": "cannot be read: Is a directory",
     f"{SIMULATE} --trace columns.csv": "column",
@@ -71,6 +72,8 @@ MISTAKES = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mistakes")
     (directory / "folder").mkdir()
+    (directory / "full").mkdir()
+    (directory / "full" / "report.json").symlink_to("/dev/full")
     (directory / "good.jsonl").write_text(LINE)
     (directory / "utf16.jsonl").write_bytes(LINE.encode("utf-16"))
     (directory / "columns.csv").write_text("a,b\n1,2\n")

@@ -95,10 +95,12 @@ def path_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        # What fails on an open file has no name; of a full disk one knows what to do all the same.
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
+        where = "" if error.filename is None else f"{error.filename}: "
         hint = _HINTS.get(error.errno or 0, "")
-        raise InputFileError(f"{error.filename}: {error.strerror}{hint}") from error
+        raise InputFileError(f"{where}{error.strerror}{hint}") from error
 
 
 @contextmanager
