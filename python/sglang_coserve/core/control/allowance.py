@@ -55,7 +55,7 @@ class _Headroom:
         self._least_share = _LEAST_OF_TTFT if is_ttft else _LEAST_OF_GAPS
         self._alone = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
         self._own_left = RecentValues(_WINDOW_S, at_least=round(4 / _TAIL))
-        """What each request's own target leaves; infinite for none. Empty before the first."""
+        """What each request's own target leaves; infinite for none."""
 
         self._num_new = 0
         self._left_s = math.inf
@@ -77,18 +77,14 @@ class _Headroom:
         for (own_s, alone_s), count in values.items():
             self._alone.add(alone_s, now_s, count)
             self._num_new += count
-            if own_s is not None and own_s < alone_s:
-                own_s = None  # It could not be met.
-            if own_s is not None or self._own_left.count:
-                left_s = math.inf
-                if own_s is not None:
-                    left_s = max(own_s - alone_s, own_s * self._least_share)
-                self._own_left.add(left_s, now_s, count)
+            left_s = math.inf
+            if own_s is not None and own_s >= alone_s:  # Else it could not be met.
+                left_s = max(own_s - alone_s, own_s * self._least_share)
+            self._own_left.add(left_s, now_s, count)
         if self._num_new > _TAIL * self._alone.count:
             self._num_new = 0
             self._renew(self._alone.statistic, self._alone.statistic(Statistic.P50))
-            if self._own_left.count:
-                self._own_left_s = self._own_left.quantile(_TAIL)
+            self._own_left_s = self._own_left.quantile(_TAIL)
 
     def _renew(self, statistic: Callable[[Statistic], float], median_s: float) -> None:
         self.target_s = self._left_s = missed_s = math.inf

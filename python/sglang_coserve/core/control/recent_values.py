@@ -13,6 +13,8 @@ from sglang_coserve.core.control.slo import Statistic
 _BINS_PER_E: Final = 100
 """Bins per factor of e. They are 1% wide, so a percentile is known to within 0.5%."""
 
+_LARGEST_S: Final = sys.float_info.max / 2
+
 _QUANTILES: Final = MappingProxyType({Statistic.P50: 0.5, Statistic.P90: 0.9, Statistic.P99: 0.99})
 
 
@@ -43,9 +45,10 @@ class RecentValues:
     def add(self, value_s: float, now_s: float, count: int = 1) -> None:
         """Add a value ``count`` times. Amortized O(1).
 
-        No number, 0 and less count as the least float above 0, infinity as a very large one.
+        No number, 0 and less count as the least float above 0; in the mean, infinity counts as a
+        very large one.
         """
-        value_s = min(max(sys.float_info.min, value_s), sys.float_info.max / 2)
+        value_s = min(max(sys.float_info.min, value_s), _LARGEST_S)
         self._added.append(_Added(now_s, value_s, count))
         self._count(self._added[-1], 1)
         while (oldest := self._added[0]).at_s <= now_s - self._window_s:
@@ -66,10 +69,14 @@ class RecentValues:
             left -= self._bins[found]
             if left <= 0:
                 break
-        return math.exp((found + 0.5) / _BINS_PER_E)
+        return math.inf if found == _bin(_LARGEST_S) else math.exp((found + 0.5) / _BINS_PER_E)
 
     def _count(self, added: _Added, sign: int) -> None:
         count = sign * added.num_values
-        self._bins[math.floor(_BINS_PER_E * math.log(added.value_s))] += count
+        self._bins[_bin(added.value_s)] += count
         self._sum_s += added.value_s * count
         self.count += count
+
+
+def _bin(value_s: float) -> int:
+    return math.floor(_BINS_PER_E * math.log(value_s))
