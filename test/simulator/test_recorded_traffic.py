@@ -21,11 +21,21 @@ from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import deadlines
 from sglang_coserve.core.latency_model.profile import LatencyProfile
 from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
+from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot, Request
+from sglang_coserve.core.step import StepPlan
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.profiler.fits import load_profile
-from sglang_coserve.recording.calls import Arrived, RecordingScheduler, SchedulerSetup
+from sglang_coserve.recording.calls import (
+    Arrived,
+    Finished,
+    OfflineAdded,
+    Planned,
+    RecordingScheduler,
+    SchedulerSetup,
+)
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 from sglang_coserve.simulator.binding import TrafficSource
 from sglang_coserve.simulator.engine import SimEngine
@@ -89,7 +99,7 @@ def test_the_exported_traffic_is_simulated_as_it_was(tmp_path: Path) -> None:
     _, command = run("replay", str(plans), "--export", str(traffic)).splitlines()
     program, *flags = shlex.split(command)
     assert program == "coserve" and flags[-2:] == ["-o", "recorded"]
-    run(*flags[:-1], str(report), "--quiet", "--safepoint-layers", "0", "--checkpoint-gb-s", "0")
+    run(*flags[:-1], str(report), "--quiet")
     (result,) = json.loads((report / "report.json").read_text())["results"]
     expected = latency_report(timelines)
     found = result["online"]["latency"]
@@ -128,6 +138,41 @@ def test_settings_of_the_server_become_flags_or_are_named(tmp_path: Path) -> Non
     head, command = run("replay", str(plans), "--export", str(tmp_path)).splitlines()
     assert head == "as recorded, but for iteration_budget_s:"
     assert "--policy hygen --step-prefill-tokens 64 " in command
+
+
+def test_the_machine_of_the_server_becomes_flags(tmp_path: Path) -> None:
+    size = replace(SIZE, kv_tokens=100_000, overlaps=True)
+    seen = EngineSnapshot(0.0, (), (), 0, 0, 0, 0, page_tokens=16, stop_share=0.25)
+    seen = replace(seen, keeps_prefixes=False)
+    encoder, plans = EventEncoder(), tmp_path / "plans.jsonl"
+    events = [Arrived(online("on", 50_000, 8, BEGAN_S).info), Planned(seen, {}, StepPlan())]
+    lines = [encode_setup(replace(SETUP, engine=size)), *map(encoder.encode, events)]
+    plans.write_text("".join(lines))
+    _, command = run("replay", str(plans), "--export", str(tmp_path)).splitlines()
+    machine = "--safepoint-layers 8 --checkpoint-gb-s 0 --no-prefix-cache --overlap "
+    assert "--page-tokens 16 " in command and machine in command
+    run(*shlex.split(command)[1:-1], str(tmp_path), "--quiet", "--event-log")
+    log = (tmp_path / "events-coserve.jsonl").read_text()
+    assert '"prompt_tokens":50000' in log
+    loading = encoder.encode(Planned(seen, {"off": None}, StepPlan()))
+    assert "--checkpoint-gb-s" not in RecordedTraffic([*lines, loading], "plans").export(tmp_path)
+
+
+@pytest.mark.parametrize(("last_token_s", "output_tokens"), [(BEGAN_S, 6), (None, 5)])
+def test_a_token_under_way_at_the_last_plan_is_the_last(
+    tmp_path: Path, last_token_s: float | None, output_tokens: int
+) -> None:
+    info = offline("off", 50, 64, BEGAN_S).info
+    running = Request(info, RequestState.DECODING, 5, 54, last_token_s=last_token_s)
+    events = [
+        OfflineAdded(QueuedRequest("off", pack_tokens(range(50)), BEGAN_S, 64)),
+        Planned(EngineSnapshot(BEGAN_S, [running], (), 0, 0, 0, 0), {}, StepPlan()),
+        Finished("off"),
+    ]
+    lines = [encode_setup(SETUP), *map(EventEncoder().encode, events)]
+    RecordedTraffic(lines, "plans.jsonl").export(tmp_path)
+    _, request = read_trace(tmp_path / "offline.jsonl")
+    assert request.output_tokens == output_tokens
 
 
 def test_what_has_no_traffic_is_refused(tmp_path: Path) -> None:

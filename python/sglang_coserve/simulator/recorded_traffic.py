@@ -10,11 +10,13 @@ from typing import Any
 
 from sglang_coserve.core.control.slo import format_slo
 from sglang_coserve.core.latency_model.model import Sample
+from sglang_coserve.core.latency_model.model_shape import find_model
 from sglang_coserve.core.learned_model import LearnedModel
 from sglang_coserve.core.offline_queue import PackedTokens
 from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import Ending
 from sglang_coserve.core.scheduler_config import SchedulerConfig
+from sglang_coserve.core.snapshot import EngineSnapshot
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.profiler.fits import write_profile
 from sglang_coserve.recording.calls import (
@@ -26,6 +28,7 @@ from sglang_coserve.recording.calls import (
     Updated,
 )
 from sglang_coserve.recording.file import read_recording
+from sglang_coserve.simulator.flags import SimulationFlags
 from sglang_coserve.workload.trace import BLOCK_TOKENS
 
 
@@ -65,6 +68,12 @@ class RecordedTraffic:
         self._offline: list[_Request] = []
         # A name may be another request's once its first one has ended.
         self._live: dict[str, _Request] = {}
+        self._seen = EngineSnapshot(0.0, (), (), 0, 0, 0, 0)
+        """The last snapshot."""
+
+        self._loads = False
+        """KV has come back from host memory."""
+
         for event in events:
             self._take(event)
         if not (self._online or self._offline):
@@ -95,15 +104,21 @@ class RecordedTraffic:
             text = "".join(f"{json.dumps(row)}\n" for row in rows)
             (directory / f"{name}.jsonl").write_text(text, "utf-8")
         setup, chunk_tokens = self._setup, self._setup.config.step_prefill_tokens
+        kv_tokens = str(setup.engine.kv_tokens)
         profile = replace(setup.profile, latency_model=self._learned.model)
         write_profile(profile, directory / "profile.json")
         return [
             *("--trace", str(directory / "online.jsonl")),
             *("--offline", str(directory / "offline.jsonl"), "--backlog", "0"),
             *("--profile", str(directory / "profile.json")),
-            *("--kv-capacity-tokens", str(setup.engine.kv_tokens), "--page-tokens", "1"),
+            *("--kv-capacity-tokens", kv_tokens, "--max-context-tokens", kv_tokens),
+            *("--page-tokens", str(self._seen.page_tokens)),
             *("--max-running", str(setup.engine.max_requests)),
             *("--max-batch-tokens", str(setup.engine.chunk_tokens)),
+            *("--safepoint-layers", str(self._safepoint_layers)),
+            *(() if self._loads else ("--checkpoint-gb-s", "0")),
+            *(() if self._seen.keeps_prefixes else ("--no-prefix-cache",)),
+            *(("--overlap",) if setup.engine.overlaps else ()),
             *("--policy", setup.policy),
             *(("--step-prefill-tokens", str(chunk_tokens)) if chunk_tokens else ()),
             *(("--slo", *map(format_slo, setup.slos)) if setup.slos else ()),
@@ -116,6 +131,13 @@ class RecordedTraffic:
         usual = SchedulerConfig(seed=config.seed, step_prefill_tokens=config.step_prefill_tokens)
         names = [each.name for each in fields(config) if each.name != "refine"]
         return [name for name in names if getattr(config, name) != getattr(usual, name)]
+
+    @property
+    def _safepoint_layers(self) -> int:
+        """Between safepoints of the simulated model as large a part of it as was between those of
+        the server's."""
+        share, num_layers = self._seen.stop_share, find_model(SimulationFlags().model).num_layers
+        return 0 if share == 1.0 else max(1, round(share * num_layers))
 
     def _take(self, event: Event) -> None:
         match event:
@@ -133,10 +155,14 @@ class RecordedTraffic:
                 )
                 self._offline.append(offline)
                 self._live[request.rid] = offline
-            case Planned(snapshot):
+            case Planned(snapshot, cached_tokens):
+                self._seen = snapshot
+                self._loads |= None in cached_tokens.values()
                 for seen in snapshot.admitted:
                     if (recorded := self._live.get(seen.info.rid)) and not seen.info.is_online:
-                        recorded.generated_tokens = seen.generated_tokens
+                        # Less the one that the step under way makes.
+                        is_under_way = seen.last_token_s is None
+                        recorded.generated_tokens = seen.generated_tokens - is_under_way
             case Updated(result):
                 for info, token_s in result.served:
                     if (served := self._live.get(info.rid)) and token_s is not None:
