@@ -92,15 +92,29 @@ def test_batch_files_share_the_prefixes_of_their_texts(tmp_path: Path) -> None:
     assert first.info.prompt_tokens == -(-len("user\nsame beginning, one\n") // 4)
 
 
+def test_a_line_has_its_tools_and_calls_and_an_embedding_one_token(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "y" * 400}}]
+    lines = [
+        {"url": "/v1/chat/completions", "body": {"messages": messages, "tools": tools}},
+        {"url": "/v1/embeddings", "body": {"input": "words"}},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    chat, embedding = from_jsonl(path)
+    assert chat.info.prompt_tokens > (400 + len(json.dumps(calls))) / 4
+    assert (chat.output_tokens, embedding.output_tokens) == (256, 1)
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("{", "not a batch request"),
         ("[]", "not a batch request"),
-        ('{"body": {}}', "not a batch request"),
+        ('{"body": {}}', "prompt is empty"),
         (batch_line("x", max_tokens=0), "max_tokens"),
         (batch_line("x", max_tokens=True), "max_tokens"),
-        ('{"body": {"prompt": ""}}', "prompt is empty"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:

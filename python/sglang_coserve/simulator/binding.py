@@ -132,7 +132,7 @@ def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
 
     Without a tokenizer, every 4 bytes of a prompt's text count as one
     token, about right for English, and common prefixes are preserved. The output
-    is as long as the line's limit, such as ``max_tokens``, else 256.
+    is as long as the line's limit, such as ``max_tokens``, else 256; of an embedding, one token.
 
     Raises:
         InputFileError: the file cannot be read or holds no request; or a line has no usable body.
@@ -153,10 +153,12 @@ def from_jsonl(path: str | Path) -> Iterator[SimRequest]:
 
 def _from_line(line: str, where: str, index: int) -> SimRequest:
     try:
-        body = json.loads(line)["body"]
+        request = json.loads(line)
+        body = request["body"]
         text = _text_of(body)
         limits = ((name, body[name]) for name in OUTPUT_LIMITS if body.get(name) is not None)
-        name, limit = next(limits, ("", _DEFAULT_OUTPUT_TOKENS))
+        is_embedding = str(request.get("url")).endswith("/embeddings")
+        name, limit = next(limits, ("", 1 if is_embedding else _DEFAULT_OUTPUT_TOKENS))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputFileError(
             f"{where}: not a batch request with a prompt: {type(error).__name__}: {error}"
@@ -179,11 +181,11 @@ def _from_line(line: str, where: str, index: int) -> SimRequest:
 
 def _text_of(body: Any) -> str:
     """Return the text of a chat, completion, embedding or responses body."""
-    if "messages" in body:
-        return "".join(
-            f"{message['role']}\n{_content(message['content'])}\n" for message in body["messages"]
-        )
-    return _content(body["prompt"] if "prompt" in body else body["input"])
+    said = [_content(body[name]) for name in ("tools", "instructions") if body.get(name)]
+    for message in body.get("messages", ()):
+        parts = [message[name] for name in ("content", "tool_calls") if message.get(name)]
+        said += [f"{_content(part)}\n" for part in (message["role"], *parts)]
+    return "".join(said + [_content(body[name]) for name in ("prompt", "input") if body.get(name)])
 
 
 def _content(value: Any) -> str:
