@@ -32,7 +32,6 @@ MACHINE = ProfiledMachine(
         "intermediate_size": 704,
         "vocab_size": 1000,
     },
-    settings={"chunked_prefill_size": 2048},
     captured_batch_sizes=(),
 )
 

@@ -53,9 +53,6 @@ class ProfiledMachine:
     model_config: Mapping[str, object]
     """The model's config.json."""
 
-    settings: Mapping[str, object]
-    """Flags of SGLang that step times depend on."""
-
     captured_batch_sizes: tuple[int, ...]
     """Batch sizes of the decode CUDA graphs, ascending; empty without graphs."""
 

@@ -17,6 +17,7 @@ import msgspec
 from sglang_coserve.core.control.baseline import EngineSize
 from sglang_coserve.core.control.slo import Slo
 from sglang_coserve.core.latency_model.profile import LatencyProfile
+from sglang_coserve.core.offline_queue.request import TOKEN_BYTES
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, Request, RequestInfo
@@ -269,7 +270,7 @@ class _EventDecoder:
                     self._forget(info.rid)
                 return Updated(replace(line.result, served=served))
             case OfflineAdded(request) as event:
-                if (size_bytes := len(request.token_ids)) % 4:
+                if (size_bytes := len(request.token_ids)) % TOKEN_BYTES:
                     raise InputFileError(f"request.token_ids: {size_bytes} bytes are no tokens")
                 return event
             case Finished(rid) as event:

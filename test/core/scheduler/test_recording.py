@@ -386,9 +386,9 @@ def test_every_wrong_value_is_refused_with_its_line() -> None:
             "offline request 'a' cannot be queued: its prompt has no tokens",
         ),
         (
-            '{"event":"added","request":{"rid":"a","token_ids":"AAAA","arrival_s":0,'
+            '{"event":"added","request":{"rid":"a","token_ids":"AAAAAA==","arrival_s":0,'
             '"max_new_tokens":1}}',
-            "request.token_ids: 3 bytes are no tokens",
+            "request.token_ids: 4 bytes are no tokens",
         ),
     ],
 )

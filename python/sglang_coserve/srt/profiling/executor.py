@@ -2,7 +2,6 @@
 
 It runs in the scheduler's process while the event loop does not. Batches are built and run by
 SGLang's own functions; only the context in the KV cache is not computed, but copied there once.
-The profile names the hardware, model and settings.
 """
 
 from __future__ import annotations
@@ -32,22 +31,9 @@ from sglang_coserve.profiler.shapes import ExecutorLimits, StepShape, plan_grid
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.cpu import defaults as cpu
 
-_SETTINGS = (
-    "attention_backend",
-    "chunked_prefill_size",
-    "dtype",
-    "enable_torch_compile",
-    "kv_cache_dtype",
-    "max_running_requests",
-    "max_total_tokens",
-    "page_size",
-    "quantization",
-)
-"""Fields of ServerArgs that affect step times or the batches that can run."""
-
 
 def machine_of(scheduler: Any) -> ProfiledMachine:
-    """Return the device, the model and the settings that step times depend on."""
+    """Return the device and the model, on which step times depend."""
     server_args = compat.settings_of(scheduler.server_args)
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
     model_config = json.loads(scheduler.model_config.hf_config.to_json_string(use_diff=False))
@@ -58,7 +44,6 @@ def machine_of(scheduler: Any) -> ProfiledMachine:
         tp_size=server_args.tp_size,
         sglang_version=compat.installed_version() or "",
         model_config=model_config,
-        settings={name: getattr(server_args, name, None) for name in _SETTINGS},
         captured_batch_sizes=tuple(sorted(getattr(runner, "capture_bs", ()))),
     )
 
