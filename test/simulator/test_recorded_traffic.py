@@ -24,7 +24,8 @@ from sglang_coserve.core.offline_queue import QueuedRequest, pack_tokens
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.scheduler_config import SchedulerConfig
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
-from sglang_coserve.core.step import StepPlan
+from sglang_coserve.core.step import StepPlan, StepResult
+from sglang_coserve.core.step_stats import StepStats
 from sglang_coserve.errors import InputFileError
 from sglang_coserve.metrics import RequestTimeline, SloTargets, latency_report
 from sglang_coserve.profiler.fits import load_profile
@@ -35,6 +36,7 @@ from sglang_coserve.recording.calls import (
     Planned,
     RecordingScheduler,
     SchedulerSetup,
+    Updated,
 )
 from sglang_coserve.recording.file import EventEncoder, encode_setup
 from sglang_coserve.simulator.binding import TrafficSource
@@ -173,6 +175,15 @@ def test_a_token_under_way_at_the_last_plan_is_the_last(
     RecordedTraffic(lines, "plans.jsonl").export(tmp_path)
     _, request = read_trace(tmp_path / "offline.jsonl")
     assert request.output_tokens == output_tokens
+
+
+def test_the_profile_learns_nothing_of_suspended_steps(tmp_path: Path) -> None:
+    """As on the server: their times include what suspending them cost."""
+    step = StepResult(None, BEGAN_S, 1.0, StepStats.of(decodes=[10]), suspensions=1)
+    events = [Arrived(online("on", 50, 8, BEGAN_S).info), *[Updated(step)] * 64]
+    lines = [encode_setup(SETUP), *map(EventEncoder().encode, events)]
+    RecordedTraffic(lines, "plans.jsonl").export(tmp_path)
+    assert load_profile(tmp_path / "profile.json").latency_model == MODEL
 
 
 def test_what_has_no_traffic_is_refused(tmp_path: Path) -> None:

@@ -167,8 +167,9 @@ class RecordedTraffic:
                 for info, token_s in result.served:
                     if (served := self._live.get(info.rid)) and token_s is not None:
                         served.generated_tokens += info.is_online
-                if result.seconds is not None and not result.batch.is_empty:
-                    self._learned.observe(Sample(result.batch, result.seconds), result.overlapping)
+                batch, seconds = result.batch, result.seconds
+                if seconds is not None and not (batch.is_empty or result.suspensions):
+                    self._learned.observe(Sample(batch, seconds), result.overlapping)
             case Finished(rid, ending):
                 if (ended := self._live.pop(rid, None)) is not None:
                     ended.has_ended = True
