@@ -13,9 +13,7 @@ from sglang_coserve.core.offline_queue import (
 )
 from sglang_coserve.core.offline_queue.prefix_trie import PrefixTrie, TrieLeaf
 
-PREFIX_ONLY = OfflineQueueConfig(
-    utility_ratio=1.0, max_overtakes=None, deadline_slack_s=None, longest_first=False
-)
+PREFIX_ONLY = OfflineQueueConfig(utility_ratio=1.0, max_overtakes=None, longest_first=False)
 """The prefix trie decides alone."""
 
 

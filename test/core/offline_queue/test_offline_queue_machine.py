@@ -32,7 +32,7 @@ configs = st.builds(
     OfflineQueueConfig,
     utility_ratio=st.sampled_from([0.0, 0.5, 1.0]),
     max_overtakes=st.sampled_from([None, 0, 1, 3]),
-    deadline_slack_s=st.sampled_from([None, 3.0]),
+    deadline_slack_s=st.sampled_from([0.0, 3.0]),
     longest_first=st.booleans(),
     seed=st.integers(0, 3),
 )
@@ -61,11 +61,9 @@ class NaiveQueue:
         stalest = self.stalest()
         if config.max_overtakes is not None and self.num_overtakes >= config.max_overtakes:
             return stalest
-        if config.deadline_slack_s is not None:
-            slacks_s = [(self.slack_s(n, now_s), n) for n in self.trie.waiting]
-            slack_s, urgent = min(slacks_s)
-            if slack_s < config.deadline_slack_s:
-                return urgent
+        slack_s, urgent = min((self.slack_s(n, now_s), n) for n in self.trie.waiting)
+        if slack_s < config.deadline_slack_s:
+            return urgent
         if config.longest_first and (longest := self.longest()) is not None:
             return longest
         if self.draw < config.utility_ratio:

@@ -40,9 +40,9 @@ class OfflineQueueConfig:
     max_overtakes: Annotated[int | None, Field(ge=0)] = 64
     """Most consecutive picks that may pass over the oldest request; ``None``: no limit."""
 
-    deadline_slack_s: Annotated[float | None, Field(ge=0)] = 600.0
+    deadline_slack_s: Annotated[float, Field(ge=0)] = 600.0
     """A request goes before those without time pressure once less than this is left
-    until its latest start; ``None``: deadlines do not matter."""
+    until its latest start."""
 
     longest_first: bool = True
     """Whether a request that alone would run longer than all waiting work takes, spread over the
@@ -298,9 +298,9 @@ class OfflineQueue:
             assert num_changes == self._num_changes, "the queue changed under its candidates"
 
     def _is_at_risk(self, leaf: TrieLeaf, now_s: float) -> bool:
-        slack_s, latest_start_s = self._config.deadline_slack_s, leaf.request.latest_start_s
+        latest_start_s = leaf.request.latest_start_s
         assert latest_start_s is not None
-        return slack_s is not None and latest_start_s - now_s < slack_s
+        return latest_start_s - now_s < self._config.deadline_slack_s
 
     def _would_end_last(self, longest: TrieLeaf, service_s: float, num_yielded: int) -> bool:
         """Return whether the longest request must start now, or it would end last, alone.
