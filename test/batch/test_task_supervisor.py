@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 import threading
 from itertools import pairwise
@@ -38,6 +39,18 @@ async def test_a_task_that_fails_is_started_again_after_growing_pauses() -> None
     assert (state["running"], state["failures"]) == (0, 8)
     assert state["last_error"] == "RuntimeError: out of luck"
     assert state["last_failure_at"] == began_s[7]
+
+
+async def test_a_task_knows_nothing_of_the_request_that_starts_it() -> None:
+    said = contextvars.ContextVar("what a client says", default="nothing")
+    heard: list[str] = []
+
+    async def work() -> None:
+        heard.append(said.get())
+
+    said.set("online")
+    await TaskSupervisor(ManualClock()).start("work", work)
+    assert heard == ["nothing"]
 
 
 async def test_a_task_ends_when_it_is_cancelled_or_done_and_not_with_what_it_awaits() -> None:

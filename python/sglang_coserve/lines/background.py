@@ -8,6 +8,7 @@ followed by another attempt. Only what somebody awaits soon is a task of its own
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import random
 import subprocess
@@ -177,7 +178,10 @@ class TaskSupervisor:
         Pauses grow up to 10 s, and are short again once an attempt has lasted longer. ``name`` is
         one of few, ``subject`` what this task of several is about: it is logged.
         """
-        task = asyncio.get_running_loop().create_task(self._run(name, work, subject), name=name)
+        # Not in the context of the request that starts it: that one's marks are not the task's.
+        task = asyncio.get_running_loop().create_task(
+            self._run(name, work, subject), name=name, context=contextvars.Context()
+        )
         self._add_running(name, 1)
         # As a callback: a task that is cancelled before it starts runs no code.
         task.add_done_callback(lambda _: self._add_running(name, -1))
