@@ -70,18 +70,20 @@ async def test_it_waits_for_requests_no_longer_than_it_is_told() -> None:
     assert drain.state().requests == 0
 
 
-def test_an_engine_that_has_ended_refuses_every_request() -> None:
+@pytest.mark.parametrize("has_lines", [True, False])
+def test_an_engine_that_has_ended_refuses_every_request(has_lines: bool) -> None:
     drain, _, manager = drain_of([])
     app = FastAPI()
-    app.add_middleware(HealthMiddleware, health=Health(drain))
+    app.add_middleware(HealthMiddleware, health=Health(manager, drain if has_lines else None))
 
     async def models() -> dict[str, str]:
         return {}
 
     app.add_api_route("/v1/models", models)
     client = TestClient(app)
+    manager.gracefully_exit = True
     assert client.get("/v1/models").status_code == 200
-    assert client.get("/health").status_code == 503  # It does not take lines yet.
+    assert client.get("/health").status_code == 503
     manager.coserve_has_stopped = True
     answer = client.get("/v1/models")
     assert answer.status_code == 503

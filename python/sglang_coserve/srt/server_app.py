@@ -88,6 +88,7 @@ class Lifespan:
         server = self._http_server._global_state
         manager = server.tokenizer_manager
         verify_app(app)
+        self._health.manager = manager
         states = await manager.get_internal_state()
         server.scheduler_info[STATE_KEY] = replicas_info(states)
         running: dict[str, Callable[[], Awaitable[None]]] = {"view_samples": self._view.sample}

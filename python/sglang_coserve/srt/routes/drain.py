@@ -70,11 +70,6 @@ class Drain:
         """True while the engine takes no lines."""
         return self._service is None
 
-    @property
-    def has_stopped(self) -> bool:
-        """True once the engine's processes have ended, as they were told."""
-        return bool(self._manager.coserve_has_stopped)
-
     def state(self) -> DrainState:
         """Return what is left."""
         return DrainState(
@@ -195,13 +190,24 @@ class Heartbeat:
 class Health:
     """What a server is judged by; each None until it is there."""
 
+    manager: Any = None
+    """SGLang's tokenizer manager."""
+
     drain: Drain | None = None
+    """None on a server whose lines nobody can send."""
+
     heartbeat: Heartbeat | None = None
 
     @property
     def is_draining(self) -> bool:
-        """Whether the engine is to get no requests."""
-        return self.drain is not None and self.drain.is_draining
+        """Whether the engine is to get no requests: it was taken out, or told to end."""
+        is_ending = self.manager is not None and bool(self.manager.gracefully_exit)
+        return is_ending or (self.drain is not None and self.drain.is_draining)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine's processes have ended, as they were told."""
+        return self.manager is not None and bool(self.manager.coserve_has_stopped)
 
 
 class HealthMiddleware:
@@ -217,8 +223,8 @@ class HealthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        drain, heartbeat = self._health.drain, self._health.heartbeat
-        if drain is not None and drain.has_stopped:
+        heartbeat = self._health.heartbeat
+        if self._health.has_ended:
             await send_error(send, 503, "the engine has ended")
         elif self._health.is_draining and route_path(scope) in _HEALTH_PATHS:
             await send_error(send, 503, "the engine is draining")

@@ -68,7 +68,7 @@ async def _engine_load(manager: Any, *, is_draining: bool) -> EngineLoad:
         **total([ReplicaLoad(**snapshot.coserve) for snapshot in loads]).model_dump(),
         replicas=len(loads),
         age_s=max(0.0, time.time() - min(snapshot.timestamp for snapshot in loads)),
-        is_draining=is_draining or bool(manager.gracefully_exit),
+        is_draining=is_draining,
         model_name=args.served_model_name,
         models=model_names(manager),
         model=model,
