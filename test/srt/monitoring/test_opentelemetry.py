@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from sglang_coserve.errors import ConfigError
 from sglang_coserve.srt.monitoring.otel_metrics import (
     DURATION_BUCKETS_S,
     TPOT_BUCKETS_S,
     TTFT_BUCKETS_S,
+    GenAiMetrics,
     provider_if_configured,
 )
 from srt.monitoring.otlp_collector import Collector, attributes_of
@@ -123,6 +127,41 @@ def test_billed_requests_have_their_delay(traced: Traced) -> None:
         length_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
         assert length_ms == pytest.approx(max(said["coserve.delay_ms"], 0), abs=0.01)
         assert "coserve.delay_ttft_ms" in said
+
+
+def test_a_request_that_is_refused_before_it_runs_has_failed() -> None:
+    """SGLang answers it by another message than one that has run."""
+    from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import ReqState
+
+    from sglang_coserve.srt.tokenizer.client_presence import ArrivalTimeStats
+    from sglang_coserve.srt.tokenizer.tokenizer_manager import CoserveTokenizerManager
+
+    class Manager(CoserveTokenizerManager):
+        """With no more than ends a request."""
+
+        enable_lora = incremental_streaming_output = False
+
+        def __init__(self, state: ReqState) -> None:
+            self.rid_to_state = {"a": state}
+            self._otel_metrics = GenAiMetrics(MeterProvider([reader]), "small", "localhost", 1)
+
+        def config_value(self, name: str) -> None:
+            """Return the version of weights, which have none."""
+
+    reader = InMemoryMetricReader()
+    times = ArrivalTimeStats()
+    times.set_created_time()
+    manager = Manager(ReqState([], False, asyncio.Event(), GenerateReqInput(text="x"), times))
+    for _ in range(2):  # Of a request that has ended, nothing is said.
+        reason = {"type": "abort", "message": "overloaded", "err_type": "ServiceUnavailable"}
+        manager._handle_abort_req(AbortReq(rid="a", finished_reason=reason))
+    found = reader.get_metrics_data()
+    assert found is not None
+    (metric,) = found.resource_metrics[0].scope_metrics[0].metrics
+    (point,) = metric.data.data_points
+    assert (metric.name, point.count) == ("gen_ai.server.request.duration", 1)
+    assert point.attributes["error.type"] == "ServiceUnavailable"
 
 
 def test_without_an_endpoint_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ names an endpoint. The package is the extra ``otel``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, Final
@@ -85,12 +85,10 @@ class GenAiMetrics:
         )
         self._duration = histogram("request.duration", "Time of a request.", DURATION_BUCKETS_S)
 
-    def finished(
-        self, times: Any, output_tokens: int, attributes: Mapping[str, str], error: str | None
-    ) -> None:
-        """Record a request that has ended, by its ``APIServerReqTimeStats``; one that failed, for
+    def finished(self, times: Any, output_tokens: int, error: str | None) -> None:
+        """Record a request that has ended, by its ``ArrivalTimeStats``; one that failed, for
         ``error``, has a duration alone."""
-        all_attributes = {**self._common, **attributes}
+        all_attributes = {**self._common, **times.attributes}
         if error is not None:
             all_attributes["error.type"] = error
         self._duration.record(times.get_e2e_latency(), all_attributes)

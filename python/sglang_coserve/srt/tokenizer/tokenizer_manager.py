@@ -206,24 +206,32 @@ class CoserveTokenizerManager(GuardedTokenizerManager):
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         ending = [] if self._otel_metrics is None else self._ending(recv_obj)
         await super()._handle_batch_output(recv_obj)
-        for stats, output_tokens, error in ending:
-            assert self._otel_metrics is not None
-            self._otel_metrics.finished(stats, output_tokens, stats.attributes, error)
+        for state, output_tokens, reason in ending:
+            self._note_end(state, output_tokens, reason)
 
-    def _ending(self, recv_obj: Any) -> list[tuple[Any, int, str | None]]:
-        """Return times, output tokens and error of the requests that end with these outputs."""
-        ending = []
-        for index, (rid, reason) in enumerate(
-            zip(recv_obj.rids, recv_obj.finished_reasons, strict=True)
-        ):
-            if reason is not None and rid in self.rid_to_state:
-                tokens = getattr(recv_obj, "completion_tokens", None)
-                error = (
-                    str(reason.get("err_type") or "abort") if reason["type"] == "abort" else None
-                )
-                stats = self.rid_to_state[rid].time_stats
-                ending.append((stats, tokens[index] if tokens else 0, error))
-        return ending
+    def _ending(self, recv_obj: Any) -> list[tuple[Any, int, Any]]:
+        """Return the states of requests that end with these outputs, output tokens and reasons."""
+        tokens = getattr(recv_obj, "completion_tokens", None)
+        return [
+            (self.rid_to_state[rid], tokens[index] if tokens else 0, reason)
+            for index, (rid, reason) in enumerate(
+                zip(recv_obj.rids, recv_obj.finished_reasons, strict=True)
+            )
+            if reason is not None and rid in self.rid_to_state
+        ]
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        # Requests that are refused, or aborted while they wait, end so.
+        state = self.rid_to_state.get(recv_obj.rid)
+        super()._handle_abort_req(recv_obj)
+        if state is not None and state.finished:
+            self._note_end(state, 0, recv_obj.finished_reason or {"type": "abort"})
+
+    def _note_end(self, state: Any, output_tokens: int, reason: Any) -> None:
+        if self._otel_metrics is not None:
+            is_abort = reason["type"] == "abort"
+            error = str(reason.get("err_type") or "abort") if is_abort else None
+            self._otel_metrics.finished(state.time_stats, output_tokens, error)
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
