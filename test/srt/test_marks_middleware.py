@@ -252,6 +252,23 @@ def test_headers_of_gateways_say_class_targets_and_deadline(
     assert json.loads(answer) == said
 
 
+@pytest.mark.parametrize(
+    ("objective", "within", "sent"),
+    [
+        (b"batch", {"coserve_class": "online", "coserve_slo_tpot_ms": 50}, OFFLINE),
+        (b"chat", {"coserve_class": "offline", "coserve_deadline_s": 60}, ONLINE),
+        (b"chat", {"coserve_slo_tpot_ms": 50}, {**ONLINE, **targets(tpot=50)}),
+    ],
+)
+def test_a_class_of_a_gateway_wins_over_all_that_a_client_says(
+    objective: bytes, within: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    app = Inner("application/json", [b"{}"])
+    app.custom_params = within
+    call(app, json.dumps(within).encode(), headers=[(OBJECTIVE, objective)])
+    assert app.sent_params == sent
+
+
 def test_a_gateway_need_not_know_what_the_server_ignores() -> None:
     headers = [(b"x-slo-ttft-ms", b"250"), (TTL, b"90s")]
     for config, body in (
@@ -352,10 +369,15 @@ def test_marks_may_agree_and_those_that_disagree_are_refused() -> None:
     for fields in (
         {"service_tier": "auto", "coserve_class": "offline"},
         {"service_tier": "flex", "custom_params": {"coserve_class": "offline"}},
+        {"sampling_params": {"custom_params": {"coserve_class": "offline"}}},
     ):
         assert class_of_body(fields) is RequestClass.OFFLINE
-    with pytest.raises(RequestError, match="contradicting"):
-        class_of_body({"service_tier": "flex", "coserve_class": "online"})
+    for online in (
+        {"coserve_class": "online"},
+        {"sampling_params": {"custom_params": {"coserve_class": "online"}}},
+    ):
+        with pytest.raises(RequestError, match="contradicting"):
+            class_of_body({"service_tier": "flex", **online})
 
 
 def test_two_values_of_one_target_are_refused() -> None:
@@ -370,12 +392,22 @@ def test_two_values_of_one_target_are_refused() -> None:
 @pytest.mark.parametrize("before", [b'"service_tier":null,', b""])
 def test_events_with_a_response_inside_name_the_tier_there(before: bytes) -> None:
     text = json.dumps('{"response":{"service_tier":null')
-    event = b'{"response":{' + before + b'"id":1,"text":' + text.encode() + b"}}"
-    pieces = [b"event: response.created\ndata: " + event + b"\n\n", b"data: [DONE]\n\n"]
-    _, answer, _ = call(Inner("text/event-stream", pieces), FLEX, path="/v1/responses")
-    (created, _, _) = answer.split(b"\n\n")
-    response = json.loads(created.split(b"data: ")[1])["response"]
-    assert response == {"service_tier": "flex", "id": 1, "text": json.loads(text)}
+    schema = {"properties": {"response": {"type": "string"}}}
+    response = b'{"response":{' + before + b'"id":1,"text":' + text.encode()
+    response += b',"schema":' + json.dumps(schema, separators=(",", ":")).encode() + b"}"
+    events = (response + b"}", b'{"type":"x","sequence_number":1,' + response[1:] + b"}")
+    pieces = [b"".join(b"event: x\ndata: " + event + b"\n\n" for event in events)]
+    _, answer, _ = call(
+        Inner("text/event-stream", [*pieces, b"data: [DONE]\n\n"]), FLEX, path="/v1/responses"
+    )
+    for sent in answer.split(b"\n\n")[:2]:
+        said = json.loads(sent.split(b"data: ")[1])["response"]
+        assert said == {
+            "service_tier": "flex",
+            "id": 1,
+            "text": json.loads(text),
+            "schema": schema,
+        }
 
 
 class Stock:

@@ -121,8 +121,8 @@ def _is_stream(message: Message) -> bool:
     )
 
 
-# Cannot occur inside of a JSON string, where quotes are escaped.
-_NESTED: Final = re.compile(rb'("response":\s*\{)')
+# The first object in an event. Cannot occur inside of a JSON string, where quotes are escaped.
+_NESTED: Final = re.compile(rb'(data: \{[^{}]*"response":\s*\{)')
 _UNSAID: Final = b'"service_tier":null'
 
 

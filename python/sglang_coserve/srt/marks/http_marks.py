@@ -67,9 +67,11 @@ def class_of_body(body: Mapping[str, Any]) -> RequestClass | None:
         asked[SERVICE_TIER] = _class_of_tier(body[SERVICE_TIER])
     if body.get(CLASS_KEY) is not None:
         asked[CLASS_KEY] = RequestClass.parse(body[CLASS_KEY])
-    custom_params = body.get("custom_params")
-    if isinstance(custom_params, dict) and custom_params.get(CLASS_KEY) is not None:
-        asked["custom_params"] = RequestClass.parse(custom_params[CLASS_KEY])
+    # Those of ``/generate`` are inside of its sampling parameters.
+    for name, fields in (("body", body), ("sampling_params", body.get("sampling_params"))):
+        custom_params = fields.get("custom_params") if isinstance(fields, Mapping) else None
+        if isinstance(custom_params, dict) and custom_params.get(CLASS_KEY) is not None:
+            asked[f"custom_params of {name}"] = RequestClass.parse(custom_params[CLASS_KEY])
     # "auto" leaves the choice to the server, so it yields to any other mark.
     if body.get(SERVICE_TIER) == "auto" and len(asked) > 1:
         del asked[SERVICE_TIER]

@@ -132,11 +132,17 @@ def with_client_marks(
     said, hints = _SAID.get()
     within = custom_params or {}
     for key, value in said.items():
+        if key == CLASS_KEY and hints.objective is not None:
+            continue  # It is the gateway's, and wins.
         if within.get(key) is not None and within[key] != value:
             values = f"{value!r}, and {within[key]!r} in custom_params"
             raise RequestError(f"contradicting values of {key}: {values}")
     if said:
         custom_params = {**within, **said}
+        if hints.objective is not None:
+            # The client may have meant the other class.
+            useless = _TARGET_KEYS if said[CLASS_KEY] == _OFFLINE else (DEADLINE_KEY,)
+            custom_params = {k: v for k, v in custom_params.items() if k not in useless}
     marks = check_marks(custom_params)
     if DEADLINE_KEY in marks and not config.keeps_deadlines:
         raise RequestError(
