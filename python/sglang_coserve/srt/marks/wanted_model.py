@@ -6,7 +6,6 @@ they take as ``MODEL:ADAPTER`` alone; its own name, which ``/v1/models`` lists, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -93,15 +92,8 @@ def _model_in(body: bytes) -> Any:
     """Return the model that a body names; None for none, and for what the route will refuse."""
     try:
         return msgspec.json.decode(msgspec.json.decode(body, type=_Body).model)
-    except msgspec.ValidationError:
-        return None
-    except (ValueError, RecursionError):
-        pass
-    try:
-        fields = json.loads(body)  # Takes NaN, as the route does.
     except (ValueError, RecursionError):
         return None
-    return fields.get("model") if isinstance(fields, dict) else None
 
 
 def _refusal(path: str, error: dict[str, str]) -> JSONResponse:
