@@ -6,6 +6,7 @@ adds to that: it takes time, and some of it (means since the last call) starts a
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -42,7 +43,8 @@ async def ask(manager: Any, question: str, *arguments: object) -> list[Any]:
 
     manager.auto_create_handle_loop()
     request = GetInternalStateReq(rid=_MARK + json.dumps([question, *arguments]))
-    answers = await manager.get_internal_state_communicator(request)
+    # Also when the caller is cancelled: SGLang would take this answer for that of the next question.
+    answers = await asyncio.shield(manager.get_internal_state_communicator(request))
     return [answer.internal_state[ANSWER_KEY] for answer in answers]
 
 
