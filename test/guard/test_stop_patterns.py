@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_coserve.guard.stop_patterns import check_stop_pattern
+from sglang_coserve.guard.engine_limits import check_request
+from sglang_coserve.guard.stop_patterns import check_stop_patterns
 from srt.own_process import printed_by
 
 pieces = st.sampled_from(
@@ -21,7 +23,7 @@ patterns = st.lists(pieces, min_size=1, max_size=5).map("".join)
 def test_the_same_is_found_as_by_python(pattern: str, text: str) -> None:
     from sglang_coserve.guard.stop_patterns import LinearSearch
 
-    check_stop_pattern(pattern)
+    check_stop_patterns([pattern])
     # Before a last line break, only Python's dollar matches.
     if "$" in pattern and text.endswith("\n"):
         return
@@ -34,8 +36,9 @@ def test_the_same_is_found_as_by_python(pattern: str, text: str) -> None:
         ("(a", "unterminated"),
         ("(?<=a)b", "look-around"),
         (r"(a)\1", "backreference"),
-        ("(a{1000}){1000}", "1000000 positions"),
-        ("a{2001}", "2001 positions"),
+        ("(a{1000}){1000}", "1000010 positions"),
+        ("a{491}", "501 positions"),
+        (r"[\w-]{10}", "510 positions"),
         ("(" * 3000 + "a" + ")" * 3000, "nested"),
         ("*", "nothing to repeat"),
     ],
@@ -43,14 +46,27 @@ def test_the_same_is_found_as_by_python(pattern: str, text: str) -> None:
 )
 def test_what_cannot_be_searched_for_is_refused(pattern: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"stop_regex.*{told}"):
-        check_stop_pattern(pattern)
+        check_stop_patterns([pattern])
+
+
+def test_all_patterns_of_a_request_count_together() -> None:
+    """Each is searched for after every token."""
+    check_stop_patterns(f"a{{100}}{number}" for number in range(4))
+    with pytest.raises(ValueError, match="all patterns together"):
+        check_stop_patterns(f"a{{100}}{number}" for number in range(5))
+    prompts = [{"stop_regex": f"a{{100}}{number}"} for number in range(5)]
+    request = SimpleNamespace(rid=None, text=["x"] * 5, sampling_params=prompts)
+    with pytest.raises(ValueError, match="all patterns together"):
+        check_request(request)
+    request.sampling_params = prompts[:1] * 5
+    check_request(request)
 
 
 HOSTILE = r"""
-from sglang_coserve.guard.stop_patterns import LinearSearch, check_stop_pattern
+from sglang_coserve.guard.stop_patterns import LinearSearch, check_stop_patterns
 text = "the old mill by the river " * 600
-for pattern in (r"(.*)*(.*)*(.*)*\x01", r"(\w+\s?)*\x01", r"(a|a|b|b|.|.)*\x01", "(a?){30}" * 30):
-    check_stop_pattern(pattern)
+for pattern in (r"(.*)*(.*)*(.*)*\x01", r"(\w+\s?)*\x01", r"(a|a|b|b|.|.)*\x01", "(a?){30}" * 16):
+    check_stop_patterns([pattern])
     print(LinearSearch().search(pattern, text))
 """
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy
 
 from sglang_coserve.errors import RequestError
-from sglang_coserve.guard.stop_patterns import check_stop_pattern
+from sglang_coserve.guard.stop_patterns import check_stop_patterns
 
 
 class Bound(NamedTuple):
@@ -158,6 +158,7 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
                 check_number(name, one, bound)
     given = request.sampling_params
     num_choices = 1
+    patterns: dict[str, None] = {}
     for params in given if isinstance(given, list) else [given or {}]:
         num_choices = params.get("n", 1)
         check_number("n", num_choices, PARAM_BOUNDS["n"])
@@ -170,7 +171,9 @@ def check_request(request: Any, *, is_health_check: bool = False) -> None:
         if params.get("beam_width") not in (None, 1):
             # SGLang has it since 0.5.22; its requests cannot be planned, paused or retracted here.
             raise ValueError("beam search is not co-served: leave beam_width out, or use 1")
-        _check_stops(params)
+        patterns |= dict.fromkeys(_checked_stops(params, "stop_regex"))
+        _checked_stops(params, "stop")
+    check_stop_patterns(patterns)
     num_requests = num_choices * _num_prompts(request)
     if num_requests > _MOST_REQUESTS:
         raise ValueError(
@@ -224,23 +227,18 @@ def _check_ids(rid: Any) -> None:
             raise ValueError(f"rid is {excerpt(one)}: use one that is not for health checks")
 
 
-def _check_stops(params: Mapping[str, Any]) -> None:
-    for name in ("stop", "stop_regex"):
-        given = params.get(name)
-        if given is None:
-            continue
-        stops = given if isinstance(given, list) else [given]
-        if len(stops) > _MOST_STOPS:
-            raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
-        for stop in stops:
-            if not isinstance(stop, str):
-                raise ValueError(f"{name} is {excerpt(stop)}: use text, or a list of texts")
-            if len(stop) > _MOST_STOP_CHARS:
-                raise ValueError(
-                    f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}"
-                )
-            if name == "stop_regex":
-                check_stop_pattern(stop)
+def _checked_stops(params: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Return the entries of ``stop`` or ``stop_regex``, of which there may be so many."""
+    given = params.get(name)
+    stops = given if isinstance(given, list) else [] if given is None else [given]
+    if len(stops) > _MOST_STOPS:
+        raise ValueError(f"{name} has {len(stops)} entries: use at most {_MOST_STOPS}")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise ValueError(f"{name} is {excerpt(stop)}: use text, or a list of texts")
+        if len(stop) > _MOST_STOP_CHARS:
+            raise ValueError(f"{name} has {len(stop)} characters: use at most {_MOST_STOP_CHARS}")
+    return stops
 
 
 def _num_prompts(request: Any) -> int:
