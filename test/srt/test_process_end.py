@@ -75,7 +75,8 @@ def test_requests_after_the_end_of_its_engine_do_not_hold_the_server_up(
         while is_alive(scheduler):
             for client in clients:  # So that no connection is closed as idle.
                 with suppress(httpx.TransportError):
-                    client.get("/ping")
+                    health = client.get("/health").status_code
+        assert health == 503
         sending = [threading.Thread(target=sent, args=(client, body)) for client in clients]
         for thread in sending:
             thread.start()

@@ -79,6 +79,19 @@ def test_a_webhook_tells_the_end(
     eventually(lambda: deployment.status()["batch_api"]["webhooks_pending"] == 0)
 
 
+def test_a_background_response_needs_no_tier_to_have_a_deadline(client: openai.OpenAI) -> None:
+    begun = client.responses.create(
+        model="small",
+        input="The old mill",
+        max_output_tokens=4,
+        background=True,
+        extra_body={"coserve_deadline_s": 600},
+    )
+    ends = ("completed", "incomplete", "failed")
+    eventually(lambda: client.responses.retrieve(begun.id).status in ends)
+    assert client.responses.retrieve(begun.id).error is None
+
+
 def test_a_background_response_that_sglang_refuses_has_failed(client: openai.OpenAI) -> None:
     begun = client.responses.create(
         model="small", input="The old mill", background=True, service_tier="flex", top_p=7.0
