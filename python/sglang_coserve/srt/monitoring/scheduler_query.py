@@ -43,7 +43,7 @@ async def ask(manager: Any, question: str, *arguments: object) -> list[Any]:
 
     manager.auto_create_handle_loop()
     request = GetInternalStateReq(rid=_MARK + json.dumps([question, *arguments]))
-    # Also when the caller is cancelled: SGLang would take this answer for that of the next question.
+    # To its end, or SGLang would take the answer for that of the next question.
     answers = await asyncio.shield(manager.get_internal_state_communicator(request))
     return [answer.internal_state[ANSWER_KEY] for answer in answers]
 
