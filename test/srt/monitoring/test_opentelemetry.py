@@ -144,6 +144,7 @@ def test_a_request_that_is_refused_before_it_runs_has_failed() -> None:
 
         def __init__(self, state: ReqState) -> None:
             self.rid_to_state = {"a": state}
+            self.child_rid_to_logical_rid: dict[str, str] = {}  # Of SGLang 0.5.17.
             self._otel_metrics = GenAiMetrics(MeterProvider([reader]), "small", "localhost", 1)
 
         def config_value(self, name: str) -> None:
