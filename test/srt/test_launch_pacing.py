@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,31 @@ import pytest
 
 from sglang_coserve.srt.steps import clocks
 from sglang_coserve.srt.steps.clocks import LaunchPacer
+from sglang_coserve.srt.steps.engine_parts import launches_that_wait
+
+
+def _launches(prefills: str, decodes: str, *, has_window: bool) -> Callable[[bool, bool], bool]:
+    runner = SimpleNamespace(
+        prefill_attention_backend_str=prefills, decode_attention_backend_str=decodes
+    )
+    worker = SimpleNamespace(model_runner=runner)
+    return launches_that_wait(
+        SimpleNamespace(tp_worker=worker, req_to_token_pool=None, is_hybrid_swa=has_window)
+    )
+
+
+def _flashinfer(*, has_window: bool) -> Callable[[bool, bool], bool]:
+    return _launches("flashinfer", "flashinfer", has_window=has_window)
+
+
+def test_which_launches_wait_for_the_step_before() -> None:
+    every = [(prefills, graph) for prefills in (True, False) for graph in (True, False)]
+    of_graphs = _flashinfer(has_window=False)
+    assert [of_graphs(*each) for each in every] == [True, True, False, True]
+    assert all(_flashinfer(has_window=True)(*each) for each in every)
+    assert not any(_launches("fa3", "fa3", has_window=True)(*each) for each in every)
+    latent = _launches("flashmla", "flashmla", has_window=False)
+    assert [latent(*each) for each in every] == [True, True, False, False]
 
 
 class Host:
@@ -19,7 +45,7 @@ class Host:
         self.now_s = 0.0
         self.free_s = 0.0
         monkeypatch.setattr(clocks, "time", self)
-        self.pacer = LaunchPacer(prefills_wait=True)
+        self.pacer = LaunchPacer(_flashinfer(has_window=False))
         self.in_flight: list[Any] = []
 
     def perf_counter(self) -> float:
@@ -34,26 +60,28 @@ class Host:
         began_s = self.now_s
         self.now_s += 0.002
         self.free_s = max(self.free_s, self.now_s) + takes_s
-        self._launched(began_s, has_prefills=False)
+        self._launched(began_s, has_prefills=False, in_graph=True)
 
-    def prefill(self, takes_s: float, expected_s: float, launch_s: float) -> None:
-        """Plan a prefill in 2 ms, wait for the step before and launch layer by layer."""
+    def launch_layers(
+        self, takes_s: float, expected_s: float, launch_s: float, *, has_prefills: bool
+    ) -> None:
+        """Plan a step in 2 ms, wait for the step before and launch layer by layer."""
         self.now_s += 0.002
         self.pacer.expects(expected_s)
         began_s = self.now_s
         self.now_s = max(self.now_s, self.free_s)
         self.free_s = self.now_s + takes_s
         self.now_s += launch_s
-        self._launched(began_s, has_prefills=True)
+        self._launched(began_s, has_prefills=has_prefills, in_graph=False)
 
-    def _launched(self, began_s: float, *, has_prefills: bool) -> None:
+    def _launched(self, began_s: float, *, has_prefills: bool, in_graph: bool) -> None:
         end_s = self.free_s
 
         def synchronize() -> None:
             self.now_s = max(self.now_s, end_s)
 
         done = SimpleNamespace(query=lambda: self.now_s >= end_s, synchronize=synchronize)
-        self.in_flight.append(SimpleNamespace(copy_done=done))
+        self.in_flight.append(SimpleNamespace(copy_done=done, can_run_cuda_graph=in_graph))
         self.pacer.launched(self.in_flight[-1], began_s, has_prefills=has_prefills)
 
     def process(self) -> None:
@@ -108,13 +136,17 @@ def test_results_have_the_time_at_which_they_came(host: Host) -> None:
     assert host.pacer.results_s == came_s < host.now_s
 
 
-def test_a_launch_that_waits_for_the_step_before_is_no_work_of_the_host(host: Host) -> None:
-    """FlashInfer's prefills: the time to plan would grow round by round to the whole step."""
+@pytest.mark.parametrize("has_prefills", [True, False])
+def test_a_launch_that_waits_for_the_step_before_is_no_work_of_the_host(
+    host: Host, has_prefills: bool
+) -> None:
+    """FlashInfer's plans: the time to plan would grow round by round to the whole step."""
     random = Random(0)
     left_s = []
     host.wait()
     for _ in range(60):
-        host.prefill(random.uniform(0.024, 0.030), 0.026, launch_s=0.012)
+        takes_s = random.uniform(0.024, 0.030)
+        host.launch_layers(takes_s, 0.026, launch_s=0.012, has_prefills=has_prefills)
         host.process()
         left_s.append(host.wait())
     assert max(left_s[20:]) < 0.002 + 0.006

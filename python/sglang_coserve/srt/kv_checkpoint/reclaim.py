@@ -77,7 +77,7 @@ class Reclaimer:
                 heapq.heappush(heap, (order.get_priority(node.parent), node.parent))
         self._finish()
         if freed:
-            # The slots are whole pages in order, which ``free_segment`` frees fastest.
+            # The slots are whole pages in order: ``free`` would wait for the device to find them.
             cache.token_to_kv_pool_allocator.free_segment(torch.cat(freed), start_pos=0)
         return num_freed
 
@@ -282,7 +282,7 @@ class Prefetches:
         is_wanted = node.evicted and len(node.key) == len(device_slots)
         if not is_wanted or host_slots(node) is None or node.parent.evicted:
             self._cache.counts["prefetch_discarded_tokens"] += len(device_slots)
-            cache.token_to_kv_pool_allocator.free(device_slots)
+            cache.token_to_kv_pool_allocator.free_segment(device_slots, start_pos=0)
             return
         cache.tree_core.put_on_device(node, device_slots)
         cache.tree_core.eviction_strategy.needed.add(node.id)

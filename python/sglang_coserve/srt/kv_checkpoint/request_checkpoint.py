@@ -76,12 +76,17 @@ class RequestCheckpoint:
 
 
 def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tensor:
-    """Return the device slots (int64) of the tokens of all runs, with a single index operation."""
+    """Return the device slots (int64) of the tokens of all runs, with a single index operation.
+
+    The host goes on at once: under overlap scheduling the stream waits for the pass that runs.
+    """
     places, width = array("q"), req_to_token.shape[1]
     for row, begin, tokens in runs:
         first = row * width + begin
         places.extend(range(first, first + tokens))
-    index = torch.frombuffer(places, dtype=torch.int64).to(req_to_token.device)
+    index, is_cuda = torch.frombuffer(places, dtype=torch.int64), req_to_token.is_cuda
+    # Of memory that is not pinned the copy would wait.
+    index = (index.pin_memory() if is_cuda else index).to(req_to_token.device, non_blocking=is_cuda)
     return req_to_token.view(-1).index_select(0, index).long()
 
 

@@ -43,13 +43,14 @@ class LaunchPacer:
     waited longer than the step runs.
     """
 
-    def __init__(self, *, prefills_wait: bool = False) -> None:
-        """``prefills_wait``: the launch of a prefill waits for the step before.
+    def __init__(self, waits: Callable[[bool, bool], bool]) -> None:
+        """``waits`` says whether a launch waits for the step before, as it reads from the device.
 
-        So does FlashInfer's, which reads lengths from the device. To count that as work of the host
-        would be to plan earlier and earlier, and to wait longer and longer.
+        It is asked whether the step has prefills, and whether it is a CUDA graph. To count such a
+        wait as work of the host would be to plan earlier and earlier, and to wait longer and
+        longer.
         """
-        self._prefills_wait = prefills_wait
+        self._waits = waits
         self._host_s: deque[float] = deque(maxlen=_REMEMBERED)
         """From the reception of requests to the launch of the step, in the last rounds."""
 
@@ -80,12 +81,12 @@ class LaunchPacer:
         """Note that a step is in the device's stream; its launch began at ``began_s``."""
         now_s = time.perf_counter()
         self._done = getattr(result, "copy_done", None)
-        self._has_waited = self._prefills_wait and has_prefills
+        self._has_waited = self._waits(has_prefills, result.can_run_cuda_graph)
         if self._expected_s:
             self._host_s.append((began_s if self._has_waited else now_s) - self._woke_s)
-        if self._has_waited:
-            self._launches_s.append(now_s - began_s)
-            began_s = now_s - min(self._launches_s)
+            if self._has_waited:
+                self._launches_s.append(now_s - began_s)
+                began_s = now_s - min(self._launches_s)
         self._in_flight += 1
         self._begins(began_s)
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
 from sglang_coserve.config import CoserveConfig
 from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.request import RequestState
@@ -23,6 +25,31 @@ from sglang_coserve.srt.steps.step_tracker import StepTracker
 
 Req = Any
 ScheduleBatch = Any
+
+_FLASHINFER_PREFILLS: Final = (
+    *("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"),
+)
+"""The attention backends that let FlashInfer prepare prefills, some of them only within graphs."""
+
+
+def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
+    """Return what says of a step whether its launch waits for the step before (``LaunchPacer``).
+
+    SGLang waits where it reads from the device what it knows on the host, too: lengths of prefills
+    for FlashInfer and for layers with a state, and for FlashInfer's decodes without a CUDA graph;
+    in a graph only how much of the pool of a sliding window they read.
+    """
+    runner = scheduler.tp_worker.model_runner
+    has_states = isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
+    prefills_wait = has_states or runner.prefill_attention_backend_str in _FLASHINFER_PREFILLS
+    decodes_wait = runner.decode_attention_backend_str == "flashinfer"
+    has_window = scheduler.is_hybrid_swa
+
+    def waits(has_prefills: bool, in_graph: bool) -> bool:
+        return prefills_wait if has_prefills else decodes_wait and (has_window or not in_graph)
+
+    return waits
+
 
 _RESUME_S: Final = 1.6e-3
 """The cost of suspending and resuming a step, in seconds, until one has shown it: the median on a
@@ -67,8 +94,7 @@ class EngineParts:
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
         if clock.timer is not None and self.view.micro_batches == 1:
-            prefills_by = scheduler.tp_worker.model_runner.prefill_attention_backend_str
-            clock.pacer = LaunchPacer(prefills_wait=prefills_by == "flashinfer")
+            clock.pacer = LaunchPacer(launches_that_wait(scheduler))
         self.tracker = StepTracker(
             self.ledger,
             is_overlapped=clock.timer is not None,
