@@ -193,6 +193,29 @@ def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
     check_in_place(SimpleNamespace(radix_cache_backend=None), CoserveConfig())
 
 
+# --- Requests whose KV is loaded -----------------------------------------------------------
+
+
+def test_a_request_is_admitted_in_the_pass_that_no_longer_waits_for_its_load() -> None:
+    cache = SimpleNamespace(
+        checkpoint_step=None,
+        prefetches=SimpleNamespace(in_flight_tokens=16, is_stuck=False),
+        begin_pass=lambda _now_s: None,
+        prefetch_step=lambda _req, _budget_tokens: 0,
+        need=lambda _req: None,
+        token_to_kv_pool_allocator=SimpleNamespace(size=1024),
+    )
+    req = SimpleNamespace(rid="a", host_hit_length=64, init_next_round_input=lambda _cache: None)
+    kv = KvCheckpointing(cache)
+    kv.prefetch(1.0)
+    assert kv.hold_back([req]) == {"a"}
+    kv.prefetch(10.9)
+    assert kv.is_held_back(req)
+    kv.prefetch(11.0)
+    assert not kv.is_held_back(req)
+    assert not kv.hold_back([req])
+
+
 # --- The recompute tax --------------------------------------------------------------------
 
 

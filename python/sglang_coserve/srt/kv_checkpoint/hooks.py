@@ -146,31 +146,33 @@ class KvCheckpointing:
         A request is no longer held back when its KV is on the device, or when loading takes too
         long: SGLang then loads it with the batch, or computes it again.
         """
-        held: set[str] = set()
         if self._cache is None:
-            return held
-        for req in reqs:
-            req.init_next_round_input(self._cache)
-            since_s = self._held_since_s.pop(req.rid, self._now_s)
-            if req.host_hit_length and self._comes(req.rid, since_s):
-                self._held_since_s[req.rid] = since_s
-                self._wanted[req.rid] = req
-                self._cache.need(req)
-                held.add(req.rid)
-        return held
+            return set()
+        return {
+            req.rid
+            for req in reqs
+            if self._waits(req, self._held_since_s.pop(req.rid, self._now_s))
+        }
 
     def is_held_back(self, req: Req) -> bool:
         """Return whether a waiting request that was held back before still is."""
-        return req.rid in self._held_since_s and bool(self.hold_back([req]))
+        since_s = self._held_since_s.get(req.rid)
+        return since_s is not None and self._waits(req, since_s)
 
-    def _comes(self, rid: str, since_s: float) -> bool:
-        """Return whether a request that has been held back since ``since_s`` should still wait."""
+    def _waits(self, req: Req, since_s: float) -> bool:
+        """Return whether a request, held back since ``since_s``, waits on for its load; note it."""
         assert self._cache is not None
         loads = self._cache.prefetches
-        if loads.is_stuck or self._now_s - since_s >= _WAIT_S:
+        req.init_next_round_input(self._cache)
+        if not req.host_hit_length or loads.is_stuck or self._now_s - since_s >= _WAIT_S:
             return False
         # A batch would wait for loads in flight anyway, and these may make room.
-        return rid not in self._no_room or loads.in_flight_tokens > 0
+        if req.rid in self._no_room and not loads.in_flight_tokens:
+            return False
+        self._held_since_s[req.rid] = since_s
+        self._wanted[req.rid] = req
+        self._cache.need(req)
+        return True
 
     def forget(self, rid: str) -> None:
         """Remove all state of a request, if there is any."""
