@@ -70,3 +70,8 @@ def is_emulated() -> bool:
 def runs_beside_host(device: str) -> bool:
     """Return whether the host goes on while the device computes what it has launched."""
     return device != "cpu" or is_emulated()
+
+
+def runs_ahead(scheduler: Any) -> bool:
+    """Return whether a scheduler's host launches a step before it has the results of the last."""
+    return bool(scheduler.enable_overlap) and runs_beside_host(scheduler.device)

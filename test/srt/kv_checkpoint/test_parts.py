@@ -21,7 +21,7 @@ from sglang_coserve.srt import compat
 from sglang_coserve.srt.compat import v17
 from sglang_coserve.srt.kv_checkpoint.cpu import Event, ThreadStream, current_stream, device_module
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
-from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace
+from sglang_coserve.srt.kv_checkpoint.request_checkpoint import HostSpace, slots_of_runs
 from sglang_coserve.srt.kv_checkpoint.settings import (
     check_combination,
     check_in_place,
@@ -191,6 +191,22 @@ def test_an_engine_refuses_settings_that_were_made_without_ours() -> None:
     with pytest.raises(UnsupportedError, match="as keywords"):
         check_in_place(SimpleNamespace(radix_cache_backend=None), config)
     check_in_place(SimpleNamespace(radix_cache_backend=None), CoserveConfig())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_slots_are_looked_up_while_the_gpu_computes() -> None:
+    """Written without a GPU: it has not run so far."""
+    table = torch.arange(64, dtype=torch.int32, device="cuda").view(4, 16)
+    for _ in range(2):  # The first time takes long by itself.
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 30)
+        computed = torch.cuda.Event()
+        computed.record()
+        slots = slots_of_runs(table, [(1, 2, 3), (3, 0, 1)])
+        is_computing = not computed.query()
+    assert is_computing
+    assert slots.tolist() == [18, 19, 20, 48]
 
 
 # --- Requests whose KV is loaded -----------------------------------------------------------

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from sglang_coserve.core.snapshot import RequestInfo
-from sglang_coserve.srt.forward_kind import runs_beside_host
+from sglang_coserve.srt.forward_kind import runs_ahead
 from sglang_coserve.srt.safepoint.instrument import (
     FOR_ANYBODY,
     ForwardPreempted,
@@ -151,7 +151,7 @@ def order_behind_pass(scheduler: Any) -> None:
     orders the two streams only after ``run_batch``, and, if the pass ran on graphs, after only a
     part of it. The GPU waits here, the host does not.
     """
-    if runs_beside_host(scheduler.device) and scheduler.enable_overlap:
+    if runs_ahead(scheduler):
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 

@@ -17,7 +17,7 @@ from sglang_coserve.recording.calls import SchedulerSetup
 from sglang_coserve.srt import compat
 from sglang_coserve.srt.admission.admission import Admission
 from sglang_coserve.srt.admission.plan_execution import install_chunk_limits
-from sglang_coserve.srt.forward_kind import runs_beside_host
+from sglang_coserve.srt.forward_kind import runs_ahead
 from sglang_coserve.srt.monitoring.online_load import OnlineLoad
 from sglang_coserve.srt.monitoring.plan_log import recorded
 from sglang_coserve.srt.monitoring.replica_load import LoadReporter
@@ -134,6 +134,6 @@ def _engine_size(scheduler: Any) -> EngineSize:
         max_requests=scheduler.max_running_requests,
         kv_tokens=scheduler.max_total_num_tokens,
         mixes_decodes=scheduler.is_mixed_chunk,
-        overlaps=scheduler.enable_overlap and runs_beside_host(scheduler.device),
+        overlaps=runs_ahead(scheduler),
         micro_batches=compat.parallel(scheduler).pp_size,
     )

@@ -143,7 +143,7 @@ class CoserveScheduler(Scheduler):
     def run_event_loop(self) -> None:
         """Run SGLang's event loop, which receives requests when the next step has to be planned."""
         receive, pacer = self.request_receiver.recv_requests, self._rank_clock.pacer
-        if pacer is not None and compat.is_first_rank(self):
+        if pacer is not None:
 
             def wait_and_receive(*args: Any, **options: Any) -> Any:
                 pacer.wait()

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import torch
 
-from sglang_coserve.srt.forward_kind import runs_beside_host
 from sglang_coserve.srt.marks.offline_marks import mark_arrival, marked_arrival_s
 from sglang_coserve.srt.marks.request_marks import arrival_s
 
@@ -158,13 +157,8 @@ class PartTimer:
         return event
 
 
-def device_timer(scheduler: Any) -> PartTimer | None:
-    """Return a timer of a scheduler's steps; None if its host waits for each of them.
-
-    That is so without overlap scheduling, and on a CPU.
-    """
-    if not scheduler.enable_overlap or not runs_beside_host(scheduler.device):
-        return None
+def device_timer(scheduler: Any) -> PartTimer:
+    """Return a timer of a scheduler's steps; its host runs ahead."""
     module = torch.get_device_module(scheduler.device)
     return PartTimer(lambda: module.Event(enable_timing=True), scheduler.forward_stream)
 
@@ -196,14 +190,16 @@ class RankClock:
     def __init__(self, *, is_shared: bool, is_source: bool) -> None:
         """``is_shared``: all ranks use rank 0's time; ``is_source``: this is rank 0."""
         self._is_shared = is_shared
-        self._is_source = is_source
+        self.is_source = is_source
+        """Whether this is the rank whose time it is."""
+
         self._tick: RankTime | None = None
         self._parts_s: list[float] = []
         self.timer: PartTimer | None = None
-        """Times this rank's steps, if its host runs ahead of its device."""
+        """Times the steps of the source, if its host runs ahead of its device."""
 
         self.pacer: LaunchPacer | None = None
-        """Paces this rank's host, if it runs ahead of its device."""
+        """Paces the source's host, if it runs ahead of its device."""
 
     def carried_by(self, input_blocker: Any) -> Any:
         """Return a wrapper of SGLang's input blocker that adds ticks to the broadcast."""
@@ -215,7 +211,7 @@ class RankClock:
         """Return the received messages; on rank 0 with arrival times in them, after a tick."""
         if inner is not None:
             received = inner.handle(received)
-        if not self._is_source or received is None:
+        if not self.is_source or received is None:
             return received
         now_s = time.perf_counter()
         for request in _requests(received):

@@ -13,6 +13,7 @@ from sglang_coserve.core.advisory import Advisory
 from sglang_coserve.core.request import RequestState
 from sglang_coserve.core.snapshot import EngineSnapshot, Request
 from sglang_coserve.srt import compat
+from sglang_coserve.srt.forward_kind import runs_ahead
 from sglang_coserve.srt.kv_checkpoint.hooks import KvCheckpointing
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
 from sglang_coserve.srt.steps.clocks import LaunchPacer, RankClock, RankTime, device_timer
@@ -92,12 +93,13 @@ class EngineParts:
         self.view = EngineView(scheduler, micro_batches=compat.parallel(scheduler).pp_size)
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
-        clock.timer = device_timer(scheduler) if config.offline_policy != "fifo" else None
-        if clock.timer is not None and self.view.micro_batches == 1:
+        is_overlapped = config.offline_policy != "fifo" and runs_ahead(scheduler)
+        if is_overlapped and clock.is_source:
+            clock.timer = device_timer(scheduler)
             clock.pacer = LaunchPacer(launches_that_wait(scheduler))
         self.tracker = StepTracker(
             self.ledger,
-            is_overlapped=clock.timer is not None,
+            is_overlapped=is_overlapped,
             micro_batches=self.view.micro_batches,
         )
         self.lane = OfflineLane(
