@@ -85,7 +85,7 @@ def slots_of_runs(req_to_token: torch.Tensor, runs: Iterable[Run]) -> torch.Tens
         first = row * width + begin
         places.extend(range(first, first + tokens))
     index, is_cuda = torch.frombuffer(places, dtype=torch.int64), req_to_token.is_cuda
-    # Of memory that is not pinned the copy would wait.
+    # A copy from memory that is not pinned would wait.
     index = (index.pin_memory() if is_cuda else index).to(req_to_token.device, non_blocking=is_cuda)
     return req_to_token.view(-1).index_select(0, index).long()
 

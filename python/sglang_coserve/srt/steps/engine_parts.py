@@ -34,11 +34,11 @@ _FLASHINFER_PREFILLS: Final = (
 
 
 def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
-    """Return what says of a step whether its launch waits for the step before (``LaunchPacer``).
+    """Return a function that says whether the launch of a step waits for the step before.
 
-    SGLang waits where it reads from the device what it knows on the host, too: lengths of prefills
-    for FlashInfer and for layers with a state, and for FlashInfer's decodes without a CUDA graph;
-    in a graph only how much of the pool of a sliding window they read.
+    It is told what ``LaunchPacer`` asks. A launch waits where lengths are copied from the device:
+    for prefills under FlashInfer, or of layers with a state; for FlashInfer's decodes outside of
+    CUDA graphs; for all of its decodes where a sliding window has a pool of its own.
     """
     runner = scheduler.tp_worker.model_runner
     has_states = isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
