@@ -14,9 +14,9 @@ from sglang_coserve.srt.steps.clocks import LaunchPacer
 from sglang_coserve.srt.steps.engine_parts import launches_that_wait
 
 
-def _launches(prefills: str, decodes: str, *, has_window: bool) -> Callable[[bool, bool], bool]:
+def launches(backend: str, *, has_window: bool = False) -> Callable[[bool, bool], bool]:
     runner = SimpleNamespace(
-        prefill_attention_backend_str=prefills, decode_attention_backend_str=decodes
+        prefill_attention_backend_str=backend, decode_attention_backend_str=backend
     )
     worker = SimpleNamespace(model_runner=runner)
     return launches_that_wait(
@@ -24,18 +24,12 @@ def _launches(prefills: str, decodes: str, *, has_window: bool) -> Callable[[boo
     )
 
 
-def _flashinfer(*, has_window: bool) -> Callable[[bool, bool], bool]:
-    return _launches("flashinfer", "flashinfer", has_window=has_window)
-
-
 def test_which_launches_wait_for_the_step_before() -> None:
-    every = [(prefills, graph) for prefills in (True, False) for graph in (True, False)]
-    of_graphs = _flashinfer(has_window=False)
-    assert [of_graphs(*each) for each in every] == [True, True, False, True]
-    assert all(_flashinfer(has_window=True)(*each) for each in every)
-    assert not any(_launches("fa3", "fa3", has_window=True)(*each) for each in every)
-    latent = _launches("flashmla", "flashmla", has_window=False)
-    assert [latent(*each) for each in every] == [True, True, False, False]
+    every = [(True, True), (True, False), (False, True), (False, False)]  # Prefills, graphs.
+    assert [launches("flashinfer")(*each) for each in every] == [True, True, False, True]
+    assert [launches("flashmla")(*each) for each in every] == [True, True, False, False]
+    assert all(launches("flashinfer", has_window=True)(*each) for each in every)
+    assert not any(launches("fa3", has_window=True)(*each) for each in every)
 
 
 class Host:
@@ -45,7 +39,7 @@ class Host:
         self.now_s = 0.0
         self.free_s = 0.0
         monkeypatch.setattr(clocks, "time", self)
-        self.pacer = LaunchPacer(_flashinfer(has_window=False))
+        self.pacer = LaunchPacer(launches("flashinfer"))
         self.in_flight: list[Any] = []
 
     def perf_counter(self) -> float:
