@@ -134,7 +134,7 @@ def run_crowd(engine: ScriptedEngine) -> tuple[dict[str, list[int]], dict[str, i
             return iter([engine.request(*spec[:3], offline=True) for spec in CROWD[:-1]])
         if CROWD[-1][0] in engine.reqs:
             raise StopIteration
-        if sum(len(engine.output(spec[0])) > 1 for spec in CROWD[:-1]) < 3:
+        if sum(1 < len(engine.output(spec[0])) < spec[2] for spec in CROWD[:-1]) < 3:
             return iter(())  # How many steps that takes depends on how fast the machine is.
         request = engine.request(*CROWD[-1][:3])
         request.sampling_params.custom_params = {"coserve_slo_tpot_ms": 0.01}
