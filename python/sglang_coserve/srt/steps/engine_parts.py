@@ -27,10 +27,10 @@ from sglang_coserve.srt.steps.step_tracker import StepTracker
 Req = Any
 ScheduleBatch = Any
 
-_FLASHINFER_PREFILLS: Final = (
-    *("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"),
+_FLASHINFER_PREFILLS: Final = frozenset(
+    ("flashinfer", "flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 )
-"""The attention backends that let FlashInfer prepare prefills, some of them only within graphs."""
+"""Attention backends that let FlashInfer prepare prefills, some of them only within graphs."""
 
 
 def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
