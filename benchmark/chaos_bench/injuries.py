@@ -147,8 +147,9 @@ def update_weights(servers: Servers, server: LocalServer) -> float:
 
 def kill_gateway(servers: Servers) -> bool:
     """End the gateway at once, and start another one."""
-    servers.keeper.kill()
+    began_s = kill(servers, servers.keeper)
     servers.start(servers.keeper)
+    servers.gateway_outages.append(Interval(began_s, time.monotonic()))
     return True
 
 

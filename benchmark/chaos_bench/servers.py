@@ -90,6 +90,9 @@ class Servers:
         """When requests may have failed: of a server from when it is hurt until it is up again, of
         an engine until it has ended."""
 
+        self.gateway_outages: list[Interval] = []
+        """When the gateway was down or started: calls of the Batch API may have failed."""
+
         self.full_disk: list[Interval] = []
         """When uploads were to be refused."""
 

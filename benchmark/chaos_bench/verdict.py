@@ -32,7 +32,7 @@ class Verdict:
 
 def verdict(servers: Servers, lines: LineCounts, seen: Sequence[Observation]) -> Verdict:
     """Judge a run."""
-    requests = of_requests(seen, servers.outages, servers.full_disk)
+    requests = of_requests(seen, servers.outages, servers.full_disk, servers.gateway_outages)
     figures = [
         Figure("injuries", servers.injuries.total()),
         *(Figure(name, count) for name, count in servers.injuries.items()),
@@ -50,17 +50,21 @@ def verdict(servers: Servers, lines: LineCounts, seen: Sequence[Observation]) ->
 
 
 def of_requests(
-    seen: Sequence[Observation], outages: Sequence[Interval], full_disk: Sequence[Interval] = ()
+    seen: Sequence[Observation],
+    outages: Sequence[Interval],
+    full_disk: Sequence[Interval] = (),
+    gateway_outages: Sequence[Interval] = (),
 ) -> Verdict:
     """Judge what was seen of requests. O(observations × outages).
 
-    What an outage excuses was under way in it and ended soon after, if not in it.
+    What an outage excuses was under way in it and ended soon after, if not in it. An outage of the
+    gateway excuses calls of the Batch API alone.
     """
 
     def is_excused(each: Observation) -> bool:
         return any(
             outage.overlaps(each.start_s, each.end_s) and each.end_s <= outage.end_s + _BREAK_S
-            for outage in outages
+            for outage in (*outages, *(gateway_outages if each.kind == "batch" else ()))
         )
 
     judged = [each for each in seen if not is_excused(each)]

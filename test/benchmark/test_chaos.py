@@ -149,6 +149,17 @@ def test_an_outage_excuses_only_what_ended_with_it() -> None:
     assert figures["longest ping"] == pytest.approx(100.0)
 
 
+def test_an_outage_of_the_gateway_excuses_calls_of_the_batch_api_alone() -> None:
+    seen = [
+        Observation("batch", 1.0, 1.1, 503, detail="the gateway is starting"),
+        Observation("batch", 4.0, 4.1, 503, detail="the gateway is starting"),
+        Observation("stream", 1.0, 1.1, 503),
+    ]
+    figures = values(of_requests(seen, [], gateway_outages=[Interval(0.5, 2.0)]))
+    assert figures["answers of 5xx"] == 2
+    assert figures["that failed otherwise"] == 1
+
+
 def test_a_figure_is_judged_and_its_table_says_how() -> None:
     figures = [
         Figure("delay", 250.0, "ms", at_most=300),
