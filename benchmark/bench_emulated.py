@@ -9,7 +9,7 @@ GPU. A load of 1 is the rate at which requests end that all come at once, by the
 
 Each load has a file in ``--out``; those that are there are not run again. A command that was ended
 goes on after the last system that it ran. ``--plots FILE`` draws what is there. ``--effects`` runs
-the papers' headline effects instead, each with its own loads:
+the papers' headline effects instead, each with its own loads, or a run of a GPU again:
 
     python benchmark/bench_emulated.py --host-factor 0 --effects bros --out …/effects
 """
@@ -144,8 +144,7 @@ def measure_effects(options: argparse.Namespace) -> None:
     """Run what is missing of effects of the papers, and print the table of all."""
     for name in options.effects:
         effect, path = EFFECTS[name], options.out / f"{name}.json"
-        model, hardware, devices = effect.engine
-        emulation = Emulation.of(model, hardware, tp_size=devices)
+        emulation = effect.emulation()
         loads: dict[str, list[Row]] = json.loads(path.read_text())["loads"] if path.exists() else {}
         with machine_of(options, emulation) as machine:
             for label, load in effect.loads.items():

@@ -64,9 +64,12 @@ def of_papers(alone: SloTargets) -> dict[str, EngineSystem]:
     return systems
 
 
-def slos_of(targets: SloTargets) -> tuple[str, ...]:
-    """Return values of ``--slo``: of P99 TTFT and the P99 gap, as far as there are targets."""
-    limits = {"ttft": targets.ttft_s, "tbt": targets.tpot_s}
+def slos_of(targets: SloTargets, gaps: str = "tbt") -> tuple[str, ...]:
+    """Return values of ``--slo``: of P99 TTFT and the P99 gap, as far as there are targets.
+
+    ``gaps`` is ``tpot`` where that of a request's mean gap is meant.
+    """
+    limits = {"ttft": targets.ttft_s, gaps: targets.tpot_s}
     return tuple(f"{what} p99 <= {1e3 * s:.3f}ms" for what, s in limits.items() if s is not None)
 
 

@@ -1,18 +1,24 @@
-"""The papers' headline effects: the same requests under settings that differ in one mechanism."""
+"""The papers' headline effects: the same requests under settings that differ in one mechanism.
+
+And a run of a GPU again, by its profile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 from emulated_bench.contenders import slos_of
-from interference_bench.load import Load, Traffic
+from interference_bench.load import Load, OnlineTraffic, Traffic
 from interference_bench.systems import EngineSystem
 from interference_bench.traces import BurstyTraffic, RecordedTraffic
 from paper import bros, conserve, hygen, ooco
 from sglang_coserve.bench_serving.stock import tuned
 from sglang_coserve.metrics import SloTargets
+from sglang_coserve.profiler.fits import load_profile
+from sglang_coserve.srt.emulation.settings import Emulation
 from sglang_coserve.terminal import markdown_table
 from sglang_coserve.workload.trace import sample_path
 
@@ -50,6 +56,26 @@ class Effect:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Of ``ServerArgs``, for all systems."""
 
+    profile: Path | None = None
+    """By which steps take time, and systems that take targets plan; None: the datasheet's."""
+
+    prefill_launch_s: float = 0.0
+    """See ``Emulation``."""
+
+    gaps: str = "tbt"
+    """What the target of gaps is of, in ``--slo``."""
+
+    def emulation(self) -> Emulation:
+        """Return what is emulated."""
+        model, hardware, devices = self.engine
+        return Emulation.of(
+            model,
+            hardware,
+            tp_size=devices,
+            latency=None if self.profile is None else load_profile(self.profile),
+            prefill_launch_s=self.prefill_launch_s,
+        )
+
     def targets_of(self, rows: Sequence[Row]) -> SloTargets:
         """Return the targets after these rows of a load."""
         if not self.scale or not rows:
@@ -62,7 +88,9 @@ class Effect:
         system = self.systems[name]
         coserve = system.coserve
         if coserve is not None and system.takes_slo:
-            coserve = {**coserve, "slo": slos_of(targets)}
+            coserve = {**coserve, "slo": slos_of(targets, self.gaps)}
+            if self.profile is not None:
+                coserve["latency_profile"] = str(self.profile)
         return replace(system, coserve=coserve, flags={**self.flags, **system.flags})
 
 
@@ -89,6 +117,7 @@ def _of_conserve(cv: float) -> BurstyTraffic:
 
 
 _ARRIVAL: Final = _ours("hygen", offline_utility_ratio=0.0)
+_H200: Final = Path(__file__).parents[1] / "results" / "gpu_h200" / "profile.json"
 EFFECTS: Final[Mapping[str, Effect]] = {
     "conserve_preemption": Effect(
         _8B,
@@ -173,6 +202,29 @@ EFFECTS: Final[Mapping[str, Effect]] = {
         },
         bros.TARGETS,
         flags={"max_total_tokens": 216_000, "max_running_requests": 256},
+    ),
+    # What ``bench_gpu.py --steps coload-kv`` measures. Short prefills took that H200 7 to 18 ms.
+    "h200": Effect(
+        ("llama-3.1-8b", "h200", 1),
+        {
+            f"2/s, seed {seed}": replace(
+                _load(OnlineTraffic((4096, 4096), (256, 256)), 2.0, 40.0, "4096x128", 96),
+                seed=seed,
+            )
+            for seed in range(3)
+        },
+        {
+            "online alone": _ALONE,
+            "1.2 × alone": _ours("coserve"),
+            "1.2 × alone, checkpoints": _ours("coserve", kv_checkpoint="eager"),
+            "stock, mixed chunks of 1,024": EngineSystem(flags=tuned(1024)),
+        },
+        SloTargets(),
+        scale=1.2,
+        flags={"max_total_tokens": 131_072},
+        profile=_H200,
+        prefill_launch_s=7e-3,
+        gaps="tpot",
     ),
 }
 

@@ -16,7 +16,7 @@ from sglang_coserve.srt.steps.engine_parts import launches_that_wait
 
 def launches(backend: str, *, has_window: bool = False) -> Callable[[bool, bool], bool]:
     runner = SimpleNamespace(
-        prefill_attention_backend_str=backend, decode_attention_backend_str=backend
+        prefill_attention_backend_str=backend, decode_attention_backend_str=backend, model=None
     )
     worker = SimpleNamespace(model_runner=runner)
     return launches_that_wait(

@@ -56,6 +56,11 @@ class ModelFlags:
         metavar="EVERY_S:LAST_S:FACTOR",
         group=_EMULATED,
     )
+    prefill_launch_ms: float = flag(
+        0.0,
+        "Time of the host to launch prefills, once the step before has ended, as with FlashInfer.",
+        group=_EMULATED,
+    )
 
 
 @takes(ModelFlags)
@@ -90,6 +95,7 @@ def make_model(
         noise=flags.noise,
         model_error=flags.model_error,
         slow_spells=None if flags.slow_spells is None else SlowSpells.parse(flags.slow_spells),
+        prefill_launch_s=1e-3 * flags.prefill_launch_ms,
         seed=flags.seed,
     )
     context = CONTEXT_TOKENS if flags.context is None else flags.context

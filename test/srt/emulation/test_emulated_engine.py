@@ -73,8 +73,8 @@ def stock_runs(model: Path) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def our_runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OurRuns:
-    """On ours, which knows how long steps take, and copies KV to the host."""
+def our_system(tmp_path_factory: pytest.TempPathFactory) -> EngineSystem:
+    """Ours, which knows how long steps take, and copies KV to the host."""
     profile = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.write_text(json.dumps(EMULATED.profile))
     coserve = {
@@ -82,8 +82,12 @@ def our_runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> OurRuns:
         "latency_profile": str(profile),
         "kv_checkpoint": "eager",
     }
-    system = EngineSystem(coserve=coserve, takes_slo=True)
-    with OwnProcess(ObservedEngine, system, model, FLAGS) as engine:
+    return EngineSystem(coserve=coserve, takes_slo=True)
+
+
+@pytest.fixture(scope="module")
+def our_runs(model: Path, our_system: EngineSystem) -> OurRuns:
+    with OwnProcess(ObservedEngine, our_system, model, FLAGS) as engine:
         usual = engine.call("observed_run", LOAD, Given(resume_s=RESUME_S), timeout_s=200.0)
         learned_s = engine.call("learned_resume_s", 1.0)
         given = Given(reads_early=True, aborts_suspended=True, runs_ahead=True)
@@ -143,6 +147,20 @@ def test_steps_with_offline_work_are_planned_at_the_last_moment(
     assert np.percentile(unpaced.beside_s, 90) > ahead_s / 4
     assert len(ours.beside_s) > 20
     assert np.percentile([abs(one_s) for one_s in ours.beside_s], 90) < ahead_s / 10
+
+
+def test_they_are_so_where_launches_wait_for_the_step_before(
+    stock_runs: list[Seen], our_system: EngineSystem, tmp_path: Path
+) -> None:
+    """As with FlashInfer: such a wait is no work of the host."""
+    emulation = replace(EMULATED, prefill_launch_s=0.007)
+    model = make_emulated_model(tmp_path / "model", emulation, vocab=1024, context=4096)
+    with OwnProcess(ObservedEngine, our_system, model, FLAGS) as engine:
+        _, seen = engine.call("observed_run", LOAD, timeout_s=200.0)
+    _, stock = stock_runs[0]
+    assert len(seen.beside_s) > 20
+    most_s = np.percentile([abs(one_s) for one_s in seen.beside_s], 90)
+    assert most_s < np.percentile(stock.beside_s, 50) / 10
 
 
 def test_memory_that_a_pass_reads_is_kept_from_the_scheduler(

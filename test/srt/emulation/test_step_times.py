@@ -107,6 +107,7 @@ def test_a_device_with_more_memory_computes_in_larger_chunks() -> None:
         (lambda: Emulation.of("llama-3.1-8b", "h900"), "'h900': use one of"),
         (lambda: Emulation.of("llama-3.1-70b", "h100"), "do not fit"),
         (lambda: emulation(noise=-0.1), "noise must be from 0 to below 1, got -0.1"),
+        (lambda: emulation(prefill_launch_s=-1.0), "prefill_launch_s must be at least 0"),
         (lambda: SlowSpells.parse("often"), "EVERY_S:LAST_S:FACTOR"),
         (lambda: SlowSpells.parse("1:1:0.5"), "a factor of at least 1"),
         *(

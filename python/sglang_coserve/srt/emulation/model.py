@@ -116,6 +116,10 @@ class EmulatedForCausalLM(nn.Module):
         self._waits: bool = get_server_args().disable_overlap_schedule
         """SGLang reads results as soon as a pass is launched, and a GPU lets it wait."""
 
+        self._prefill_launch_s = emulation.prefill_launch_s
+        self.prefills_wait = emulation.prefill_launch_s > 0
+        """The launch of a pass with prefills waits for the pass before."""
+
         self.launched_s = 0.0
         """Of all passes so far."""
 
@@ -140,8 +144,13 @@ class EmulatedForCausalLM(nn.Module):
         hidden = self.embed_tokens(input_ids) + self.embed_places(positions % PLACES)
         seconds = self._times.seconds(stats_of(forward_batch), self._device.clock())
         self.launched_s += seconds
+        host_s = 0.0
+        if self.prefills_wait and forward_batch.forward_mode.is_extend():
+            self._device.current_stream().synchronize()
+            host_s = self._prefill_launch_s
+        share = 1 / len(self.layers)
         for layer in self.layers:
-            hidden = layer(hidden, seconds / len(self.layers))
+            hidden = layer(hidden, seconds * share, host_s * share)
         logits = self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
         if self._waits:
             # Not the stream: SGLang lets a host that computes itself wait for none.
@@ -164,9 +173,14 @@ class _Layer(nn.Module):
         # By it our safepoints and SGLang's pools know a decoder layer.
         self.attention = RadixAttention(1, 1, 1.0, 1, number)
 
-    def forward(self, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Launch work of so many seconds; it waits for the layer's KV to be loaded."""
+    def forward(self, hidden: torch.Tensor, seconds: float, host_s: float) -> torch.Tensor:
+        """Launch work of so many seconds, which takes the host ``host_s``.
+
+        It waits for the layer's KV to be loaded.
+        """
         get_token_to_kv_pool().get_key_buffer(self._number)
+        if host_s:
+            self._device.clock.wait_until(self._device.clock() + host_s)
         self._device.current_stream().launch(seconds)
         return hidden
 

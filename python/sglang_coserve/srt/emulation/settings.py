@@ -95,6 +95,10 @@ class Emulation:
     """Coefficient of variation of a factor that batches of about the same sizes share: what a
     latency model cannot know, and meets again and again."""
 
+    prefill_launch_s: float = 0.0
+    """What the host takes to launch a pass with prefills, which it begins when the pass before has
+    ended, as FlashInfer reads lengths from the device. 0: nothing, and at any time."""
+
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +111,8 @@ class Emulation:
         for name in ("noise", "model_error"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be from 0 to below 1, got {getattr(self, name)}")
+        if not 0 <= self.prefill_launch_s < math.inf:
+            raise ConfigError(f"prefill_launch_s must be at least 0, got {self.prefill_launch_s}")
         self.latency_model()
         assert self.kv_tokens
 

@@ -42,7 +42,11 @@ def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
     """
     runner = scheduler.tp_worker.model_runner
     has_states = isinstance(scheduler.req_to_token_pool, HybridReqToTokenPool)
-    prefills_wait = has_states or runner.prefill_attention_backend_str in _FLASHINFER_PREFILLS
+    prefills_wait = (
+        has_states
+        or runner.prefill_attention_backend_str in _FLASHINFER_PREFILLS
+        or getattr(runner.model, "prefills_wait", False)  # An emulated one.
+    )
     decodes_wait = runner.decode_attention_backend_str == "flashinfer"
     has_window = scheduler.is_hybrid_swa
 
