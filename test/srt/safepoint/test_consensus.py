@@ -14,7 +14,7 @@ import pytest
 from sglang_coserve.srt.safepoint.gates import FollowerGate, LeaderGate, SharedWords
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted
 
-LAYERS, BATCHES, TIMEOUT_S = 8, 250, 30.0
+LAYERS, BATCHES, TIMEOUT_S = 8, 100, 60.0
 
 
 def shared_words(path: str) -> SharedWords:
@@ -37,7 +37,7 @@ def run_batches(path: str, rank: int, barrier: Any, results: Any) -> None:
         gate.arm(batch)
         try:
             for layer in range(LAYERS):
-                if rank == 0 and rng.random() < 0.05:
+                if rank == 0 and rng.random() < 0.15:
                     arrived.append("one")
                 if rng.random() < 0.02:
                     time.sleep(0.001)
