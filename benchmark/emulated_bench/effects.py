@@ -57,7 +57,7 @@ class Effect:
     """Of ``ServerArgs``, for all systems."""
 
     profile: Path | None = None
-    """By which steps take time, and systems that take targets plan; None: the datasheet's."""
+    """By which steps take time, and ours plans them; None: the datasheet's."""
 
     prefill_launch_s: float = 0.0
     """See ``Emulation``."""
@@ -89,8 +89,8 @@ class Effect:
         coserve = system.coserve
         if coserve is not None and system.takes_slo:
             coserve = {**coserve, "slo": slos_of(targets, self.gaps)}
-            if self.profile is not None:
-                coserve["latency_profile"] = str(self.profile)
+        if coserve is not None and self.profile is not None:
+            coserve = {**coserve, "latency_profile": str(self.profile)}
         return replace(system, coserve=coserve, flags={**self.flags, **system.flags})
 
 
@@ -215,6 +215,7 @@ EFFECTS: Final[Mapping[str, Effect]] = {
         },
         {
             "online alone": _ALONE,
+            "default": EngineSystem({"offline_policy": "coserve", "online_slowdown": "10%"}),
             "1.2 × alone": _ours("coserve"),
             "1.2 × alone, checkpoints": _ours("coserve", kv_checkpoint="eager"),
             "stock, mixed chunks of 1,024": EngineSystem(flags=tuned(1024)),

@@ -130,6 +130,15 @@ def test_results_have_the_time_at_which_they_came(host: Host) -> None:
     assert host.pacer.results_s == came_s < host.now_s
 
 
+def test_waiting_for_results_before_a_launch_is_no_work_of_the_host(host: Host) -> None:
+    host.process()
+    host.wait()
+    for _ in range(3):
+        host.launch_layers(0.030, 0.030, launch_s=0.012, has_prefills=True)
+        assert host.wait() == pytest.approx(0.002)
+        host.process()
+
+
 @pytest.mark.parametrize("has_prefills", [True, False])
 def test_a_launch_that_waits_for_the_step_before_is_no_work_of_the_host(
     host: Host, has_prefills: bool

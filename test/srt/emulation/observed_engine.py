@@ -13,6 +13,7 @@ from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
+from sglang_coserve.srt.forward_kind import prefilled
 
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
 """Of ours."""
@@ -77,6 +78,9 @@ class Observed:
     beside_s: list[float] = field(default_factory=list)
     """How long the device was still to run then, or less than 0 if it idled; on ours, where it
     runs a planned step."""
+
+    first_late_s: list[float] = field(default_factory=list)
+    """How long after the end of a pass with online prompts its results were processed."""
 
     barriers: int = 0
     open_barriers: int = 0
@@ -176,6 +180,11 @@ class ObservedEngine(CpuClockEngine):
 
         def processed(batch: Any, result: Any) -> None:
             reqs = list(batch.reqs)
+            done = getattr(result, "copy_done", None)
+            if done is not None and batch.forward_mode.is_extend():
+                late_s = self._clock() - done.time_s
+                if any("online-" in req.rid for req in prefilled(batch)):
+                    self._observed.first_late_s.append(late_s)
             process(batch, result)
             for req in reqs:
                 self._observed.outputs[req.rid] = list(req.output_ids)

@@ -149,14 +149,16 @@ def test_steps_with_offline_work_are_planned_at_the_last_moment(
     assert np.percentile([abs(one_s) for one_s in ours.beside_s], 90) < ahead_s / 10
 
 
-def test_they_are_so_where_launches_wait_for_the_step_before(
+def test_where_launches_wait_for_the_step_before_nobody_waits_for_them(
     stock_runs: list[Seen], our_system: EngineSystem, tmp_path: Path
 ) -> None:
-    """As with FlashInfer: such a wait is no work of the host."""
+    """As with FlashInfer: the wait is no work of the host, which has sent first tokens before."""
     emulation = replace(EMULATED, prefill_launch_s=0.007)
     model = make_emulated_model(tmp_path / "model", emulation, vocab=1024, context=4096)
     with OwnProcess(ObservedEngine, our_system, model, FLAGS) as engine:
         _, seen = engine.call("observed_run", LOAD, timeout_s=200.0)
+    assert len(seen.first_late_s) > 8
+    assert max(seen.first_late_s) < 0.001
     _, stock = stock_runs[0]
     assert len(seen.beside_s) > 20
     most_s = np.percentile([abs(one_s) for one_s in seen.beside_s], 90)

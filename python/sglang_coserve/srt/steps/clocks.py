@@ -91,10 +91,13 @@ class LaunchPacer:
 
     def ended(self, result: Any) -> None:
         """Wait for the oldest step in flight, whose result is to be processed now."""
+        began_s = time.perf_counter()
         if (done := getattr(result, "copy_done", None)) is not None:
             done.synchronize()
         self._in_flight = max(self._in_flight - 1, 0)
         self.results_s = time.perf_counter()
+        # Results that are awaited between planning and launching are no work of the host.
+        self._woke_s += self.results_s - began_s
         if self._in_flight and not self._has_waited:
             self._begins(self.results_s)
 

@@ -98,16 +98,26 @@ class EngineParts:
         self.pools = KvPools(scheduler)
         self.retraction = OfflineRetraction(scheduler, self.pools, self.view, self.events)
         is_overlapped = config.offline_policy != "fifo" and runs_ahead(scheduler)
-        if is_overlapped and clock.is_source:
-            clock.timer = device_timer(scheduler)
-            clock.pacer = LaunchPacer(launches_that_wait(scheduler))
+        prefills_wait = False
+        if is_overlapped:
+            waits = launches_that_wait(scheduler)
+            prefills_wait = waits(True, True)
+            if clock.is_source:
+                clock.timer = device_timer(scheduler)
+                clock.pacer = LaunchPacer(waits)
         self.tracker = StepTracker(
             self.ledger,
             is_overlapped=is_overlapped,
             micro_batches=self.view.micro_batches,
         )
         self.lane = OfflineLane(
-            scheduler, self.view, self.retraction, self.tracker, safepoints, answer_aborted
+            scheduler,
+            self.view,
+            self.retraction,
+            self.tracker,
+            safepoints,
+            answer_aborted,
+            prefills_wait=prefills_wait,
         )
 
     def snapshot(self, running_batch: ScheduleBatch, time: RankTime) -> EngineSnapshot:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +22,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes
+from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, prefilled
+from sglang_coserve.srt.marks.request_marks import is_offline
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
@@ -64,8 +66,20 @@ class OfflineLane:
         tracker: StepTracker,
         safepoints: Safepoints,
         answer_aborted: Callable[[Req], None],
+        *,
+        prefills_wait: bool,
     ) -> None:
-        """``answer_aborted`` ends a request that is aborted in no batch."""
+        """Create a lane without a step.
+
+        Args:
+            scheduler: SGLang's.
+            view: of its requests.
+            retraction: frees KV.
+            tracker: of steps.
+            safepoints: where steps are suspended.
+            answer_aborted: ends a request that is aborted in no batch.
+            prefills_wait: the host runs ahead, but launches prefills only after the step before.
+        """
         self.safepoints = safepoints
         self._scheduler = scheduler
         self._answer_aborted = answer_aborted
@@ -80,6 +94,10 @@ class OfflineLane:
 
         self._launched: Any = None
         """The lane's batch of the last scheduling round."""
+
+        self._prefills_wait = prefills_wait
+        self._had_online_prompts: deque[bool] = deque(maxlen=2)
+        """Of the last batches that ran."""
 
     @property
     def num_running(self) -> int:
@@ -167,13 +185,22 @@ class OfflineLane:
         """Return whether the last batch's results must be processed before this batch runs.
 
         A step that may be suspended, and later dropped, must not depend on pending results.
+
+        Launching prefills takes the host milliseconds (7 to 18 on an H200 with FlashInfer). Where
+        it begins after the step before, it would keep the results of that step from who waits. So
+        before offline ones the first tokens of online prompts are sent, and the tokens of the step
+        after, whose requests have waited for those prompts.
         """
+        if batch is None or not self._scheduler.result_queue:
+            return False
+        safepoints = self.safepoints
+        if stops is not None and safepoints.are_there and not safepoints.why_it_must_end(batch):
+            return True
         return (
-            batch is not None
-            and stops is not None
-            and bool(self._scheduler.result_queue)
-            and self.safepoints.are_there
-            and self.safepoints.why_it_must_end(batch) is None
+            self._prefills_wait
+            and any(self._had_online_prompts)
+            and batch.forward_mode.is_extend()
+            and not _has_online_prompts(batch)
         )
 
     def run(self, batch: Any, stops: Stops | None, forward: Callable[[Any], Any]) -> Any:
@@ -182,6 +209,7 @@ class OfflineLane:
         ``stops`` is None for one that runs to its end, as those of the shared lane do. Returns the
         result, or ``SUSPENDED``.
         """
+        self._had_online_prompts.append(_has_online_prompts(batch))
         safepoints = self.safepoints
         if stops is None or not safepoints.are_there:
             return forward(batch)
@@ -275,6 +303,10 @@ def _point_ended_to_padding(batch: Any, kind: ForwardKind) -> None:
     batch.req_pool_indices = batch.req_pool_indices.masked_fill(ended, 0)
     slots[-count:].masked_fill_(ended[-count:], 0)
     batch.out_cache_loc = slots
+
+
+def _has_online_prompts(batch: Any) -> bool:
+    return batch.forward_mode.is_extend() and not all(map(is_offline, prefilled(batch)))
 
 
 def _chunk_of(batch: Any) -> Req | None:
