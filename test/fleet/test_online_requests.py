@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from batch.scripted_backend import ScriptedBackend, answer
 from http_lines.live_engine import ADMIN_KEY, READY_S, LiveApp, LiveEngine
@@ -131,6 +132,15 @@ async def test_requests_and_answers_pass_unchanged(tmp_path: Path) -> None:
         made = (await client.get(f"{url}/v1/responses/resp_1")).headers["x-request-id"]
         assert dict(router.seen[1][2])[b"x-request-id"] == made.encode()
         assert router.seen[1][:2] == ("GET", b"/v1/responses/resp_1?")
+
+
+@pytest.mark.parametrize("path", ["/generate/../workers", "/v1/responses/%2E%2e%2F../flush_cache"])
+async def test_no_path_leads_to_what_a_routers_operator_does(tmp_path: Path, path: str) -> None:
+    async with one_address(tmp_path) as (url, router), aiohttp.ClientSession() as client:
+        async with client.post(URL(f"{url}{path}", encoded=True), data=b"{}") as answer:
+            assert answer.status == 404
+            assert "'..'" in (await answer.json())["error"]["message"]
+        assert not router.seen
 
 
 async def test_a_body_that_comes_in_pieces_goes_on_in_pieces(tmp_path: Path) -> None:

@@ -166,6 +166,11 @@ class RouterConnection:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI request."""
+        if ".." in scope["path"].split("/"):
+            # Whoever resolves it would have another path, maybe one of the router's operator.
+            refusal = openai_error(404, "a path has no '..' here: write it without", "not_found")
+            await send_json(send, 404, refusal)
+            return
         body = _RequestBody(receive)
         passing = asyncio.create_task(self._pass_on(scope, body, send))
         leaving = asyncio.create_task(body.client_left())
