@@ -61,10 +61,12 @@ def of_requests(
     gateway excuses calls of the Batch API alone.
     """
 
+    of_batches = (*outages, *gateway_outages)
+
     def is_excused(each: Observation) -> bool:
         return any(
             outage.overlaps(each.start_s, each.end_s) and each.end_s <= outage.end_s + _BREAK_S
-            for outage in (*outages, *(gateway_outages if each.kind == "batch" else ()))
+            for outage in (of_batches if each.kind == "batch" else outages)
         )
 
     judged = [each for each in seen if not is_excused(each)]

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from sglang_coserve.core.step_stats import StepStats
+from sglang_coserve.srt.marks.request_marks import is_offline
 
 Req = Any
 ScheduleBatch = Any
@@ -43,6 +44,11 @@ def prefilled(batch: ScheduleBatch) -> Sequence[Req]:
     """Return the requests of which a batch computes prompts; decodes may run beside them."""
     reqs: Sequence[Req] = batch.reqs
     return reqs[: len(reqs) - len(batch.decoding_reqs or ())]
+
+
+def has_online_prompts(batch: ScheduleBatch) -> bool:
+    """Return whether a batch computes prompts of online requests. O(its prompts)."""
+    return batch.forward_mode.is_extend() and not all(map(is_offline, prefilled(batch)))
 
 
 def stats_of(batch: ScheduleBatch, kind: ForwardKind) -> StepStats:

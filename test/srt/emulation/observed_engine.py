@@ -13,7 +13,7 @@ from interference_bench.load import Load
 from interference_bench.outcome import RunOutcome
 from interference_bench.systems import EngineSystem
 from sglang_coserve.core.step import StepResult
-from sglang_coserve.srt.forward_kind import prefilled
+from sglang_coserve.srt.forward_kind import has_online_prompts
 
 TARGETS_MS: Final[Mapping[str, float]] = {"slo_ttft_ms": 300.0, "slo_tpot_ms": 30.0}
 """Of ours."""
@@ -181,10 +181,8 @@ class ObservedEngine(CpuClockEngine):
         def processed(batch: Any, result: Any) -> None:
             reqs = list(batch.reqs)
             done = getattr(result, "copy_done", None)
-            if done is not None and batch.forward_mode.is_extend():
-                late_s = self._clock() - done.time_s
-                if any("online-" in req.rid for req in prefilled(batch)):
-                    self._observed.first_late_s.append(late_s)
+            if done is not None and has_online_prompts(batch):
+                self._observed.first_late_s.append(self._clock() - done.time_s)
             process(batch, result)
             for req in reqs:
                 self._observed.outputs[req.rid] = list(req.output_ids)

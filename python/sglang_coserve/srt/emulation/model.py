@@ -116,9 +116,8 @@ class EmulatedForCausalLM(nn.Module):
         self._waits: bool = get_server_args().disable_overlap_schedule
         """SGLang reads results as soon as a pass is launched, and a GPU lets it wait."""
 
-        self._prefill_launch_s = emulation.prefill_launch_s
-        self.prefills_wait = emulation.prefill_launch_s > 0
-        """The launch of a pass with prefills waits for the pass before."""
+        self.prefill_launch_s = emulation.prefill_launch_s
+        """Unless it is 0, the launch of a pass with prefills waits for the pass before."""
 
         self.launched_s = 0.0
         """Of all passes so far."""
@@ -144,13 +143,12 @@ class EmulatedForCausalLM(nn.Module):
         hidden = self.embed_tokens(input_ids) + self.embed_places(positions % PLACES)
         seconds = self._times.seconds(stats_of(forward_batch), self._device.clock())
         self.launched_s += seconds
-        host_s = 0.0
-        if self.prefills_wait and forward_batch.forward_mode.is_extend():
+        host_s = self.prefill_launch_s if forward_batch.forward_mode.is_extend() else 0.0
+        if host_s:
             self._device.current_stream().synchronize()
-            host_s = self._prefill_launch_s
-        share = 1 / len(self.layers)
+        num_layers = len(self.layers)
         for layer in self.layers:
-            hidden = layer(hidden, seconds * share, host_s * share)
+            hidden = layer(hidden, seconds / num_layers, host_s / num_layers)
         logits = self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
         if self._waits:
             # Not the stream: SGLang lets a host that computes itself wait for none.

@@ -19,8 +19,7 @@ from sglang_coserve.config import CoserveConfig
 from sglang_coserve.guard.grammars import grammar_cache
 from sglang_coserve.guard.sampling import end_unusable, fill_token_ids_logprobs
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.forward_kind import prefilled
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.forward_kind import has_online_prompts
 from sglang_coserve.srt.monitoring.online_load import ReportingLoadInquirer
 from sglang_coserve.srt.monitoring.scheduler_query import STATE_KEY, STATUS
 from sglang_coserve.srt.safepoint.safepoints import install_safepoints
@@ -218,8 +217,8 @@ class CoserveScheduler(Scheduler):
         if batch.return_logprob:
             fill_token_ids_logprobs(result.logits_output)
         end_unusable(batch, result)
-        has_prompts = batch.forward_mode.is_extend()  # Decodes are not looked at.
-        self._began_offline_alone = has_prompts and all(map(is_offline, prefilled(batch)))
+        has_prompts = batch.forward_mode.is_extend()
+        self._began_offline_alone = has_prompts and not has_online_prompts(batch)
         super().process_batch_result(batch, result)
         self._began_offline_alone = False
         results = BatchResults.of(reqs, before, self.parts.ledger)

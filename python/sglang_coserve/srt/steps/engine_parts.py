@@ -45,7 +45,7 @@ def launches_that_wait(scheduler: Any) -> Callable[[bool, bool], bool]:
     prefills_wait = (
         has_states
         or runner.prefill_attention_backend_str in _FLASHINFER_PREFILLS
-        or getattr(runner.model, "prefills_wait", False)  # An emulated one.
+        or getattr(runner.model, "prefill_launch_s", 0.0) > 0  # An emulated one.
     )
     decodes_wait = runner.decode_attention_backend_str == "flashinfer"
     has_window = scheduler.is_hybrid_swa

@@ -22,8 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_coserve.core.snapshot import SuspendedStep
 from sglang_coserve.core.step import StepResult
 from sglang_coserve.srt import compat
-from sglang_coserve.srt.forward_kind import ForwardKind, kind_of, num_decodes, prefilled
-from sglang_coserve.srt.marks.request_marks import is_offline
+from sglang_coserve.srt.forward_kind import ForwardKind, has_online_prompts, kind_of, num_decodes
 from sglang_coserve.srt.safepoint.gates import order_behind_pass
 from sglang_coserve.srt.safepoint.instrument import ForwardPreempted, Stops
 from sglang_coserve.srt.safepoint.safepoints import Safepoints
@@ -97,7 +96,7 @@ class OfflineLane:
 
         self._prefills_wait = prefills_wait
         self._had_online_prompts: deque[bool] = deque(maxlen=2)
-        """Of the last batches that ran."""
+        """Of the last batches that ran; empty where launching prefills waits for nothing."""
 
     @property
     def num_running(self) -> int:
@@ -197,10 +196,9 @@ class OfflineLane:
         if stops is not None and safepoints.are_there and not safepoints.why_it_must_end(batch):
             return True
         return (
-            self._prefills_wait
-            and any(self._had_online_prompts)
+            any(self._had_online_prompts)
             and batch.forward_mode.is_extend()
-            and not _has_online_prompts(batch)
+            and not has_online_prompts(batch)
         )
 
     def run(self, batch: Any, stops: Stops | None, forward: Callable[[Any], Any]) -> Any:
@@ -209,7 +207,8 @@ class OfflineLane:
         ``stops`` is None for one that runs to its end, as those of the shared lane do. Returns the
         result, or ``SUSPENDED``.
         """
-        self._had_online_prompts.append(_has_online_prompts(batch))
+        if self._prefills_wait:
+            self._had_online_prompts.append(has_online_prompts(batch))
         safepoints = self.safepoints
         if stops is None or not safepoints.are_there:
             return forward(batch)
@@ -303,10 +302,6 @@ def _point_ended_to_padding(batch: Any, kind: ForwardKind) -> None:
     batch.req_pool_indices = batch.req_pool_indices.masked_fill(ended, 0)
     slots[-count:].masked_fill_(ended[-count:], 0)
     batch.out_cache_loc = slots
-
-
-def _has_online_prompts(batch: Any) -> bool:
-    return batch.forward_mode.is_extend() and not all(map(is_offline, prefilled(batch)))
 
 
 def _chunk_of(batch: Any) -> Req | None:
